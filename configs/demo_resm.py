@@ -1,0 +1,5 @@
+"""Residual memory beside two FFNs, from scratch."""
+from configs.demo import *  # all else is the same
+
+memory_layers = (2, 3)
+alpha, beta = 1, 1
