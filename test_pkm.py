@@ -1,0 +1,1461 @@
+"""
+What the code claims, held against independent references: brute force over all slots, a dense
+layer in float64, Hugging Face BERT, the paper's parameter counts, an uninterrupted run.
+
+$ python -m pytest                                  # minutes on two CPU cores, no network
+$ PKM_TEST_KILLS=20 python -m pytest -k killed      # more SIGKILLs than 5
+"""
+import ast
+import collections
+import dataclasses
+import hashlib
+import http.server
+import itertools
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import configs
+import measure
+import model as bert
+import prepare_data
+import pretrain
+from configs import Failure, UserError
+from pkm import PKM, QueryNorm, ValueTable
+
+ROOT = Path(__file__).parent
+SHARED = ROOT.parent / "shared" / "data"  # larger texts; tests of them are skipped without it
+KILLS = int(os.environ.get("PKM_TEST_KILLS", "5"))
+torch.set_num_threads(1)  # at these sizes threads mostly wait for each other
+os.environ["OMP_NUM_THREADS"] = "1"  # and in the processes that a test starts
+
+
+def brute_force(query, keys, topk):
+    """The topk best of all n_keys^2 slots, head by head: [(scores, slots)], (tokens, topk) each."""
+    found = []
+    for part, (keys_1, keys_2) in zip(query.chunk(len(keys), 1), keys, strict=True):
+        first, second = (half @ k.T for half, k in zip(part.chunk(2, 1), (keys_1, keys_2)))
+        scores = (first[:, :, None] + second[:, None, :]).flatten(1)  # slot = n_keys * i + j
+        found.append(scores.topk(topk))
+    return found
+
+
+def small_memory(dtype=torch.float64, **sizes):
+    """A memory with no parameter at a value, 0 or 1, that would hide its absence."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 6, "n_keys": 12, "heads": 2, "topk": 4, "key_dim": 8, **sizes}
+    memory = PKM(**sizes).to(dtype)
+    for p in (memory.query.bias, memory.query_norm.weight, memory.query_norm.bias):
+        nn.init.normal_(p)
+    return memory
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["random", "trained"])
+@pytest.mark.parametrize("dtype, gap", [(torch.float64, 0), (torch.float32, 1e-4)],
+                         ids=["float64", "float32"])
+@pytest.mark.parametrize("n_keys, topk, heads", [(1, 1, 1), (40, 1, 3), (7, 2, 2), (12, 5, 2),
+                                                 (8, 8, 2), (9, 8, 4), (32, 32, 2), (64, 32, 4)])
+def test_search_equals_brute_force(n_keys, topk, heads, dtype, gap, trained):
+    memory = small_memory(dtype, n_keys=n_keys, topk=topk, heads=heads)
+    x = torch.randn(33, 6, dtype=dtype)
+    if trained:
+        dense = [p for name, p in memory.named_parameters() if name != "values.weight"]
+        optimizer = torch.optim.Adam(dense, lr=0.1)
+        for _ in range(8):
+            F.mse_loss(memory(x), x.roll(1, 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            memory.values.step(lr=0.1)
+    query = memory.query_norm(memory.query(x)).detach()
+    slots, weights = memory.search(query)
+    assert slots.dtype == torch.int32 and slots.shape == weights.shape == (33, heads, topk)
+    compared = 0
+    for head, (scores, expected) in enumerate(
+            brute_force(query.double(), memory.keys.double(), min(topk + 1, n_keys**2))):
+        torch.testing.assert_close(weights[:, head].double(), scores[:, :topk].softmax(1),
+                                   rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
+        gaps = F.pad(-scores.diff(dim=1), (1, 1), value=math.inf)  # to the next better and worse
+        distinct = ((gaps[:, :-1] > gap) & (gaps[:, 1:] > gap))[:, :topk]
+        assert torch.equal(slots[:, head][distinct].long(), expected[:, :topk][distinct])
+        compared += distinct.double().mean().item() / heads
+    assert compared > 0.9
+
+
+def test_candidates_of_32_are_119_of_1024():
+    assert PKM(8, n_keys=32, topk=32, key_dim=4).pairs.shape == (2, 119)
+
+
+@pytest.mark.parametrize("sizes, word", [({"topk": 13}, "topk"), ({"topk": 0}, "topk"),
+                                         ({"key_dim": 7}, "key_dim")])
+def test_impossible_sizes_are_refused(sizes, word):
+    with pytest.raises(ValueError, match=word):
+        small_memory(**sizes)
+
+
+def dense_layer(parameters, table, x, topk, mask):
+    """The layer without any shortcut; the table is an ordinary tensor. Returns its output and
+    the rows that it read."""
+    x, mask = x.flatten(0, 1), slice(None) if mask is None else mask.flatten()
+    query = x @ parameters["query.weight"].T + parameters["query.bias"]
+    real = query[mask]
+    query = (query - real.mean(0)) / (real.var(0, correction=0) + 1e-5).sqrt()
+    query = query * parameters["query_norm.weight"] + parameters["query_norm.bias"]
+    found = brute_force(query, parameters["keys"], topk)
+    out = sum((scores.softmax(1)[..., None] * table[slots]).sum(1) for scores, slots in found)
+    return out, torch.cat([slots.flatten() for _, slots in found]).unique()
+
+
+def assert_near(ours, reference, tolerance):
+    """Difference within `tolerance` of the reference's norm."""
+    difference = (ours.detach().double() - reference.detach().double()).norm()
+    assert difference <= tolerance * reference.norm(), f"{difference / reference.norm():.1e}"
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)],
+                         ids=["float64", "float32"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("micro_batches", [(3,), (2, 1, 4)], ids=["one", "accumulated"])
+def test_gradients_and_updates_equal_a_dense_layer(micro_batches, padded, dtype, tolerance):
+    memory = small_memory(dtype)
+    parameters = {name: p.detach().double().requires_grad_()
+                  for name, p in memory.named_parameters()}
+    table = parameters.pop("values.weight").detach().requires_grad_()
+    exp_avg, exp_avg_sq = torch.zeros_like(table), torch.zeros_like(table)
+    for step in range(1, 5):
+        rows = set()
+        for batch in micro_batches:
+            x, weight = torch.randn(2, batch, 5, 6, dtype=dtype)
+            mask = torch.arange(5) < torch.randint(2, 6, (batch, 1)) if padded else None
+            (memory(x.requires_grad_(), mask) * weight).sum().backward()
+            x_ref = x.detach().double().requires_grad_()
+            out, read = dense_layer(parameters, table, x_ref, memory.topk, mask)
+            (out * weight.flatten(0, 1)).sum().backward()
+            assert_near(x.grad, x_ref.grad, tolerance)
+            rows.update(read.tolist())
+        assert memory.values.weight.grad is None
+        for name, p in parameters.items():
+            ours = memory.get_parameter(name).grad
+            if name == "query.bias":  # the batch norm takes it out
+                assert ours.norm() < 10 * tolerance
+            else:
+                assert_near(ours, p.grad, tolerance)
+            p.grad = None
+        memory.zero_grad()
+        memory.values.step(lr=0.01)
+        rows = sorted(rows)
+        with torch.no_grad():  # torch.optim.SparseAdam's formula
+            grad = table.grad[rows]
+            exp_avg[rows] += 0.1 * (grad - exp_avg[rows])
+            exp_avg_sq[rows] += 0.001 * (grad**2 - exp_avg_sq[rows])
+            size = 0.01 * math.sqrt(1 - 0.999**step) / (1 - 0.9**step)
+            table[rows] -= size * exp_avg[rows] / (exp_avg_sq[rows].sqrt() + 1e-8)
+        table.grad = None
+        for ours, reference in [(memory.values.weight, table), (memory.values.exp_avg, exp_avg),
+                                (memory.values.exp_avg_sq, exp_avg_sq)]:
+            assert_near(ours, reference, tolerance)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, None])
+def test_value_updates_equal_sparse_adam(chunk):
+    """Of an ordinary sparse embedding bag; a row that was not read keeps its every bit."""
+    torch.manual_seed(0)
+    ours, bag = ValueTable(50, 8), nn.EmbeddingBag(50, 8, mode="sum", sparse=True)
+    bag.weight.data.copy_(ours.weight)
+    optimizer = torch.optim.SparseAdam(bag.parameters(), lr=0.01)
+    for step in range(1, 6):
+        slots = torch.randint(50, (4, 2, 3), dtype=torch.int32)
+        weights, target = torch.rand(4, 2, 3, requires_grad=True), torch.randn(4, 8)
+        weights_ref = weights.detach().clone().requires_grad_()
+        out = ours(slots, weights)
+        out_ref = bag(slots.flatten(1), per_sample_weights=weights_ref.flatten(1))
+        assert_near(out, out_ref, 1e-6)
+        (256 * F.mse_loss(out, target)).backward()  # as a GradScaler scales it
+        F.mse_loss(out_ref, target).backward()
+        assert_near(weights.grad / 256, weights_ref.grad, 1e-5)
+        state = [ours.weight] + [ours.exp_avg, ours.exp_avg_sq] * (step > 1)
+        before = [tensor.detach().clone() for tensor in state]
+        ours.step(lr=0.01, grad_scale=256, chunk=chunk)
+        optimizer.step()
+        optimizer.zero_grad()
+        moments = optimizer.state[bag.weight]
+        for mine, reference in [(ours.weight, bag.weight), (ours.exp_avg, moments["exp_avg"]),
+                                (ours.exp_avg_sq, moments["exp_avg_sq"])]:
+            assert_near(mine, reference, 1e-5)
+        unread = [row for row in range(50) if row not in slots]
+        for tensor, old in zip(state, before, strict=True):
+            assert torch.equal(tensor[unread], old[unread])
+            assert not torch.equal(tensor, old)
+
+
+def test_frozen_or_unread_values_stay():
+    memory = small_memory()
+    x, before = torch.randn(5, 6, dtype=torch.float64), memory.values.weight.detach().clone()
+    memory.values.step(lr=1.0)
+    memory.values.weight.requires_grad_(False)
+    memory(x).sum().backward()
+    memory.values.step(lr=1.0)
+    assert torch.equal(memory.values.weight, before) and memory.values.steps == 0
+    assert memory.keys.grad.norm() > 0
+    memory.values.weight.requires_grad_(True)
+    memory(x).sum().backward()
+    memory.values.step(lr=1.0)
+    after = memory.values.weight.detach().clone()
+    assert not torch.equal(after, before)
+    memory.values.step(lr=1.0)  # nothing was read since
+    assert torch.equal(memory.values.weight, after) and memory.values.steps == 1
+
+
+def test_values_learn_where_all_else_is_frozen():
+    """Backward must come by although nothing before the values requires a gradient."""
+    memory, x = small_memory(), torch.randn(3, 6, dtype=torch.float64)
+    whole = small_memory()
+    for p in memory.parameters():
+        p.requires_grad_(p is memory.values.weight)
+    for m in (memory, whole):
+        m(x).square().sum().backward()
+        m.values.step(lr=0.1)
+    assert not torch.equal(memory.values.weight, small_memory().values.weight)
+    assert torch.equal(memory.values.weight, whole.values.weight)
+
+
+def test_query_norm_is_batch_norm_of_the_real_tokens():
+    torch.manual_seed(0)
+    ours, reference = QueryNorm(7).double(), nn.BatchNorm1d(7).double()
+    nn.init.normal_(ours.weight)
+    nn.init.normal_(ours.bias)
+    reference.load_state_dict(ours.state_dict())
+    for real in (9, 4):
+        x = 3 + 2 * torch.randn(real, 7, dtype=torch.float64)
+        weight, x_ref = torch.randn_like(x), x.clone().requires_grad_()
+        out_ref = reference(x_ref)
+        (out_ref * weight).sum().backward()
+        running = {name: b.clone() for name, b in ours.named_buffers()}
+        for pad in (torch.zeros(3, 7), 1e3 * torch.randn(5, 7)):  # what pads hold is no matter
+            ours.load_state_dict(running, strict=False)
+            order = torch.randperm(real + len(pad))
+            mask, padded = (order < real), torch.cat([x, pad.double()])[order].requires_grad_()
+            out = ours(padded, mask)
+            place = order.argsort()[:real]  # of the real tokens
+            ours.zero_grad()
+            (out[place] * weight).sum().backward()
+            for mine, theirs in [(out[place], out_ref), (padded.grad[place], x_ref.grad),
+                                 (ours.running_mean, reference.running_mean),
+                                 (ours.running_var, reference.running_var)]:
+                torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+            assert (padded.grad[~mask] == 0).all()
+        assert ours.num_batches_tracked == reference.num_batches_tracked
+    x = torch.randn(6, 7, dtype=torch.float64)
+    torch.testing.assert_close(ours.eval()(x, torch.arange(6) < 3), reference.eval()(x))
+
+
+def test_padding_changes_no_real_token_and_no_value():
+    """The first step is without padding: it gives every row a momentum that padding could use."""
+    x, weight = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    mask = torch.arange(6) < torch.tensor([[6], [2], [4]])
+    results = []
+    for pad in (0.0, 50.0, None):  # None: the real tokens alone
+        memory = small_memory()
+        (memory(torch.randn(400, 6, dtype=torch.float64)) ** 2).sum().backward()
+        memory.values.step(lr=0.1)
+        memory.zero_grad()
+        out = memory(x[mask]) if pad is None else memory(x.where(mask[..., None], pad), mask)[mask]
+        (out * weight[mask]).sum().backward()
+        memory.values.step(lr=0.1)
+        grads = [p.grad for p in memory.parameters() if p.grad is not None]
+        results.append([out, *grads, *memory.buffers(), memory.values.weight])
+    for other in results[1:]:
+        for first, second in zip(results[0], other, strict=True):
+            torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-9)
+
+
+def test_compiled_inference_is_one_graph():
+    memory = small_memory().eval()
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    with torch.no_grad():
+        compiled = torch.compile(memory, fullgraph=True)
+        torch.testing.assert_close(compiled(x), memory(x), rtol=1e-12, atol=1e-12)
+
+
+def closed_form(size, vocab, memory_layers=(), ffn_in_them=True):
+    """Parameters of BERT with pooler and head, and of memories of 512^2 slots, from the shapes."""
+    layers, d, d_ff = (bert.SIZES[size][name] for name in ("n_layer", "d_model", "d_ff"))
+    ffn = 2 * d * d_ff + d + d_ff
+    count = (vocab + 512 + 2) * d + 2 * d  # embeddings and their norm
+    count += layers * (4 * (d * d + d) + ffn + 4 * d)
+    count += 2 * (d * d + d) + 2 * d + vocab  # pooler and head
+    memory = 512**2 * d + 8 * 512 * 128 + (d + 1) * 1024 + 2 * 1024
+    return count + len(memory_layers) * (memory - (0 if ffn_in_them else ffn))
+
+
+@pytest.mark.parametrize("size, layers, millions", [("base", (4, 8), (110.1, 505.9, 515.4)),
+                                                    ("large", (8, 16), (336.2, 859.5, 876.2))])
+def test_parameter_counts_are_those_of_table_1(size, layers, millions):
+    systems = [((), 1.0), (layers, 0.0), (layers, 1.0)]  # BERT, PKM, ResM
+    for (memory_layers, alpha), expected in zip(systems, millions, strict=True):
+        with torch.device("meta"):
+            model = bert.MaskedLM(bert.BertConfig(memory_layers=memory_layers, alpha=alpha,
+                                                  **bert.SIZES[size]))
+        count = sum(p.numel() for p in model.parameters())
+        assert count == closed_form(size, 30522, memory_layers, bool(alpha))
+        assert round(count / 1e6, 1) == expected
+        for number, layer in enumerate(model.bert.layers, 1):
+            names = {name.split(".")[0] for name, _ in layer.named_parameters()}
+            assert ("memory" in names) == (number in memory_layers)
+            assert ("up" in names) == ("down" in names) == (number not in memory_layers or alpha)
+
+
+def tiny_bert(seed=0, **settings):
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 40, "n_layer": 3, "n_head": 2, "d_model": 8, "d_ff": 16, "max_len": 16,
+             "n_keys": 4, "memory_heads": 2, "topk": 3, "key_dim": 4}
+    return bert.MaskedLM(bert.BertConfig(**{**sizes, **settings}))
+
+
+def test_padding_changes_no_real_token_of_bert():
+    """Also while training, when a memory's batch norm takes its statistics from the batch."""
+    mask = torch.arange(6) < torch.tensor([[6], [2], [4]])
+    results = []
+    for pad in (1, 39):
+        model = tiny_bert(dropout=0.0, memory_layers=(2,)).double()
+        ids = torch.randint(40, (3, 6)).where(mask, pad)
+        results.append([model(ids, mask=mask)[mask], *(b.clone() for b in model.buffers())])
+    for first, second in zip(*results, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForPreTraining"])
+def test_logits_equal_hugging_face(kind):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = getattr(transformers, kind)(transformers.BertConfig(
+        vocab_size=99, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=24)).eval()
+    for name, p in theirs.named_parameters():  # so that every weight shows in the logits
+        nn.init.normal_(p, float("norm" in name.lower() and "weight" in name), 0.4)
+    ours = tiny_bert(vocab_size=99, n_head=4, d_model=32, d_ff=64, max_len=24).eval()
+    loaded = bert.load_weights(ours, bert.from_huggingface(theirs.state_dict(), ours.bert.config),
+                               "theirs", partial=True)
+    missing = ours.state_dict().keys() - loaded
+    assert missing == ({"bert.pooler.weight", "bert.pooler.bias"} if "Masked" in kind else set())
+    ids, types = torch.randint(99, (3, 20)), torch.randint(2, (3, 20))
+    mask = torch.arange(20) < torch.tensor([[20], [13], [5]])
+    with torch.no_grad():
+        expected = theirs(ids, attention_mask=mask.long(), token_type_ids=types)[0]
+        logits = ours(ids, mask=mask, token_types=types)
+        assert expected[mask].std() > 1
+        torch.testing.assert_close(logits[mask], expected[mask], rtol=0, atol=1e-4)
+        torch.testing.assert_close(ours(ids), theirs(ids)[0], rtol=0, atol=1e-4)
+        if not missing:
+            hidden = theirs.bert(ids, attention_mask=mask.long(), token_type_ids=types)
+            torch.testing.assert_close(ours.bert.pool(ours.bert(ids, mask, types)),
+                                       hidden.pooler_output, rtol=0, atol=1e-4)
+
+
+def test_memory_layer_is_the_papers_formula():
+    for alpha, beta in [(0.0, 1.0), (1.0, 1.0), (0.5, 2.0)]:
+        model = tiny_bert(memory_layers=(2,), alpha=alpha, beta=beta).double().eval()
+        layer = model.bert.layers[1]
+        seen = []
+        layer.attention_norm.register_forward_hook(lambda *call, seen=seen: seen.append(call[2]))
+        y, x = layer(torch.randn(2, 5, 8, dtype=torch.float64)), seen[0]
+        total = x + beta * layer.memory(x)
+        if alpha:
+            hidden = x @ layer.up.weight.T + layer.up.bias
+            hidden = hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))  # exact GELU
+            total = total + alpha * (hidden @ layer.down.weight.T + layer.down.bias)
+        expected = (total - total.mean(-1, keepdim=True)) / (
+            total.var(-1, correction=0, keepdim=True) + 1e-12).sqrt()
+        torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_head_at_positions_and_loss():
+    model = tiny_bert(memory_layers=(2,)).double().eval()
+    ids = torch.randint(40, (3, 12))
+    positions, labels = torch.randint(12, (3, 4)), torch.randint(40, (3, 4))
+    labels[0, 1] = labels[2] = -100
+    full = model(ids)
+    expected = torch.stack([full[b, positions[b]] for b in range(3)])
+    torch.testing.assert_close(model(ids, positions), expected)
+    losses = [full[b, p].exp().sum().log() - full[b, p, label]
+              for b in range(3) for p, label in zip(positions[b], labels[b]) if label != -100]
+    torch.testing.assert_close(model(ids, positions, labels).double(), sum(losses) / 7,
+                               rtol=1e-6, atol=1e-6)  # the loss is in float32
+
+
+def test_masking():
+    special, mask_id, vocab = (0, 100, 101, 102, 103), 103, 1000
+    ids = np.random.default_rng(0).choice(np.setdiff1d(np.arange(vocab), special), (2000, 40))
+    ids[:, 0], ids[:, 20], ids[:, -1] = 101, 102, 102
+    ids[7, 4:] = 0  # three ordinary tokens
+    original = ids.copy()
+    inputs, positions, labels = bert.mask_tokens(ids, np.random.default_rng(1), vocab, special,
+                                                 mask_id)
+    assert np.array_equal(ids, original)
+    assert positions.shape == labels.shape == (2000, 6)  # 15% of 40
+    assert all(len(set(row)) == 6 for row in positions.tolist())
+    at = np.take_along_axis(ids, positions.numpy(), 1)
+    assert sorted(positions[7][labels[7] != -100].tolist()) == [1, 2, 3]
+    assert (labels[7] == -100).sum() == 3
+    chosen = labels.numpy() != -100
+    assert chosen.sum() == 1999 * 6 + 3
+    assert np.array_equal(at[chosen], labels.numpy()[chosen])
+    assert not np.isin(at[chosen], special).any()
+    untouched = np.ones_like(ids, bool)
+    np.put_along_axis(untouched, positions.numpy(), ~chosen, 1)
+    assert np.array_equal(inputs.numpy()[untouched], ids[untouched])
+    new = inputs.gather(1, positions).numpy()[chosen]
+    masked, kept = new == mask_id, new == at[chosen]
+    drawn = new[~masked & ~kept]
+    assert not np.isin(drawn, special).any() and drawn.min() < 20 and drawn.max() > 980
+    n = chosen.sum()
+    for share, expected in [(masked.mean(), 0.8), (kept.mean(), 0.1), (len(drawn) / n, 0.1)]:
+        assert abs(share - expected) < 5 * math.sqrt(expected * (1 - expected) / n)
+    counts = np.bincount(positions.numpy()[chosen], minlength=40)[np.r_[1:20, 21:39]]
+    assert abs(counts / (n / 38) - 1).max() < 5 / math.sqrt(n / 38)  # every place alike
+    again = bert.mask_tokens(ids, np.random.default_rng(1), vocab, special, mask_id)
+    other = bert.mask_tokens(ids, np.random.default_rng(2), vocab, special, mask_id)
+    assert torch.equal(again[0], inputs) and not torch.equal(other[1], positions)
+
+
+def test_optimizer_groups():
+    model = tiny_bert(memory_layers=(2, 3))
+    decayed, others = bert.optimizer_groups(model, 0.3)
+    assert decayed["weight_decay"] == 0.3 and others["weight_decay"] == 0
+    found = collections.Counter(id(p) for group in (decayed, others) for p in group["params"])
+    for name, p in model.named_parameters():
+        assert found.pop(id(p), 0) == (0 if name.endswith("values.weight") else 1), name
+        if "norm" in name or name.endswith("bias"):
+            assert not any(p is q for q in decayed["params"]), name
+        elif not name.endswith("values.weight"):
+            assert not any(p is q for q in others["params"]), name
+    assert not found
+
+
+@pytest.fixture
+def plain_run(tmp_path):
+    """A run with one checkpoint of a model without memory."""
+    model = tiny_bert(seed=1)
+    optimizer = torch.optim.AdamW(bert.optimizer_groups(model, 0))
+    bert.save_checkpoint(tmp_path / "run", 3, model, optimizer, {})
+    return model.state_dict(), tmp_path / "run" / "step_000003"
+
+
+@pytest.mark.parametrize("alpha, reinit_ffn", [(1.0, False), (0.0, False), (1.0, True)],
+                         ids=["ResM", "PKM", "ResM'"])
+def test_init_from(plain_run, capsys, alpha, reinit_ffn):
+    trained, checkpoint = plain_run
+    model = tiny_bert(memory_layers=(2,), alpha=alpha)
+    random_weights = {name: w.clone() for name, w in model.state_dict().items()}
+    bert.init_from(model, checkpoint, reinit_ffn)
+    for name, w in model.state_dict().items():
+        fresh = "memory" in name or reinit_ffn and name.startswith(("bert.layers.1.up",
+                                                                    "bert.layers.1.down"))
+        assert torch.equal(w, (random_weights if fresh else trained)[name]), name
+    assert ("bert.layers.1.up.weight" in model.state_dict()) == bool(alpha)
+    said = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    ffn = 8 * 16 * 2 + 8 + 16
+    memory = 16 * 8 + 2 * 2 * 4 * 2 + 8 * 8 + 8 + 2 * 8  # values, keys, query, its norm
+    expected = {f"left random memory {memory} parameters layers 2"}
+    if alpha and not reinit_ffn:
+        expected |= {f"loaded FFN {3 * ffn} parameters layers 1, 2, 3"}
+    else:
+        expected |= {f"loaded FFN {2 * ffn} parameters layers 1, 3",
+                     f"{'left random' if alpha else 'dropped'} FFN {ffn} parameters layers 2"}
+    assert said >= expected
+
+
+def test_init_from_another_shape(plain_run):
+    with pytest.raises(UserError, match="shape"):
+        bert.init_from(tiny_bert(d_model=12), plain_run[1])
+
+
+def plain_usage(slots, weights, n_slots):
+    """Section 3.2 read by read; slots, weights: (accesses, topk) lists, best first."""
+    read, weight, top1 = [0] * n_slots, [0.0] * n_slots, [0] * n_slots
+    for access, shares in zip(slots, weights, strict=True):
+        top1[access[0]] += 1
+        for slot, share in zip(access, shares, strict=True):
+            read[slot] += 1
+            weight[slot] += share
+
+    def kl(counts):
+        total = sum(counts)
+        return sum(c / total * math.log(c / total * n_slots) for c in counts if c)
+
+    return {"mu": sum(map(bool, read)) / n_slots, "top1_mu": sum(map(bool, top1)) / n_slots,
+            "kl_u": kl(read), "kl_w": kl(weight), "accesses": len(slots)}, read, top1, weight
+
+
+def test_usage_metrics_known_answers():
+    one, every = np.zeros(64), np.ones(64)
+    one[5] = 10
+    m = measure.usage_metrics(one, one, one, topk=1)
+    assert m["mu"] == m["top1_mu"] == 1 / 64 and m["accesses"] == 10
+    assert m["kl_u"] == m["kl_w"] == pytest.approx(math.log(64))
+    assert m["mu_uniform"] == m["top1_mu_uniform"] == pytest.approx(1 - (63 / 64) ** 10)
+    m = measure.usage_metrics(4 * every, every, every / 3, topk=4)
+    assert m["mu"] == m["top1_mu"] == 1 and abs(m["kl_u"]) + abs(m["kl_w"]) < 1e-12
+    assert m["mu_uniform"] == pytest.approx(1 - (60 / 64) ** 64)
+    half = np.repeat([2.0, 0.0], 32)  # slots that are never read add nothing
+    m = measure.usage_metrics(half, half, half, topk=1)
+    assert m["mu"] == 0.5 and m["kl_u"] == pytest.approx(math.log(2))
+
+
+def test_evaluate_counts_every_read_and_knows_the_uniform_model():
+    model = tiny_bert(memory_layers=(1, 3)).train()
+    reads = {1: ([], []), 3: ([], [])}
+    for layer, (slots, weights) in reads.items():
+        memory = model.bert.layers[layer - 1].memory
+
+        def search(query, found=memory.search, slots=slots, weights=weights):
+            result = found(query)
+            slots.extend(result[0].flatten(0, 1).tolist())
+            weights.extend(result[1].flatten(0, 1).tolist())
+            return result
+        memory.search = search
+    nn.init.zeros_(model.bert.words.weight)  # the tied decoder: all logits 0
+    batches = [(torch.randint(40, (n, 12)), torch.randint(12, (n, 2)), torch.randint(40, (n, 2)))
+               for n in (4, 4, 1)]
+    batches[0][2][0] = -100
+    before = [b.clone() for b in model.buffers()]
+    results, counts = measure.evaluate(model, batches, torch.device("cpu"))
+    assert model.training and all(map(torch.equal, before, model.buffers()))
+    assert results["perplexity"] == pytest.approx(40) and results["masked_tokens"] == 16
+    assert results["accuracy"] == sum((labels == 0).sum().item() for *_, labels in batches) / 16
+    for layer, (slots, weights) in reads.items():
+        assert len(slots) == 9 * 12 * 2  # tokens x heads
+        metrics, read, top1, weight = plain_usage(slots, weights, 16)
+        assert counts[layer]["read"].tolist() == read and counts[layer]["top1"].tolist() == top1
+        assert counts[layer]["weight"].tolist() == pytest.approx(weight)
+        uniform = {f"{name}_uniform": 1 - (1 - k / 16) ** 216
+                   for name, k in (("mu", 3), ("top1_mu", 1))}
+        assert results["layers"][layer] == pytest.approx({**metrics, **uniform})
+
+
+@dataclasses.dataclass
+class Settings:
+    lr: float = 0.1
+    steps: int = 3
+    name: str = "a"
+    flag: bool = False
+    layers: tuple = ()
+
+
+@pytest.mark.parametrize("args, expected", [
+    ([], {}), (["--lr=1"], {"lr": 1.0}), (["--lr=1e-3"], {"lr": 1e-3}), (["--name=5"], {"name": "5"}),
+    (["--name=a=b=c"], {"name": "a=b=c"}), (["--name="], {"name": ""}),
+    (["--flag=True"], {"flag": True}), (["--layers=4"], {"layers": (4,)}),
+    (["--layers=4,8"], {"layers": (4, 8)}), (["--layers=(4,8)"], {"layers": (4, 8)}),
+    (["--layers="], {"layers": ()}), (["c.py"], {"lr": 2.0, "layers": (1, 2), "steps": 6}),
+    (["c.py", "--steps=7", "--steps=8"], {"lr": 2.0, "layers": (1, 2), "steps": 8})])
+def test_load(tmp_path, monkeypatch, capsys, args, expected):
+    monkeypatch.chdir(tmp_path)
+    Path("c.py").write_text("import math\n_half = 3\nlr = 2\nlayers = [1, 2]\nsteps = 2 * _half\n")
+    config = configs.load(Settings, args)
+    assert config == Settings(**expected)
+    assert all(type(value) is type(getattr(Settings, name))
+               for name, value in dataclasses.asdict(config).items())
+    assert f"lr={config.lr}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/[!_]*.py")), ids=lambda p: p.stem)
+def test_recipes_are_the_papers_systems(path, capsys):
+    """Each recipe loads; its name says what it is; 1,024 sequences a step (2,048 for distil)."""
+    c, name = configs.load(pretrain.Config, [str(path)]), path.stem
+    size = name.split("_")[0]
+    assert c.model == size
+    layers = {"base": (4, 8), "large": (8, 16), "distil": (2, 4), "demo": (2, 3)}[size]
+    memory = {"pkm": (0, 1), "resm": (1, 1)}.get((name.split("_") + [""])[1])
+    assert c.memory_layers == (layers if memory else ())
+    assert not memory or (c.alpha, c.beta) == memory
+    initial = "_init" in name or "_more" in name
+    assert c.init_from == (f"out/{size}" if initial else "") and c.seed == int(initial)
+    assert c.reinit_ffn == name.endswith("_ffn")
+    assert (ROOT / "configs" / f"{size}.py").is_file()
+    if size != "demo":
+        assert c.batch_size * c.accumulation == (2048 if size == "distil" else 1024)
+        assert (c.max_steps, c.warmup_steps, c.lr, c.value_lr) == (500_000, 10_000, 1e-4, 1e-3)
+        assert (c.n_keys, c.memory_heads, c.topk, c.key_dim, c.seq_len) == (512, 4, 32, 256, 512)
+
+
+@pytest.mark.parametrize("args, config, words", [
+    (["--leyers=1"], "", ["command line", "'leyers'", "did you mean layers"]),
+    (["c.py"], "step = 1", ["c.py", "'step'", "did you mean steps"]),
+    (["--steps=1.0"], "", ["steps", "expected int", "float"]),
+    (["--steps=True"], "", ["steps", "expected int", "bool"]),
+    (["--lr=True"], "", ["lr", "expected float", "bool"]),
+    (["--lr=fast"], "", ["lr", "'fast'", "expected float"]),
+    (["--flag=1"], "", ["flag", "expected bool", "int"]),
+    (["--layers=1,2.5"], "", ["layers", "tuple of ints"]),
+    (["c.py"], "name = 5", ["c.py", "name", "expected str", "int"]),
+    (["--steps"], "", ["--steps", "--key=value"]), (["c.py", "steps=1"], "", ["--key=value"]),
+    (["d.py"], "", ["d.py", "no such config"]),
+    (["c.py"], "steps = 1\nlr = 1 / 0", ["c.py:2", "ZeroDivisionError"]),
+    (["c.py"], "steps = 1\n\nlr = = 2", ["c.py:3", "SyntaxError"])])
+def test_load_refuses(tmp_path, monkeypatch, args, config, words):
+    monkeypatch.chdir(tmp_path)
+    Path("c.py").write_text(config)
+    with pytest.raises(UserError) as error:
+        configs.load(Settings, args)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_atomic(tmp_path):
+    file, folder = tmp_path / "new" / "file", tmp_path / "folder"
+    for content in ("one", "two"):
+        with configs.atomic(file) as temporary:
+            temporary.write_text(content)
+            assert not file.exists() or file.read_text() == "one"
+    with pytest.raises(OSError), configs.atomic(file) as temporary:
+        temporary.write_text("half")
+        raise OSError
+    assert file.read_text() == "two" and os.listdir(file.parent) == ["file"]
+    with pytest.raises(KeyboardInterrupt), configs.atomic(folder) as temporary:
+        temporary.mkdir()
+        (temporary / "a").write_text("half")
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == ["new"]
+    (tmp_path / ".tmp_folder").mkdir()  # as a killed process leaves it
+    (tmp_path / ".tmp_folder" / "stale").touch()
+    with configs.atomic(folder) as temporary:
+        temporary.mkdir()
+        (temporary / "a").write_text("whole")
+    assert os.listdir(folder) == ["a"] and sorted(os.listdir(tmp_path)) == ["folder", "new"]
+
+
+TINY = {
+    "dataset": "tiny", "model": "demo", "memory_layers": (2, 3), "n_keys": 8, "memory_heads": 2,
+    "topk": 4, "key_dim": 16, "seq_len": 16, "batch_size": 2, "accumulation": 2, "dropout": 0.1,
+    "max_steps": 12, "warmup_steps": 4, "lr": 3e-3, "log_interval": 3, "eval_interval": 6,
+    "eval_sequences": 8, "usage_interval": 6, "checkpoint_interval": 5, "device": "cpu",
+}
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory):
+    """A folder with tiny.py, and data/tiny and data/other of another vocabulary."""
+    folder, rng = tmp_path_factory.mktemp("prepared"), random.Random(0)
+    kinds = [words.split(" ") for words in ("the a one no", "old red wet big shy",
+                                            "cat dog owl elk fox", "saw met hid bit fed")]
+    order = [0, 1, 2, 3, 0, 1, 2]
+    text = "\n\n".join("\n".join(" ".join(rng.choice(kinds[k]) for k in order) + " ."
+                                 for _ in range(8)) for _ in range(60))
+    (folder / "text.txt").write_text(text)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *itertools.chain(*kinds)]
+    for name, vocab in (("tiny", words), ("other", [*words, "more"])):
+        (folder / f"{name}.txt").write_text("\n".join(vocab) + "\n")
+        subprocess.run([sys.executable, ROOT / "prepare_data.py", "text", name, "text.txt", "--vocab",
+                        f"{name}.txt", "--val_every", "10"], cwd=folder, check=True)
+    (folder / "tiny.py").write_text("".join(f"{k} = {v!r}\n" for k, v in TINY.items()))
+    return folder
+
+
+@pytest.fixture
+def place(prepared, tmp_path, monkeypatch):
+    """The working directory: a copy of `prepared`. Signal handlers are put back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def train(*args):
+    return pretrain.main(["tiny.py", *args])
+
+
+def command(*args):
+    return [sys.executable, str(ROOT / "pretrain.py"), "tiny.py", *args]
+
+
+def log(out="out/tiny"):
+    return [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
+
+
+def losses(*args):
+    """The loss of every step of a fresh run."""
+    shutil.rmtree("out/losses", ignore_errors=True)
+    assert train("--out=out/losses", "--log_interval=1", "--eval_interval=1000", *args) == 0
+    return np.array([r["loss"] for r in log("out/losses") if "grad_norm" in r])
+
+
+def files(folder="."):
+    return {str(path): path.is_file() and path.read_bytes() for path in Path(folder).rglob("*")}
+
+
+def assert_same(a, b, where=""):
+    """Equal to the last bit, through dicts and lists of tensors and plain values."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, list | tuple):
+        assert_same(dict(enumerate(a)), dict(enumerate(b)), where)
+    else:
+        assert torch.equal(a, b) if torch.is_tensor(a) else a == b, where
+
+
+def assert_same_run(out, reference):
+    """The same log, but for speed, the same last weights, optimizer and value moments."""
+    def timeless(run):
+        return [{k: v for k, v in r.items() if k not in ("tokens_per_s", "elapsed")}
+                for r in log(run)]
+
+    assert_same(timeless(out), timeless(reference), "log")
+    ends = [bert.find_checkpoint(run) for run in (out, reference)]
+    assert ends[0].name == ends[1].name
+    for name in ("model.pt", "optimizer.pt"):
+        assert_same(*(torch.load(end / name, weights_only=True) for end in ends), name)
+    values = torch.load(ends[0] / "optimizer.pt", weights_only=True)["values"]
+    assert len(values) == 2 and all(v["exp_avg_sq"].abs().sum() > 0 for v in values.values())
+
+
+def test_a_run_leaves_what_it_promises(place, capsys):
+    assert train("--checkpoint_interval=3") == 0
+    run, records = Path("out/tiny"), log()
+    assert [r["step"] for r in records if "grad_norm" in r] == [3, 6, 9, 12]
+    evaluations = [r for r in records if "perplexity" in r]
+    assert [r["step"] for r in evaluations] == [0, 1, 2, 4, 6, 12]
+    assert all({"1", "4"}.isdisjoint(r["layers"]) and len(r["layers"]) == 2 for r in evaluations)
+    assert 20 < evaluations[0]["perplexity"] < 30  # untrained, 25 tokens
+    assert evaluations[-1]["perplexity"] < evaluations[0]["perplexity"] - 0.5
+    assert sorted(p.name for p in run.iterdir()) == ["config.json", "log.jsonl", "step_000009",
+                                                     "step_000012", "usage", "vocab.txt"]
+    saved = json.loads((run / "config.json").read_text())
+    assert saved["memory_layers"] == [2, 3] and saved["lr"] == 3e-3
+    assert sorted(os.listdir(run / "usage")) == ["step_000006.npz", "step_000012.npz"]
+    for name, counts in np.load(run / "usage" / "step_000012.npz").items():
+        assert name in {f"layer{n}_{what}" for n in (2, 3) for what in ("read", "top1")}
+        topk = 4 if name.endswith("read") else 1
+        assert counts.shape == (64,) and counts.sum() == 8 * 16 * 2 * topk  # tokens, heads
+    before = files()
+    assert train("--checkpoint_interval=3") == 0 and files() == before  # the end was reached
+    assert train("--checkpoint_interval=3", "--eval_only=True") == 0 and files() == before
+    assert f"perplexity {evaluations[-1]['perplexity']:.2f}" in capsys.readouterr().out
+    assert train("--out=out/new", "--dry_run=True") == 0 and files() == before
+    assert train("--out=out/new", "--eval_only=True") == 0 and files() == before
+
+
+def test_batches_are_a_function_of_seed_and_step(place):
+    """An epoch reads every token once, but for those left over at its ends."""
+    corpus = pretrain.prepare_data.Corpus("tiny")
+    config, device = pretrain.Config(**TINY), torch.device("cpu")
+    batches, tokens = pretrain.Batches(corpus, config, device), corpus.split("train")
+    first, second = ([int(batches.start(n)) for n in range(e, e + batches.per_epoch)]
+                     for e in (0, batches.per_epoch))
+    assert set(np.diff(sorted(first))) == set(np.diff(sorted(second))) == {14}
+    assert len(first) == len(tokens) // 14 - 1 and max(first) + 14 <= len(tokens)
+    assert first != sorted(first) and np.argsort(first).tolist() != np.argsort(second).tolist()
+    masks = set()
+    for n, (step, micro) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]):  # 2 sequences each
+        inputs, positions, labels = batches.get(step, micro)
+        masks.add(str(positions.tolist()))
+        for ids, start in zip(inputs.scatter(1, positions, labels).tolist(), first[2 * n:]):
+            assert ids == [corpus.cls_id, *tokens[start:start + 14], corpus.sep_id]
+    assert len(masks) == 5
+    again = pretrain.Batches(corpus, config, device).get(2, 0)
+    assert all(map(torch.equal, again, (inputs, positions, labels)))
+    other = pretrain.Batches(corpus, dataclasses.replace(config, seed=1), device).get(2, 0)
+    assert not torch.equal(other[0], inputs)
+
+
+def test_accumulation_is_one_larger_batch(place, monkeypatch):
+    """Without memory, whose batch norm sees a micro-batch, and without dropout."""
+    corpus, results = pretrain.prepare_data.Corpus("tiny"), []
+    whole = pretrain.Batches(corpus, pretrain.Config(seq_len=16, batch_size=4, accumulation=1),
+                             torch.device("cpu"))
+    get = pretrain.Batches.get
+    for size in (4, 2, 1):
+        monkeypatch.setattr(pretrain.Batches, "get", lambda self, step, micro, size=size: [
+            part[size * micro:size * (micro + 1)] for part in get(whole, step, 0)])
+        losses("--memory_layers=", "--dropout=0", "--max_steps=3", f"--batch_size={size}",
+               f"--accumulation={4 // size}")
+        results.append([r[key] for r in log("out/losses") for key in ("loss", "grad_norm") if key in r])
+    assert results[1] == pytest.approx(results[0], rel=1e-4)
+    assert results[2] == pytest.approx(results[0], rel=1e-4)
+
+
+def test_a_logged_loss_is_the_mean_since_the_last(place):
+    every = losses("--max_steps=9")
+    train("--max_steps=9")
+    means = [r["loss"] for r in log() if "grad_norm" in r]
+    assert means == pytest.approx(every.reshape(3, 3).mean(1))
+    lrs = [r["lr"] for r in log("out/losses") if "grad_norm" in r]
+    assert lrs == pytest.approx([min((n + 1) / 4, (9 - n) / 5) * 3e-3 for n in range(9)])
+
+
+def test_compiled_training_equals_eager(place):
+    """At a value_lr at which values that a compiled graph forgets to train show in the loss."""
+    args = ["--dropout=0", "--max_steps=20", "--accumulation=1", "--value_lr=0.03"]
+    eager, compiled = losses(*args), losses(*args, "--compile=on")
+    frozen = losses(*args, "--value_lr=0")
+    torch._dynamo.reset()
+    assert len(eager) == 20 and abs(eager - compiled).max() < 1e-3
+    assert abs(eager - frozen).max() > 1e-2
+    assert (eager != compiled).any()  # it was another program
+
+
+def test_bfloat16_follows_float32(place):
+    args = ["--max_steps=50", "--dropout=0"]
+    full, half = losses(*args), losses(*args, "--dtype=bfloat16")
+    assert (full != half).any()
+    assert abs(half[-10:].mean() / full[-10:].mean() - 1) < 0.02
+
+
+def test_float16_skips_a_step_that_overflows(place):
+    """The scaler finds an inf: nothing moves, the reads are forgotten; the next step is unscaled."""
+    config = pretrain.Config(**{**TINY, "dropout": 0.0})
+    corpus, device = prepare_data.Corpus("tiny"), torch.device("cpu")
+    model, _ = pretrain.start_model(config, pretrain.validate(config), corpus, None)
+    trainer = pretrain.Trainer(config, corpus, model, device, torch.float16)
+    before = {name: w.clone() for name, w in model.state_dict().items() if "running" not in name}
+    scale, backward = trainer.scaler.get_scale(), torch.Tensor.backward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", lambda self: backward(self * math.inf))
+        trainer.step(0)
+    after = model.state_dict()
+    assert all(torch.equal(w, after[name]) for name, w in before.items() if "tracked" not in name)
+    assert trainer.scaler.get_scale() == scale / 2
+    assert all(not t.reads and t.steps == 0 and t.exp_avg is None for t in trainer.tables)
+    full = pretrain.start_model(config, pretrain.validate(config), corpus, None)[0]
+    full.load_state_dict(after)
+    other = pretrain.Trainer(config, corpus, full, device, torch.float32)
+    for t in (trainer, other):
+        t.step(1)
+    for half, single in zip(trainer.tables, other.tables, strict=True):
+        ratio = half.exp_avg.norm() / single.exp_avg.norm()  # slots near a tie may differ
+        assert 0.9 < ratio < 1.1 and ratio != 1  # unscaled: not 32,768 times as large
+
+
+def wait_for(condition, process):
+    """Poll until condition() is true, and return its value; the process must not end before."""
+    while not (value := condition()):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.001)
+    return value
+
+
+def steps_saved(run):
+    newest = bert.find_checkpoint(run)
+    return int(newest.name[5:]) if newest else 0
+
+
+def saving(run):
+    """Whether the newest checkpoint, whatever its name, still lacks its last file."""
+    newest = max(run.glob("*step_*"), key=lambda path: path.name[-6:])
+    return (newest / "model.pt").exists() and not (newest / "state.pt").exists()
+
+
+def test_a_killed_run_ends_as_if_it_had_not_been(place):
+    """SIGKILL during steps and, every other time, during the writing of a checkpoint."""
+    args = ["--eval_interval=4", f"--max_steps={20 + 6 * KILLS}"]
+    rng, run, seen = random.Random(), Path("out/killed"), 0  # other moments every time
+    for number in range(KILLS):
+        with subprocess.Popen(command(*args, "--out=out/killed", "--checkpoint_interval=1"),
+                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+            first = wait_for(lambda seen=seen: max(0, steps_saved(run) - seen), process) + seen
+            start = time.perf_counter()
+            wait_for(lambda first=first: steps_saved(run) > first, process)
+            time.sleep(rng.random() * (time.perf_counter() - start))  # somewhere in a step
+            if number % 2:
+                wait_for(lambda: saving(run), process)
+                time.sleep(rng.random() * 0.003)
+            process.kill()
+        assert process.returncode == -signal.SIGKILL
+        seen = steps_saved(run)
+    assert 0 < seen < 20 + 6 * KILLS
+    assert train(*args, "--out=out/killed", "--checkpoint_interval=1") == 0
+    assert train(*args, "--out=out/whole", "--checkpoint_interval=1000") == 0
+    assert_same_run(run, "out/whole")
+    assert not list(run.rglob(".tmp_*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("at", [1, 8, 12])
+def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, at):
+    step = pretrain.Trainer.step
+
+    def interrupted(trainer, n):
+        if n == at - 1:
+            os.kill(os.getpid(), number)
+        return step(trainer, n)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain.Trainer, "step", interrupted)
+        assert train("--out=out/a b") == 128 + number
+    assert steps_saved("out/a b") == at
+    assert "python pretrain.py tiny.py '--out=out/a b'" in capsys.readouterr().out
+    assert train("--out=out/a b") == 0
+    assert train("--out=out/whole") == 0
+    assert_same_run("out/a b", "out/whole")
+
+
+def test_a_loss_that_is_no_number_stops_the_run(place, monkeypatch):
+    assert train("--max_steps=4", "--checkpoint_interval=2") == 0
+    before = files("out/tiny/step_000004")
+    rate = pretrain.learning_rate
+    monkeypatch.setattr(pretrain, "learning_rate", lambda n, c: 1e30 if n == 5 else rate(n, c))
+    with pytest.raises(Failure, match="^step 7: the loss is (nan|inf)"):
+        train("--checkpoint_interval=100")
+    assert files("out/tiny/step_000004") == before and steps_saved("out/tiny") == 4
+
+
+def test_a_gradient_that_is_no_number_is_not_saved(place, monkeypatch):
+    """The loss of its step is fine, but the weights after it are not."""
+    clip = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda p, n: clip(p, n) * math.nan)
+    with pytest.raises(Failure, match="^step 1: "):
+        train("--checkpoint_interval=1")
+    assert not list(Path("out/tiny").glob("*step_*"))
+
+
+@pytest.mark.parametrize("file, share", [("model.pt", 0.02), ("model.pt", 0.5),
+                                         ("optimizer.pt", 0.9)])
+def test_no_space_left(place, file, share):
+    """The disk takes files up to `share` of this one."""
+    assert train("--max_steps=4") == 0
+    before = files("out/tiny/step_000004")
+    limit = int(share * len(before[f"out/tiny/step_000004/{file}"]))
+    result = subprocess.run(
+        command("--max_steps=6"), capture_output=True, text=True, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    assert result.returncode == 1, result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert files("out/tiny/step_000004") == before and steps_saved("out/tiny") == 4
+    assert train("--max_steps=6") == 0
+
+
+def test_fill_names_words_and_slots(place, capsys):
+    assert train("--max_steps=2") == 0
+    capsys.readouterr()
+    word = Path("out/tiny/vocab.txt").read_text().splitlines()[-1]
+    measure.main(["fill", "out/tiny", f"{word} [MASK] {word}"])
+    out = capsys.readouterr().out
+    assert "[MASK] at token 2:" in out and out.count("%") == 5
+    saved = torch.load("out/tiny/step_000002/model.pt", weights_only=True)["config"]
+    for layer in saved["memory_layers"]:
+        assert f"layer {layer} read" in out
+    assert out.count("head") - out.count("per head") == (
+        len(saved["memory_layers"]) * saved["memory_heads"])
+    for mistake, words in ((["fill", "out/tiny", "no mask"], "no [MASK]"),
+                           (["fill", "out/none", "[MASK]"], "out/none"),
+                           (["fill", "out/tiny", "[MASK] " * 500], "positions"),
+                           (["curves", "out/none"], "out/none")):
+        with pytest.raises(UserError) as error:
+            measure.main(mistake)
+        assert words in str(error.value)
+
+
+def test_curves_go_on_where_the_initial_model_ended(place, capsys):
+    pytest.importorskip("matplotlib")
+    assert train("--max_steps=4", "--checkpoint_interval=2") == 0
+    assert train("--max_steps=4", "--out=out/more", "--init_from=out/tiny") == 0
+    capsys.readouterr()
+    measure.main(["curves", "out/tiny", "out/more", "--out", "figures/a.png"])
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in out[1:3]] == [["tiny", "4"], ["more", "8"]]
+    assert Path("figures/a.png").read_bytes()[1:4] == b"PNG"
+    assert measure.read_evaluations("out/more")[0]["step"] == 4
+
+
+def assert_one_line(capsys, *args, words):
+    """Exit status 2, one line on stderr with `words` in it, nothing written."""
+    before = files()
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        configs.run(lambda: pretrain.main(list(args)))
+    error = capsys.readouterr().err
+    assert end.value.code == 2
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    assert all(word in error for word in words), error
+    assert files() == before
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--batchsize=4"], ["'batchsize'", "did you mean batch_size"]),
+    (["--batch_size=2.5"], ["batch_size", "expected int"]), (["--batch_size=0"], ["batch_size"]),
+    (["--model=huge"], ["'huge'", "demo"]), (["--compile=maybe"], ["compile", "'maybe'"]),
+    (["--dtype=float8"], ["dtype", "float8"]), (["--dtype=float16"], ["float16"]),
+    (["--device=abacus"], ["device", "abacus"]), (["--topk=9"], ["topk", "9"]),
+    (["--key_dim=15"], ["key_dim", "15"]), (["--memory_layers=5"], ["memory_layers", "layer 5"]),
+    (["--seq_len=129"], ["seq_len", "129", "128"]), (["--dataset=nowhere"], ["data/nowhere"]),
+    (["--init_from=out/basis"], ["out/basis", "python pretrain.py configs/basis.py"]),
+    (["--seq_len=2"], ["seq_len"]), (["--dropout=1.5"], ["dropout"]), (["--seed=-1"], ["seed"]),
+    (["--lr=-1"], ["lr"]), (["--key_dim=0"], ["key_dim"]), (["--memory_heads=0"], ["memory_heads"]),
+    (["--lr={[]}"], ["lr", "expected float"])])
+def test_a_wrong_setting_is_one_line(place, capsys, args, words):
+    assert_one_line(capsys, "tiny.py", *args, words=words)
+
+
+def halve(path):
+    path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
+
+
+def foreign_id(path):
+    ids = np.fromfile(path, "<u2")
+    ids[100] = 25
+    ids.tofile(path)
+
+
+@pytest.mark.parametrize("damage, args, words", [
+    (lambda: halve(Path("data/tiny/train.bin")), [], ["train.bin", "bytes"]),
+    (lambda: foreign_id(Path("data/tiny/train.bin")), [], ["train.bin", "25"]),
+    (lambda: halve(Path("out/tiny/step_000002/model.pt")), [], ["step_000002/model.pt"]),
+    (lambda: halve(Path("out/tiny/step_000002/optimizer.pt")), [], ["step_000002/optimizer.pt"]),
+    (lambda: halve(Path("out/tiny/step_000002/state.pt")), [], ["step_000002/state.pt"]),
+    (lambda: halve(Path("out/tiny/config.json")), [], ["out/tiny/config.json"]),
+    (lambda: None, ["--dataset=other"], ["out/tiny", "vocabulary"]),
+    (lambda: None, ["--lr=5e-3"], ["lr", "0.003", "0.005"]),
+    (lambda: None, ["--out=out/new", "--init_from=out/tiny", "--n_keys=9"], ["shape", "step_000002"]),
+    (lambda: None, ["--out=out/new", "--init_from=out/tiny", "--dataset=other"], ["vocabulary"])])
+def test_a_damaged_or_foreign_file_is_one_line(place, capsys, damage, args, words):
+    assert train("--max_steps=2") == 0
+    damage()
+    assert_one_line(capsys, "tiny.py", "--max_steps=4", *args, words=words)
+
+
+def test_a_mistake_ends_the_process_with_status_2(place):
+    result = subprocess.run(command("--max_step=4"), capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith("error: command line: unknown key 'max_step'")
+
+
+SCRIPTS = {"pretrain", "finetune", "bench"}
+BELOW = {"configs": set(), "pkm": set(), "prepare_data": {"configs"}, "model": {"pkm", "configs"},
+         "measure": {"model", "prepare_data", "configs"}}
+PACKAGES = {"torch", "numpy", "tiktoken", "tokenizers", "requests", "matplotlib", "pyarrow",
+            "safetensors"}
+
+
+def test_imports_run_one_way_down():
+    paths = {path.stem: path for path in ROOT.glob("*.py") if not path.stem.startswith("test_")}
+    paths["configs"] = ROOT / "configs" / "__init__.py"
+    assert paths.keys() >= BELOW.keys() | {"pretrain"}
+    for name, path in paths.items():
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        imported = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import)
+                    for alias in node.names}
+        imported |= {node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
+        own = imported & paths.keys()
+        assert own <= BELOW.get(name, paths.keys() - SCRIPTS), (name, own)
+        assert imported - own - sys.stdlib_module_names <= PACKAGES, name
+
+
+def test_preparing_data_needs_no_torch():
+    subprocess.run([sys.executable, "-c", "import sys, prepare_data; assert 'torch' not in sys.modules"],
+                   cwd=ROOT, check=True)
+
+
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "##s", "mat", "."]
+SAMPLE = "The cat sat.\nThe mats\n\nA cat.\n\nThe mat. [SEP]\n\nsat sat\n"
+
+
+@pytest.fixture
+def workdir(tmp_path, monkeypatch):
+    """An empty working directory with a vocab.txt of PIECES and a text of four documents."""
+    monkeypatch.chdir(tmp_path)
+    Path("vocab.txt").write_text("\n".join(PIECES) + "\n")
+    Path("sample.txt").write_text(SAMPLE)
+    return tmp_path
+
+
+def prepare(*args):
+    """Run prepare_data's main() in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["prepare_data.py", *map(str, args)])
+        prepare_data.main()
+
+
+def prepare_sample(*more):
+    prepare("text", "sample", "sample.txt", "--vocab", "vocab.txt", *more)
+
+
+def words(corpus, which):
+    """A split's documents, each as its tokens joined by spaces."""
+    pieces = [PIECES[i] for i in corpus.split(which)]
+    assert pieces[-1] == "[SEP]"
+    return [text.strip() for text in " ".join(pieces).split("[SEP]")[:-1]]
+
+
+def test_prepared_corpus(workdir, capsys):
+    prepare_sample()
+    corpus = prepare_data.Corpus("sample")
+    # four documents: every fourth but one is for val, every fourth for test
+    assert words(corpus, "train") == ["the cat sat . the mat ##s", "[UNK] cat ."]
+    # [SEP] in a text is text: "[", "sep", "]"
+    assert words(corpus, "val") == ["the mat . [UNK] [UNK] [UNK]"]
+    assert words(corpus, "test") == ["sat sat"]
+    assert Path("data/sample/test.bin").read_bytes() == bytes([7, 0, 7, 0, 3, 0])
+    assert corpus.split("test").dtype == np.uint16
+    assert corpus.special_ids == (0, 1, 2, 3, 4) and corpus.mask_id == 4
+    assert corpus.vocab_size == 11
+    assert corpus.tokenizer_hash == hashlib.sha256("\n".join(PIECES).encode()).hexdigest()
+    assert corpus.meta["documents"] == {"train": 2, "val": 1, "test": 1}
+    assert corpus.meta["unknown"] == {"train": 1, "val": 3, "test": 0}
+    assert corpus.meta["tokens"] == {"train": 12, "val": 7, "test": 3}
+    assert "1 documents, 3 tokens" in capsys.readouterr().out
+    assert corpus.tokenizer().encode("The [MASK] sat").ids == [5, 4, 7]
+    assert sorted(os.listdir("data")) == ["sample"]
+
+
+def test_second_run_gives_the_same_bytes(workdir):
+    prepare_sample()
+    first = {path.name: path.read_bytes() for path in Path("data/sample").iterdir()}
+    prepare_sample("--force")
+    assert first == {path.name: path.read_bytes() for path in Path("data/sample").iterdir()}
+    prepare("text", "sample2", "sample.txt", "--vocab", "data/sample")
+    assert Path("data/sample2/train.bin").read_bytes() == first["train.bin"]
+
+
+def test_documents_by_file_and_held_out_share(workdir):
+    Path("books/more").mkdir(parents=True)
+    for number in range(20):
+        Path(f"books/{'more/' * (number % 2)}{number:02}.txt").write_text("cat\n\n" * (number + 1))
+    Path("books/notes.md").write_text("sat")
+    prepare("text", "books", "books", "--split", "file", "--val_every", 10, "--vocab", "vocab.txt")
+    corpus = prepare_data.Corpus("books")
+    assert corpus.meta["documents"] == {"train": 16, "val": 2, "test": 2}
+    # 00, 02 ... 18, then more/01 ... more/19: the 9th and 19th are 16 and 17
+    assert [len(text.split()) for text in words(corpus, "val")] == [17, 18]
+    assert [len(text.split()) for text in words(corpus, "test")] == [19, 20]
+
+
+def test_batches_do_not_change_the_ids(workdir, monkeypatch):
+    prepare_sample()
+    monkeypatch.setattr(prepare_data, "BATCH", 5)
+    prepare("text", "small", "sample.txt", "--vocab", "vocab.txt")
+    for which in prepare_data.SPLITS:
+        big, small = (prepare_data.Corpus(name).split(which) for name in ("sample", "small"))
+        assert np.array_equal(big, small)
+
+
+WIKITEXT = """ \n = First = \n \n a cat \n \n = = Part = = \n \n the mat \n Key : G \n = Goals = \n
+ \n = De sat : a book = \n cat . \n \n = Second = \n \n cat \n"""
+
+
+def test_wikitext_articles(workdir):
+    Path("wiki").mkdir()
+    for name in ("train", "valid", "test"):
+        Path(f"wiki/wiki.{name}.tokens").write_text(WIKITEXT)
+        Path(f"wiki/wiki.{name}.raw").write_text(WIKITEXT.replace("mat", "sat"))
+    prepare("wikitext2", "--from", "wiki", "--vocab", "vocab.txt")
+    corpus = prepare_data.Corpus("wikitext2")
+    assert corpus.meta["documents"] == {"train": 2, "val": 2, "test": 2}
+    assert words(corpus, "val")[1] == "[UNK] [UNK] [UNK] cat"  # = Second =
+    assert "mat" in words(corpus, "train")[0]
+
+    Path("wiki/wiki.valid.tokens").write_text("")
+    with pytest.raises(UserError, match="no text for val"):
+        prepare("wikitext2", "--from", "wiki", "--vocab", "vocab.txt", "--force")
+
+    with zipfile.ZipFile("wiki.zip", "w") as archive:
+        for path in Path("wiki").iterdir():
+            archive.write(path, f"wikitext-2-raw/{path.name}")
+    prepare("wikitext2", "--raw", "--from", "wiki.zip", "--vocab", "vocab.txt")
+    raw = prepare_data.Corpus("wikitext2_raw")
+    assert raw.meta["documents"] == corpus.meta["documents"]
+    assert "mat" not in words(raw, "train")[0]
+
+
+@pytest.mark.skipif(not (SHARED / "wikitext-2").is_dir(), reason="no WikiText-2 on this machine")
+def test_wikitext2_articles_as_published(workdir):
+    Path("wiki").mkdir()
+    for name in ("valid", "test"):
+        Path(f"wiki/{name}.txt").write_bytes((SHARED / f"wikitext-2/{name}.txt").read_bytes())
+    with open(SHARED / "wikitext-2/train.txt", encoding="utf-8") as file:
+        lines = list(itertools.islice(file, 3000))
+    Path("wiki/train.txt").write_text("".join(lines), encoding="utf-8")
+    prepare("wikitext2", "--from", "wiki", "--vocab_size", 1000)
+    corpus = prepare_data.Corpus("wikitext2")
+    assert (corpus.meta["documents"]["val"], corpus.meta["documents"]["test"]) == (60, 60)
+    assert corpus.vocab_size == 1000 and corpus.special_ids == (0, 1, 2, 3, 4)
+    tokenizer = corpus.tokenizer()
+    whole = tokenizer.encode(" ".join(lines)).ids  # white space is all that separates lines
+    train = corpus.split("train")
+    assert train[train != corpus.sep_id].tolist() == whole
+
+
+def test_docs_from_source(workdir, monkeypatch):
+    """Docstrings come in the source's order, from a tree that is never imported."""
+    tree = prepare_data.ast.parse(
+        '"""Module.\n\n    Indented."""\nimport nothing_like_it\nclass A:\n    "Class."\n'
+        'try:\n    pass\nexcept E:\n    def f():\n        """Function."""\n'
+        'abs = _C._add_docstr(torch.abs, r"""\nabs(x)\n\n    more {x}""".format(x=1))\n'
+        'add_newdoc("A", ("b", """\n    b()"""))\n'
+        'call("""not\na docstring""")\nasync def g():\n    "Last."\n')
+    found = [text for text in prepare_data._docstrings(tree) if text]
+    assert found == [
+        "Module.\n\nIndented.", "Class.", "Function.", "abs(x)\n\n    more {x}", "b()",
+        "Last."]
+
+    library = workdir / "library"
+    (library / "tests").mkdir(parents=True)
+    for number in range(40):  # one docstring of each is the same
+        (library / f"m{number:02}.py").write_text(f'"Number {number}."\ndef f():\n    "Same."\n')
+    (library / "tests/m.py").write_text('"""A test."""')
+    (library / "bad.py").write_text('"""Bad."""\ndef')
+    (library / "odd.py").write_text('"""Odd \\ud800 \\d"""')
+    monkeypatch.setattr(prepare_data.sysconfig, "get_path", lambda name: str(library))
+    empty = type("Spec", (), {"origin": str(workdir / "nowhere/__init__.py")})
+    monkeypatch.setattr(prepare_data.importlib.util, "find_spec", lambda name: empty)
+    prepare_data.prepare_docs(vocab=PIECES + ["number", "same", *map(str, range(40)), "odd", "?"])
+    corpus = prepare_data.Corpus("docs")
+    assert corpus.meta["documents"] == {"train": 37, "val": 2, "test": 2}
+    assert corpus.tokenizer().decode(corpus.split("val")) == "number 18. number 38."
+    assert corpus.tokenizer().decode(corpus.split("train")).count("same.") == 1
+
+
+TRICKY = ["Café déjà-vu, naïve!", "北京 is 中文 and かな", "don't  e.g. U.S.A.\t(x_1) <unk> @-@",
+          "unaffable supercalifragilistic" * 5, "a [MASK] b", "\u00ad soft\u200b, \ufeffBOM ½ ﬁ Ⅷ",
+          "İstanbul ẞ ǅ", "नमस्ते 😀 ok", "x\u0000y \x07"]
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no BERT vocabulary on this machine")
+def test_ids_are_hugging_faces():
+    """Against Hugging Face's tokenizer in plain Python, which shares no code with `tokenizers`."""
+    legacy = pytest.importorskip("transformers.models.bert.tokenization_bert_legacy")
+    vocabulary = SHARED / "bert-vocab/vocab.txt"
+    theirs = legacy.BertTokenizerLegacy(str(vocabulary))
+    ours = prepare_data.build_tokenizer(vocabulary)
+    for text in TRICKY:
+        assert ours.encode(text).ids == theirs.encode(text, add_special_tokens=False), text
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no BERT vocabulary on this machine")
+def test_ids_of_bert():
+    """Ids as BERT's published vocabulary numbers them."""
+    tokenizer = prepare_data.build_tokenizer(SHARED / "bert-vocab/vocab.txt")
+    assert tokenizer.encode("Hello, [MASK] WORLD").ids == [7592, 1010, 103, 2088]
+    assert tokenizer.encode("Café 北京").tokens == ["cafe", "北", "京"]
+    assert tokenizer.encode("embeddings").tokens == ["em", "##bed", "##ding", "##s"]
+    assert tokenizer.decode(tokenizer.encode("embeddings").ids) == "embeddings"
+
+
+def test_reading_does_not_import_torch(workdir):
+    code = "import sys, prepare_data; sys.exit('torch' in sys.modules or 'requests' in sys.modules)"
+    folder = Path(prepare_data.__file__).parent
+    assert subprocess.run([sys.executable, "-c", code], cwd=folder, check=False).returncode == 0
+
+
+def test_unigram_perplexity():
+    train, heldout = [5, 5, 5, 6, 3], [5, 6, 7, 3, 1]
+    # ordinary ids 5, 6, 7 with counts 3 + 1, 1 + 1, 0 + 1
+    expected = math.exp(-(math.log(4 / 7) + math.log(2 / 7) + math.log(1 / 7)) / 3)
+    found = prepare_data.unigram_perplexity(np.array(train, np.uint16),
+                                            np.array(heldout, np.uint16), 8, (0, 1, 2, 3, 4))
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+MISTAKES = {  # what is in bad.txt or in vocab.txt, what the message must say
+    "empty": ("bad.txt", b"", "bad.txt"),
+    "blank": ("bad.txt", b" \n\n", "bad.txt"),
+    "binary": ("bad.txt", b"cat\n\0\n", "bad.txt: byte 4 is 0x00"),
+    "not UTF-8": ("bad.txt", "cat\n\ncafé".encode("latin-1"), "bad.txt: byte 8 is 0xe9"),
+    "too few documents": ("bad.txt", b"cat\n\nmat\n", "2 documents"),
+    "vocabulary without [MASK]": ("vocab.txt", b"[PAD]\n[UNK]\n[CLS]\n[SEP]\ncat\n", "[MASK]"),
+    "token twice": ("vocab.txt", ("\n".join(PIECES + ["cat"])).encode(), "'cat'"),
+    "no vocabulary": ("vocab.txt", b"", "vocab.txt"),
+    "vocabulary too large": ("vocab.txt", "\n".join(PIECES + [*map(str, range(2**16))]).encode(),
+                             "65,536"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_in_a_file(workdir, mistake):
+    name, content, message = MISTAKES[mistake]
+    Path(name).write_bytes(content)
+    texts = ["bad.txt"] if mistake == "too few documents" else ["sample.txt", "bad.txt"]
+    texts = texts if name == "bad.txt" else ["sample.txt"]
+    with pytest.raises(UserError) as error:
+        prepare("text", "new", *texts, "--vocab", "vocab.txt")
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert not Path("data").exists()
+
+
+@pytest.mark.parametrize("args, message", [
+    (["text", "new", "missing.txt"], "missing.txt"),
+    (["text", "new", "sample.txt", "nothing"], "nothing"),
+    (["text", "../new", "sample.txt"], "../new"),
+    (["text", ".new", "sample.txt"], ".new"),
+    (["text", "new", "sample.txt", "--vocab_size", "70000"], "70000"),
+    (["text", "new", "sample.txt", "--vocab", "missing"], "missing"),
+    (["wikitext2", "--from", "nothing"], "wiki.train.tokens"),
+    (["wikitext2", "--from", "sample.txt"], "sample.txt"),
+])
+def test_mistake_on_the_command_line(workdir, args, message):
+    Path("nothing").mkdir()
+    with pytest.raises(UserError) as error:
+        prepare(*args)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert not Path("data").exists()
+
+
+def test_a_mistake_is_one_line_and_status_2(workdir):
+    command = [sys.executable, prepare_data.__file__, "text", "new", "missing.txt"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "error: missing.txt: no such file, or a folder without *.txt\n"
+
+
+def test_existing_corpus_and_force(workdir, monkeypatch):
+    prepare_sample()
+    old = {path.name: path.read_bytes() for path in Path("data/sample").iterdir()}
+    with pytest.raises(UserError, match="data/sample exists already"):
+        prepare_sample()
+
+    Path("sample.txt").write_text("mat\n\n" * 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_data, "_batches", lambda stream: 1 / 0)  # dies half-way
+        with pytest.raises(ZeroDivisionError):
+            prepare_sample("--force")
+    assert {path.name: path.read_bytes() for path in Path("data/sample").iterdir()} == old
+
+    with monkeypatch.context() as patch:  # dies between the two renames
+        rename = os.replace
+        patch.setattr(os, "replace",
+                      lambda a, b: 1 / 0 if Path(b).name == "sample" else rename(a, b))
+        with pytest.raises(ZeroDivisionError):
+            prepare_sample("--force")
+    assert prepare_data.Corpus(".old_sample").meta["documents"]["train"] == 2
+    assert prepare_data.Corpus(".new_sample").meta["documents"]["train"] == 3
+
+    with monkeypatch.context() as patch:  # and dies again: the old one is back by then
+        patch.setattr(prepare_data, "_batches", lambda stream: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare_sample("--force")
+    assert prepare_data.Corpus("sample").meta["documents"]["train"] == 2
+
+    prepare_sample("--force")
+    assert prepare_data.Corpus("sample").meta["documents"] == {"train": 3, "val": 1, "test": 1}
+    assert os.listdir("data") == ["sample"]
+
+
+def spoil_vocab(folder):
+    (folder / "vocab.txt").write_text("\n".join(PIECES[:-1] + ["!"]) + "\n")
+
+
+def spoil_id(folder):
+    ids = np.fromfile(folder / "train.bin", "<u2")
+    ids[3] = 11
+    ids.tofile(folder / "train.bin")
+
+
+def spoil_meta(change):
+    def spoil(folder):
+        meta = json.loads((folder / "meta.json").read_text())
+        change(meta)
+        (folder / "meta.json").write_text(json.dumps(meta))
+    return spoil
+
+
+@pytest.mark.parametrize("spoil, message", [
+    (lambda folder: (folder / "meta.json").unlink(), "prepare_data.py text sample PATH"),
+    (lambda folder: (folder / "meta.json").write_text('{"name":'), "meta.json: damaged"),
+    (lambda folder: (folder / "meta.json").write_text("[]"), "meta.json: damaged"),
+    (spoil_meta(lambda meta: meta.pop("tokens")), "meta.json: damaged"),
+    (spoil_meta(lambda meta: meta.update(mask_id=5)), "meta.json: damaged"),
+    (spoil_vocab, "vocab.txt"),
+    (lambda folder: (folder / "train.bin").write_bytes(bytes(22)), "expected 24 bytes, found 22"),
+    (lambda folder: (folder / "train.bin").unlink(), "expected 24 bytes, found 0"),
+    (spoil_id, "id 11 at position 3"),
+])
+def test_spoiled_corpus(workdir, spoil, message):
+    prepare_sample()
+    spoil(Path("data/sample"))
+    with pytest.raises(UserError) as error:
+        prepare_data.Corpus("sample").split("train")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name, command", [
+    ("docs", "prepare_data.py docs"), ("wikitext103_raw", "prepare_data.py wikitext103 --raw"),
+    ("mine", "prepare_data.py text mine PATH...")])
+def test_missing_corpus_names_its_command(workdir, name, command):
+    with pytest.raises(UserError) as error:
+        prepare_data.Corpus(name)
+    assert str(error.value).endswith(command)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A server whose answers are given in advance as (status, body, Content-Length)."""
+    answers, agents = [], []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            agents.append(self.headers["User-Agent"])
+            status, body, length = answers.pop(0)
+            self.send_response(status)
+            self.send_header("Content-Length", str(length))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as serving:
+        threading.Thread(target=serving.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{serving.server_port}/wikitext-2-v1.zip", answers, agents
+        serving.shutdown()
+
+
+def test_download_after_503(workdir, server):
+    url, answers, agents = server
+    answers += [(503, b"later", 5), (200, b"half", 8), (200, b"the body", 8)]
+    prepare_data.download(url, Path("data/file"))
+    assert Path("data/file").read_bytes() == b"the body" and not answers
+    assert os.listdir("data") == ["file"] and all("Mozilla" in agent for agent in agents)
+
+
+@pytest.mark.parametrize("answer, attempts, message", [
+    ((200, b"half", 8), 4, "4"), ((404, b"no", 2), 1, "404"), ((500, b"", 0), 4, "500")])
+def test_failed_download_leaves_nothing(workdir, server, answer, attempts, message):
+    url, answers, agents = server
+    answers += [answer] * 4
+    with pytest.raises(Failure, match=message):
+        prepare_data.download(url, Path("data/file"))
+    assert len(agents) == attempts and os.listdir("data") == []
+
+
+def test_short_body_is_noticed_without_urllib3(workdir, server, monkeypatch):
+    """Older versions of urllib3 do not compare the body with Content-Length."""
+    requests = pytest.importorskip("requests")
+    monkeypatch.setattr(requests.Response, "iter_content", lambda self, size: [b"half"])
+    url, answers, _ = server
+    answers += [(200, b"the body", 8)] * 4
+    with pytest.raises(Failure, match="4 of 8 bytes"):
+        prepare_data.download(url, Path("data/file"))
+    assert os.listdir("data") == []
+
+
+def test_wikitext_is_downloaded_once(workdir, server, monkeypatch):
+    with zipfile.ZipFile("wiki.zip", "w") as archive:
+        for name in ("train", "valid", "test"):
+            archive.writestr(f"wikitext-2/wiki.{name}.tokens", WIKITEXT)
+    url, answers, agents = server
+    monkeypatch.setitem(prepare_data.URLS, "wikitext2", url)
+    body = Path("wiki.zip").read_bytes()
+    answers.append((200, body, len(body)))
+    prepare("wikitext2", "--vocab", "vocab.txt")
+    prepare("wikitext2", "--vocab", "vocab.txt", "--force")
+    corpus = prepare_data.Corpus("wikitext2")
+    assert len(agents) == 1 and corpus.meta["source"] == url
+    assert sorted(os.listdir("data")) == ["wikitext-2-v1.zip", "wikitext2"]
