@@ -154,16 +154,19 @@ def start_model(config, sizes, corpus, checkpoint):
                         f"python pretrain.py configs/{Path(config.init_from).name}.py")
     check_vocabulary(initial.parent, corpus)
     bert.init_from(model, initial, config.reinit_ffn)
-    steps = bert.load_file(initial / "state.pt")["step"]
-    first_step = read_settings(initial.parent)["first_step"] + steps
-    return model, {"init_checkpoint": str(initial), "first_step": first_step}
+    before, steps = read_settings(initial.parent), bert.load_file(initial / "state.pt")["step"]
+    if steps < before["max_steps"]:
+        print(f"warning: {initial} is of an unfinished run: {steps:,} of {before['max_steps']:,} "
+              "steps")
+    return model, {"init_checkpoint": str(initial), "first_step": before["first_step"] + steps}
 
 
 def check_vocabulary(run, corpus):
     """Weights mean nothing under another vocabulary than the one they were trained with."""
     if read_settings(run)["tokenizer_hash"] != corpus.tokenizer_hash:
         raise UserError(f"{run} was trained with another vocabulary than data/{corpus.name}'s: "
-                        f"prepare the corpus with --vocab {run}/vocab.txt")
+                        f"prepare the corpus with --vocab {run}/vocab.txt, or start from a run on "
+                        "it with --init_from")
 
 
 def check_same_run(config, run, corpus):
@@ -175,7 +178,8 @@ def check_same_run(config, run, corpus):
             raise UserError(f"{run} was trained with {key} = {before.get(key)!r}, not "
                             f"{now[key]!r}: give the changed run its own --out=out/NAME")
         if key not in ("dry_run", "eval_only"):
-            print(f"{key} was {before.get(key)!r}, is now {now[key]!r}")
+            print(f"{key} was {before.get(key)!r}, is now {now[key]!r}"
+                  + ", where the learning rate reaches 0" * (key == "max_steps"))
 
 
 class Trainer:
@@ -271,7 +275,7 @@ def train(config, out, trainer, held_out, state):
     """The training loop, from state["step"] on; everything is written to the folder `out`.
     Returns the number of the signal that stopped it, or None."""
     def on_signal(number, frame):
-        os.write(1, b"\nfinishing the step, then saving; again: quit at once\n")
+        os.write(1, b"\nfinishing the step, then saving; once more quits at once, unsaved\n")
         signal.signal(number, signal.SIG_DFL)
         signals.append(number)
 
@@ -370,9 +374,11 @@ def validate(config):
 
 
 def main(argv):
+    if not argv:
+        raise UserError("which config? python pretrain.py configs/demo.py; --help lists settings")
     config = load(Config, argv)
     sizes = validate(config)
-    name = Path(argv[0]).stem if argv and not argv[0].startswith("--") else "pretrain"
+    name = "pretrain" if argv[0].startswith("--") else Path(argv[0]).stem
     out = Path(config.out or f"out/{name}")
     if out.exists() and not out.is_dir():
         raise UserError(f"out = {out}: a file is there, expected a folder")
@@ -400,7 +406,8 @@ def main(argv):
         print("\n  ".join(describe(evaluate(model, held_out, device, dtype)[0])))
         return 0
     if state["step"] >= config.max_steps:
-        print(f"{out} has had its {state['step']:,} steps; more: --max_steps=N; anew: --out=NAME")
+        print(f"{out} is at step {state['step']:,} of {config.max_steps:,}: nothing to do; "
+              "--max_steps=N goes on, --out=out/NAME starts anew")
         return 0
     for file in [*out.rglob(".tmp_*"), *out.glob("usage/step_*.npz")]:
         if file.name.startswith(".tmp_") or int(file.stem[5:]) > state["step"]:

@@ -604,7 +604,7 @@ def test_recipes_are_the_papers_systems(path, capsys):
     (["--flag=1"], "", ["flag", "expected bool", "int"]),
     (["--layers=1,2.5"], "", ["layers", "tuple of ints"]),
     (["c.py"], "name = 5", ["c.py", "name", "expected str", "int"]),
-    (["--steps"], "", ["--steps", "--key=value"]), (["c.py", "steps=1"], "", ["--key=value"]),
+    (["--steps"], "", ["--steps", "--steps=VALUE"]), (["c.py", "steps=1"], "", ["--steps=VALUE"]),
     (["d.py"], "", ["d.py", "no such config"]),
     (["c.py"], "steps = 1\nlr = 1 / 0", ["c.py:2", "ZeroDivisionError"]),
     (["c.py"], "steps = 1\n\nlr = = 2", ["c.py:3", "SyntaxError"])])

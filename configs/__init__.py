@@ -53,7 +53,8 @@ def load(defaults, argv):
     for arg in argv:
         key, equals, text = arg.removeprefix("--").partition("=")
         if not (arg.startswith("--") and equals):
-            raise UserError(f"{arg}: expected --key=value (and one config file before them)")
+            hint = f"--{key}=VALUE" if key in known else "one config file, then --key=value"
+            raise UserError(f"{arg}: expected {hint}")
         values[key] = _typed("command line", known, key, _parse(known, key, text))
     config = defaults(**values)
     print("settings: " + ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(config).items()))
@@ -92,7 +93,7 @@ def _parse(known, key, text):
 def _typed(where, known, key, value):
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        hint = f" (did you mean {near[0]}?)" if near else " (--help lists the keys)"
         raise UserError(f"{where}: unknown key '{key}'{hint}")
     want = type(known[key])
     if want is tuple:
