@@ -307,9 +307,10 @@ def train(config, out, trainer, held_out, state):
             print(json.dumps(record), file=log)
             print(progress(record, config), flush=True)
             state.update(losses=[], seconds=0.0, elapsed=record["elapsed"])
-        if todo & {"eval", "usage"}:
+        usage_due = "usage" in todo and trainer.tables  # without memory there is none to write
+        if "eval" in todo or usage_due:
             counts = evaluation(step)
-            if "usage" in todo and counts:
+            if usage_due:
                 write_usage(out, step, counts)
         if "save" in todo:
             os.fsync(log.fileno())  # no checkpoint is newer than its log
