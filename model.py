@@ -172,6 +172,36 @@ class MaskedLM(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
+class Classifier(nn.Module):
+    """BERT with a linear layer over the pooled [CLS]: one or two sentences to a class, or to a
+    number where n_classes is 1 (GLUE)."""
+
+    def __init__(self, config, n_classes):
+        super().__init__()
+        self.bert = Bert(config)
+        self.head = nn.Linear(config.d_model, n_classes)
+        self.bert.init_weights(self.head)
+
+    def forward(self, ids, mask=None, token_types=None):
+        """(batch, time) to logits (batch, n_classes)."""
+        pooled = self.bert.pool(self.bert(ids, mask, token_types))
+        return self.head(F.dropout(pooled, self.bert.config.dropout, self.training))
+
+
+class SpanReader(nn.Module):
+    """BERT with a linear layer over each token: where an answer starts and ends (SQuAD)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.bert = Bert(config)
+        self.head = nn.Linear(config.d_model, 2)
+        self.bert.init_weights(self.head)
+
+    def forward(self, ids, mask=None, token_types=None):
+        """(batch, time) to logits (batch, time, 2): of starts and of ends."""
+        return self.head(self.bert(ids, mask, token_types))
+
+
 MASKED = 0.15  # share of the tokens to predict
 
 
