@@ -7,6 +7,7 @@ x' = LN(x + alpha * FFN(x) + beta * PKM(x))      Kim & Jung (2020), section 4.2
 >>> model = MaskedLM(BertConfig(**SIZES["base"], memory_layers=(4, 8)))  # 515M parameters
 >>> logits = model(ids)                             # (batch, time) -> (batch, time, vocab_size)
 """
+import math
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -174,11 +175,11 @@ class MaskedLM(nn.Module):
 
 class Classifier(nn.Module):
     """BERT with a linear layer over the pooled [CLS]: one or two sentences to a class, or to a
-    number where n_classes is 1 (GLUE)."""
+    number where n_classes is 1 (GLUE). labels: the names of the classes, for the checkpoint."""
 
-    def __init__(self, config, n_classes):
+    def __init__(self, config, n_classes, labels=()):
         super().__init__()
-        self.bert = Bert(config)
+        self.bert, self.labels = Bert(config), list(labels)
         self.head = nn.Linear(config.d_model, n_classes)
         self.bert.init_weights(self.head)
 
@@ -244,6 +245,55 @@ def optimizer_groups(model, weight_decay):
             {"params": [p for p in dense if p.dim() <= 1], "weight_decay": 0.0}]
 
 
+def learning_rate(step, config):
+    """Linear warm-up over warmup_steps, then linear decay to 0 at max_steps; step counts from 0."""
+    decay = (config.max_steps - step) / max(1, config.max_steps - config.warmup_steps)
+    return config.lr * min((step + 1) / max(1, config.warmup_steps), decay, 1.0)
+
+
+def adamw(model, config, device):
+    """AdamW of everything but the value tables; config: has lr and weight_decay."""
+    return torch.optim.AdamW(optimizer_groups(model, config.weight_decay), lr=config.lr,
+                             betas=(0.9, 0.999), eps=1e-6, fused=device.type in ("cpu", "cuda"))
+
+
+def update(optimizer, scaler, tables, config, lr):
+    """One step with the gradients of scaled losses: of the dense parameters at `lr`, clipped to
+    config.grad_clip, and of the value tables at config.value_lr; none where the GradScaler found
+    an inf. Returns the gradient norm of the dense part, a tensor on the device."""
+    scaler.unscale_(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    scale = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    skipped = scaler.get_scale() < scale  # it found an inf
+    for table in tables:  # the scaler knows nothing of their gradient
+        if skipped:
+            table.reads.clear()
+        else:
+            table.step(config.value_lr, grad_scale=scale)
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def check_finite(step, losses, config, dtype):
+    """Stop at the first step whose loss is no number, or whose gradient is none (in float16 the
+    scaler skips such a step). losses: (loss, gradient norm) of the steps up to `step`."""
+    before = "none"
+    for n, (loss, norm) in enumerate(losses, step - len(losses) + 1):
+        if not (math.isfinite(loss) and (math.isfinite(norm) or dtype == torch.float16)):
+            cause = "float16 overflowed, or " if dtype == torch.float16 else ""
+            raise Failure(
+                f"step {n}: the loss is {loss}, the gradient norm {norm}, before that {before}. "
+                f"Likely cause: {cause}lr {learning_rate(n - 1, config):.1e} or value_lr "
+                f"{config.value_lr:.1e} is too high, or the warm-up too short. Checkpoints are as "
+                "they were: --init_from=RUN --out=out/NAME starts from the last one")
+        before = f"{norm:.1e}"
+
+
 # Dense bf16/fp16 tensor-core peaks, FLOP/s, of the SXM cards where there are several, from
 # NVIDIA's data sheets.
 PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12,
@@ -268,12 +318,20 @@ def flops_per_token(model, time):
     return 6 * weights + 12 * config.n_layer * time * config.d_model
 
 
+def model_file(model):
+    """What a model.pt holds: sizes, weights, and of a fine-tuned model what its head is."""
+    head = {"head": "span"} if isinstance(model, SpanReader) else {}
+    if isinstance(model, Classifier):
+        head = {"head": "classifier", "labels": model.labels}
+    return {"config": asdict(model.bert.config), "weights": model.state_dict(), **head}
+
+
 def save_checkpoint(run, step, model, optimizer, state, keep=2):
     """Write out/<run>/step_<step>/{model,optimizer,state}.pt, the folder whole or not at all, then
     drop all but the `keep` newest."""
     folder = Path(run) / f"step_{step:06d}"
     moments = {n: table.optimizer_state() for n, table in value_tables(model).items()}
-    files = {"model": {"config": asdict(model.bert.config), "weights": model.state_dict()},
+    files = {"model": model_file(model),
              "optimizer": {"dense": optimizer.state_dict(), "values": moments},
              "state": state}
     try:
@@ -313,9 +371,13 @@ def load_file(path):
 
 
 def load_model(checkpoint):
-    """The MaskedLM of a checkpoint folder."""
+    """The model of a checkpoint folder: a MaskedLM, or a fine-tuned Classifier or SpanReader."""
     saved = load_file(Path(checkpoint) / "model.pt")
-    model = MaskedLM(BertConfig(**saved["config"]))
+    config, head = BertConfig(**saved["config"]), saved.get("head")
+    if head == "classifier":
+        model = Classifier(config, max(1, len(saved["labels"])), saved["labels"])
+    else:
+        model = SpanReader(config) if head == "span" else MaskedLM(config)
     load_weights(model, saved["weights"], checkpoint)
     return model
 
@@ -373,7 +435,7 @@ def _group(name):
     layer = re.match(r"bert\.layers\.(\d+)\.(\w+)", name)
     if not layer:
         return ("pooler" if "pooler" in name else "embeddings" if name.startswith("bert.")
-                else "MLM head"), None
+                else "task head" if name.startswith("head.") else "MLM head"), None
     part = {"memory": "memory", "up": "FFN", "down": "FFN"}.get(layer[2], "attention, norms")
     return part, int(layer[1]) + 1
 

@@ -8,11 +8,9 @@ $ python pretrain.py configs/base_resm_init.py        # the paper's system, on a
 The same command goes on where a stopped run left off; --key=value overrides any setting below.
 """
 import json
-import math
 import os
 import shlex
 import shutil
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -24,8 +22,9 @@ import torch
 
 import model as bert
 import prepare_data
-from configs import Failure, UserError, atomic, discard, load, run, setup
+from configs import Failure, UserError, atomic, catch_signals, discard, load, open_log, run, setup
 from measure import describe, evaluate, heldout, pack, read_settings, write_usage
+from model import check_finite, learning_rate
 
 
 @dataclass
@@ -78,12 +77,6 @@ MAY_CHANGE = {"out", "max_steps", "log_interval", "eval_interval", "eval_sequenc
               "eval_only"}
 
 
-def learning_rate(step, config):
-    """Linear warm-up over warmup_steps, then linear decay to 0 at max_steps; step counts from 0."""
-    decay = (config.max_steps - step) / max(1, config.max_steps - config.warmup_steps)
-    return config.lr * min((step + 1) / max(1, config.warmup_steps), decay, 1.0)
-
-
 class Batches:
     """Training batches: which sequences, in which order, masked where, is a function of
     (seed, step), so a resumed run needs no data position. Every epoch cuts the text at another
@@ -119,21 +112,6 @@ class Batches:
         if self.device.type == "cuda":
             return [part.pin_memory().to(self.device, non_blocking=True) for part in batch]
         return [part.to(self.device) for part in batch]
-
-
-def open_log(out, last_step):
-    """<out>/log.jsonl, one JSON object a line, without what came after the checkpoint, and the half
-    line that a killed process may have left."""
-    path, kept = Path(out) / "log.jsonl", ""
-    if path.exists() and last_step:
-        for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
-            try:
-                kept += f"{line}\n" if json.loads(line)["step"] <= last_step else ""
-            except (ValueError, KeyError, TypeError):
-                raise UserError(f"{path}:{number}: not a record: remove the line") from None
-    with atomic(path) as temporary:
-        temporary.write_text(kept)
-    return path.open("a", buffering=1)
 
 
 def start_model(config, sizes, corpus, checkpoint):
@@ -189,9 +167,7 @@ class Trainer:
         self.config, self.model, self.device, self.dtype = config, model.to(device), device, dtype
         self.batches = Batches(corpus, config, device)
         self.tables = bert.value_tables(model).values()
-        self.optimizer = torch.optim.AdamW(bert.optimizer_groups(model, config.weight_decay),
-                                           lr=config.lr, betas=(0.9, 0.999), eps=1e-6,
-                                           fused=device.type in ("cpu", "cuda"))
+        self.optimizer = bert.adamw(model, config, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         on = {"on": True, "off": False, "auto": device.type == "cuda"}[config.compile]
         self.compiled = torch.compile(model) if on else model
@@ -201,27 +177,14 @@ class Trainer:
         tensors on the device: nothing waits for it."""
         config, total = self.config, 0.0
         torch.manual_seed(int(np.random.SeedSequence([config.seed, 3, step]).generate_state(1)[0]))
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, config)
         for micro in range(config.accumulation):
             inputs, positions, labels = self.batches.get(step, micro)
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
                 loss = self.compiled(inputs, positions, labels) / config.accumulation
             self.scaler.scale(loss).backward()
             total += loss.detach()
-        self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(
-            [p for group in self.optimizer.param_groups for p in group["params"]], config.grad_clip)
-        scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        skipped = self.scaler.get_scale() < scale  # it found an inf
-        for table in self.tables:  # the scaler knows nothing of their gradient
-            if skipped:
-                table.reads.clear()
-            else:
-                table.step(config.value_lr, grad_scale=scale)
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = bert.update(self.optimizer, self.scaler, self.tables, config,
+                           learning_rate(step, config))
         return total, norm
 
     def interval(self, state, norm):
@@ -247,21 +210,6 @@ class Trainer:
         return state
 
 
-def check_finite(step, losses, config, dtype):
-    """Stop at the first step whose loss is no number, or whose gradient is none (in float16 the
-    scaler skips such a step). losses: (loss, gradient norm) of the steps up to `step`."""
-    before = "none"
-    for n, (loss, norm) in enumerate(losses, step - len(losses) + 1):
-        if not (math.isfinite(loss) and (math.isfinite(norm) or dtype == torch.float16)):
-            cause = "float16 overflowed, or " if dtype == torch.float16 else ""
-            raise Failure(
-                f"step {n}: the loss is {loss}, the gradient norm {norm}, before that {before}. "
-                f"Likely cause: {cause}lr {learning_rate(n - 1, config):.1e} or value_lr "
-                f"{config.value_lr:.1e} is too high, or the warm-up too short. Checkpoints are as "
-                "they were: --init_from=RUN --out=out/NAME starts from the last one")
-        before = f"{norm:.1e}"
-
-
 def due(step, config):
     """What is to be done after `step` steps: a set of 'log', 'eval', 'usage', 'save'."""
     every = {"log": config.log_interval, "eval": config.eval_interval,
@@ -274,20 +222,13 @@ def due(step, config):
 def train(config, out, trainer, held_out, state):
     """The training loop, from state["step"] on; everything is written to the folder `out`.
     Returns the number of the signal that stopped it, or None."""
-    def on_signal(number, frame):
-        os.write(1, b"\nfinishing the step, then saving; once more quits at once, unsaved\n")
-        signal.signal(number, signal.SIG_DFL)
-        signals.append(number)
-
     def evaluation(step):
         results, counts = evaluate(trainer.model, held_out, trainer.device, trainer.dtype)
         print(json.dumps({"step": step, **results}), file=log)
         print(f"step {step:,}: " + "\n  ".join(describe(results)), flush=True)
         return counts
 
-    signals, log = [], open_log(out, state["step"])
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+    signals, log = catch_signals(), open_log(out, state["step"])
     if state["step"] == 0:
         evaluation(0)
     new, mark = [], time.perf_counter()  # new: (loss, norm) on the device, not looked at yet

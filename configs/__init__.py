@@ -8,9 +8,11 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import json
 import os
 import runpy
 import shutil
+import signal
 import sys
 import types
 from pathlib import Path
@@ -141,6 +143,35 @@ def setup(device="auto", dtype="auto", seed=0):
     card = f" ({torch.cuda.get_device_name(chosen)})" if chosen.type == "cuda" else ""
     print(f"device {chosen}{card}, torch {torch.__version__}, dtype {dtype}: {reason}")
     return chosen, getattr(torch, dtype)
+
+
+def catch_signals():
+    """From now on SIGINT and SIGTERM are put into the returned list, for the loop to see; a second
+    one ends the process at once."""
+    def on_signal(number, frame):
+        os.write(1, b"\nfinishing the step, then saving; once more quits at once, unsaved\n")
+        signal.signal(number, signal.SIG_DFL)
+        signals.append(number)
+
+    signals = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    return signals
+
+
+def open_log(out, last_step):
+    """<out>/log.jsonl, one JSON object a line, without what came after the checkpoint, and the half
+    line that a killed process may have left."""
+    path, kept = Path(out) / "log.jsonl", ""
+    if path.exists() and last_step:
+        for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
+            try:
+                kept += f"{line}\n" if json.loads(line)["step"] <= last_step else ""
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"{path}:{number}: not a record: remove the line") from None
+    with atomic(path) as temporary:
+        temporary.write_text(kept)
+    return path.open("a", buffering=1)
 
 
 @contextlib.contextmanager
