@@ -7,6 +7,7 @@ $ python measure.py curves out/demo out/demo_more out/demo_resm_init --out curve
 import argparse
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -184,6 +185,19 @@ def read_settings(run):
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{run}/config.json: not readable ({error}): is {run} a run?") from None
     return settings
+
+
+def check_same_run(config, run, may_change):
+    """Refuse to continue a run under settings (a dataclass) that make it another one; say which of
+    those that may change did."""
+    before, now = read_settings(run), json.loads(json.dumps(asdict(config)))
+    for key in sorted(key for key in now if now[key] != before.get(key)):
+        if key not in may_change:
+            raise UserError(f"{run} was trained with {key} = {before.get(key)!r}, not "
+                            f"{now[key]!r}: give the changed run its own --out=out/NAME")
+        if key not in ("dry_run", "eval_only"):
+            print(f"{key} was {before.get(key)!r}, is now {now[key]!r}"
+                  + ", where the learning rate reaches 0" * (key == "max_steps"))
 
 
 def read_evaluations(run):

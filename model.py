@@ -7,6 +7,7 @@ x' = LN(x + alpha * FFN(x) + beta * PKM(x))      Kim & Jung (2020), section 4.2
 >>> model = MaskedLM(BertConfig(**SIZES["base"], memory_layers=(4, 8)))  # 515M parameters
 >>> logits = model(ids)                             # (batch, time) -> (batch, time, vocab_size)
 """
+import json
 import math
 import re
 from dataclasses import asdict, dataclass
@@ -245,6 +246,14 @@ def optimizer_groups(model, weight_decay):
             {"params": [p for p in dense if p.dim() <= 1], "weight_decay": 0.0}]
 
 
+def compiled(model, choice, device):
+    """torch.compile(model), or the model itself, as `choice` ('on', 'off', 'auto') says."""
+    on = {"on": True, "off": False, "auto": device.type == "cuda"}.get(choice)
+    if on is None:
+        raise UserError(f"compile = {choice!r}: expected auto, on or off")
+    return torch.compile(model) if on else model
+
+
 def learning_rate(step, config):
     """Linear warm-up over warmup_steps, then linear decay to 0 at max_steps; step counts from 0."""
     decay = (config.max_steps - step) / max(1, config.max_steps - config.warmup_steps)
@@ -334,6 +343,14 @@ def save_checkpoint(run, step, model, optimizer, state, keep=2):
     files = {"model": model_file(model),
              "optimizer": {"dense": optimizer.state_dict(), "values": moments},
              "state": state}
+    save_files(folder, files)
+    for old in checkpoints(run)[:-keep]:
+        discard(old)
+    return folder
+
+
+def save_files(folder, files):
+    """Write {name: content} as <folder>/<name>.pt, the folder whole or not at all."""
     try:
         with atomic(folder) as temporary:
             temporary.mkdir()
@@ -343,9 +360,6 @@ def save_checkpoint(run, step, model, optimizer, state, keep=2):
         reason = str(error).splitlines()[0]
         raise Failure(f"{folder}: not saved, is the disk full? ({reason}); older "
                       "checkpoints are untouched") from None
-    for old in checkpoints(run)[:-keep]:
-        discard(old)
-    return folder
 
 
 def checkpoints(run):
@@ -359,6 +373,21 @@ def find_checkpoint(path):
     if (Path(path) / "model.pt").is_file():
         return Path(path)
     return next(reversed(checkpoints(path)), None)
+
+
+def open_log(out, last_step):
+    """<out>/log.jsonl, one JSON object a line, without what came after the checkpoint, and the half
+    line that a killed process may have left."""
+    path, kept = Path(out) / "log.jsonl", ""
+    if path.exists() and last_step:
+        for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
+            try:
+                kept += f"{line}\n" if json.loads(line)["step"] <= last_step else ""
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"{path}:{number}: not a record: remove the line") from None
+    with atomic(path) as temporary:
+        temporary.write_text(kept)
+    return path.open("a", buffering=1)
 
 
 def load_file(path):

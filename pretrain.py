@@ -22,9 +22,9 @@ import torch
 
 import model as bert
 import prepare_data
-from configs import Failure, UserError, atomic, catch_signals, discard, load, open_log, run, setup
-from measure import describe, evaluate, heldout, pack, read_settings, write_usage
-from model import check_finite, learning_rate
+from configs import Failure, UserError, at_least, atomic, catch_signals, discard, load, run, setup
+from measure import check_same_run, describe, evaluate, heldout, pack, read_settings, write_usage
+from model import check_finite, learning_rate, open_log
 
 
 @dataclass
@@ -147,19 +147,6 @@ def check_vocabulary(run, corpus):
                         "it with --init_from")
 
 
-def check_same_run(config, run, corpus):
-    """Refuse to continue a run under settings that make it another one."""
-    check_vocabulary(run, corpus)
-    before, now = read_settings(run), json.loads(json.dumps(asdict(config)))
-    for key in sorted(key for key in now if now[key] != before.get(key)):
-        if key not in MAY_CHANGE:
-            raise UserError(f"{run} was trained with {key} = {before.get(key)!r}, not "
-                            f"{now[key]!r}: give the changed run its own --out=out/NAME")
-        if key not in ("dry_run", "eval_only"):
-            print(f"{key} was {before.get(key)!r}, is now {now[key]!r}"
-                  + ", where the learning rate reaches 0" * (key == "max_steps"))
-
-
 class Trainer:
     """Model, optimizer and data of a run, and one training step over them."""
 
@@ -169,8 +156,7 @@ class Trainer:
         self.tables = bert.value_tables(model).values()
         self.optimizer = bert.adamw(model, config, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        on = {"on": True, "off": False, "auto": device.type == "cuda"}[config.compile]
-        self.compiled = torch.compile(model) if on else model
+        self.compiled = bert.compiled(model, config.compile, device)
 
     def step(self, step):
         """One update. Returns the mean loss over its micro-batches, and the gradient norm, as
@@ -297,11 +283,7 @@ def validate(config):
               "warmup_steps": 0, "lr": 0, "value_lr": 0, "weight_decay": 0, "grad_clip": 1e-9,
               "log_interval": 1, "eval_interval": 1, "eval_sequences": 1, "usage_interval": 0,
               "checkpoint_interval": 1, "keep_checkpoints": 1}
-    for key, least in lowest.items():
-        if not least <= getattr(config, key) < 2**63:  # nan is in no range
-            raise UserError(f"{key} = {getattr(config, key)}: expected at least {least}")
-    if config.compile not in ("auto", "on", "off"):
-        raise UserError(f"compile = {config.compile!r}: expected auto, on or off")
+    at_least(config, lowest)
     if config.reinit_ffn and not config.init_from:
         raise UserError("reinit_ffn = True: it goes with init_from, without it every FFN is new")
     if config.model not in bert.SIZES:
@@ -331,7 +313,8 @@ def main(argv):
     corpus = prepare_data.Corpus(config.dataset)
     checkpoint = None if config.dry_run else bert.find_checkpoint(out)
     if checkpoint:
-        check_same_run(config, out, corpus)
+        check_vocabulary(out, corpus)
+        check_same_run(config, out, MAY_CHANGE)
     model, origin = start_model(config, sizes, corpus, checkpoint)
     trainer = Trainer(config, corpus, model, device, dtype)
     held_out = heldout(corpus, "val", config.seq_len, config.batch_size, config.eval_sequences)

@@ -8,7 +8,6 @@ import ast
 import contextlib
 import dataclasses
 import difflib
-import json
 import os
 import runpy
 import shutil
@@ -110,6 +109,13 @@ def _typed(where, known, key, value):
     raise UserError(f"{where}: {key} = {value!r}: expected {name}, found {type(value).__name__}")
 
 
+def at_least(config, lowest):
+    """UserError for a setting that is below its least value; lowest: {key: value}."""
+    for key, least in lowest.items():
+        if not least <= getattr(config, key) < 2**63:  # nan is in no range
+            raise UserError(f"{key} = {getattr(config, key)}: expected at least {least}")
+
+
 def setup(device="auto", dtype="auto", seed=0):
     """Choose the device and the dtype of the matrix products, say why, seed torch.
 
@@ -157,21 +163,6 @@ def catch_signals():
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     return signals
-
-
-def open_log(out, last_step):
-    """<out>/log.jsonl, one JSON object a line, without what came after the checkpoint, and the half
-    line that a killed process may have left."""
-    path, kept = Path(out) / "log.jsonl", ""
-    if path.exists() and last_step:
-        for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
-            try:
-                kept += f"{line}\n" if json.loads(line)["step"] <= last_step else ""
-            except (ValueError, KeyError, TypeError):
-                raise UserError(f"{path}:{number}: not a record: remove the line") from None
-    with atomic(path) as temporary:
-        temporary.write_text(kept)
-    return path.open("a", buffering=1)
 
 
 @contextlib.contextmanager
