@@ -82,15 +82,18 @@ class Data:
             if task.name != "squad":
                 rows = tasks.read(task, split)
                 return tasks.encode(tokenizer, rows, config.max_len, name)
-            found, fates = tasks.windows(
-                tokenizer, *tasks.read_squad(f"{name}-v1.1.json"), config.max_len,
-                config.doc_stride, split == "train", name)
-            print(f"{name}: {len(found.questions):,} questions, {len(found.ids):,} windows, answers: "
-                  + ", ".join(f"{n:,} {fate}" for fate, n in fates.most_common()))
+            file = f"{name}-v1.1.json"
+            found, fates = tasks.windows(tokenizer, *tasks.read_squad(file), config.max_len,
+                                         config.doc_stride, split == "train", name)
+            print(f"{file}: {len(found.questions):,} questions, {len(found.ids):,} windows, labels "
+                  + ", ".join(f"{len(ids):,} {fate}" + f" (the first: {ids[0]})" * (fate != "exact")
+                              for fate, ids in fates.items()))
             return found
 
         self.task, self.pad_id = task, tokenizer.token_to_id("[PAD]")
         self.train = read("train")
+        if not self.train.ids:
+            raise UserError(f"{task.folder}: nothing to train on")
         self.dev = {name: read(split) for name, split in task.dev.items()}
         self.test = {name: read(split) for name, split in task.test.items()
                      if tasks.file(task, split).exists()}

@@ -63,7 +63,7 @@ def find(name, root="data"):
         if not folder.exists():
             prepare_docs_task(root)
     else:
-        folder, test = Path(name), {Path(name).name: "test"}
+        folder, test = Path(name or "?"), {Path(name).name: "test"}
     if not folder.is_dir():
         command = f"glue {folder.name}" if name in GLUE else "squad" if name == "squad" else ""
         raise UserError(f"{folder}: no such folder: " + (
@@ -236,10 +236,9 @@ class Question:
 
 def read_squad(path):
     """(contexts, Questions) of a SQuAD 1.1 file; UserError where it is not one."""
+    contexts, questions = [], []
     try:
-        articles = json.loads(Path(path).read_text(encoding="utf-8"))["data"]
-        contexts, questions = [], []
-        for article in articles:
+        for article in json.loads(Path(path).read_text(encoding="utf-8"))["data"]:
             for paragraph in article["paragraphs"]:
                 for qa in paragraph["qas"]:
                     answers = [(a["answer_start"], a["text"]) for a in qa["answers"]]
@@ -273,9 +272,9 @@ def windows(tokenizer, contexts, questions, max_len, stride, train=False, what="
     """Windows of max_len tokens whose parts begin `stride` tokens apart, labelled with the first
     answer where they have all of it, else with [CLS], (0, 0) (Devlin et al.). With `train` a
     question whose answer is not in the paragraph where the file says has no window. Returns them
-    and a Counter of what became of the questions' labels."""
+    and {what became of an answer: the questions' ids}."""
     cls, sep = (tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
-    texts, fates = [question.text for question in questions], Counter()
+    texts, fates = [question.text for question in questions], {}
     progress = Progress(what, sum(map(len, contexts)) + sum(map(len, texts)))
     encoded = [piece for part in _chunks(contexts, progress)
                for piece in tokenizer.encode_batch(part, add_special_tokens=False)]
@@ -293,7 +292,7 @@ def windows(tokenizer, contexts, questions, max_len, stride, train=False, what="
         for begin in range(0, max(0, len(part) - room) + step, step):
             if train and end < 0:
                 break
-            inside = begin <= start and end < begin + room
+            inside = end >= 0 and begin <= start and end < begin + room
             labelled |= inside
             ids.append(np.array([*head, *part[begin:begin + room], sep], np.uint16))
             first.append(len(head))
@@ -301,22 +300,23 @@ def windows(tokenizer, contexts, questions, max_len, stride, train=False, what="
             labels.append((start + shift, end + shift) if inside else (0, 0))
             of.append(n)
             begins.append(begin)
-        fates[fate if labelled or end < 0 else "in no window whole"] += 1
+        fate = fate if labelled or end < 0 else "in no window whole"
+        fates.setdefault(fate, []).append(question.id)
     return Windows(ids, np.array(first), np.array(labels), contexts, questions, np.array(of),
                    np.array(begins), offsets), fates
 
 
 def _span(context, offsets, at, answer):
-    """First and last token of an answer that begins at character `at`, (0, -1) where it does not;
-    and what a count of such questions is called."""
+    """First and last token of an answer at character `at`, or 0 and -1; and how it lies: exact,
+    cutting a token that WordPiece does not split there, or not at all."""
     if context[at:at + len(answer)] != answer or not answer:
-        return 0, -1, "answer not at its offset"
+        return 0, -1, "not at its offset"
     start = int(np.searchsorted(offsets[:, 1], at, side="right"))
     end = int(np.searchsorted(offsets[:, 0], at + len(answer))) - 1
     if end < start:
-        return 0, -1, "answer without a token"
-    exact = context[offsets[start, 0]:offsets[end, 1]] == answer
-    return start, end, "exact" if exact else "answer begins or ends inside a token"
+        return 0, -1, "without a token"
+    exact = offsets[start, 0] == at and offsets[end, 1] == at + len(answer)
+    return start, end, "exact" if exact else "cuts a token"
 
 
 def answers(windows, scores, spans):
