@@ -4,6 +4,7 @@ Text in, token files out: data/<name>/ with train.bin, val.bin, test.bin, vocab.
 $ python prepare_data.py docs                              # offline: this Python's own docstrings
 $ python prepare_data.py wikitext2 --vocab bert/vocab.txt  # --from FOLDER if it is on disk
 $ python prepare_data.py text books novels/ more.txt --vocab_size 16384
+$ python prepare_data.py glue SST-2 RTE                    # to data/glue/; squad: to data/squad/
 
 The .bin files are flat little-endian uint16 token ids, every document ended by [SEP], no [CLS].
 Without --vocab, a WordPiece vocabulary is trained on the train split. Corpus reads it all back.
@@ -26,23 +27,61 @@ import sysconfig
 import time
 import warnings
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from configs import Failure, UserError, atomic, run
+from configs import Failure, UserError, atomic, discard, run
 
 SPLITS = ("train", "val", "test")
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 IDS = ("pad_id", "unk_id", "cls_id", "sep_id", "mask_id")
-URLS = {
-    "wikitext2": "https://wikitext.smerity.com/wikitext-2-v1.zip",
-    "wikitext2_raw": "https://wikitext.smerity.com/wikitext-2-raw-v1.zip",
-    "wikitext103": "https://wikitext.smerity.com/wikitext-103-v1.zip",
-    "wikitext103_raw": "https://wikitext.smerity.com/wikitext-103-raw-v1.zip",
+HUB = "https://huggingface.co"  # HF_ENDPOINT names another
+_GLUE, _SMERITY = "https://dl.fbaipublicfiles.com/glue/data/", "https://wikitext.smerity.com/"
+_SENTEVAL = "https://dl.fbaipublicfiles.com/senteval/senteval_data/"
+_SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/"
+SOURCES = {  # name: licence, files as (URL, bytes, SHA-256)
+    "wikitext2": ("CC BY-SA 3.0", [(_SMERITY + "wikitext-2-v1.zip", 4475746, (
+        "92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c"))]),
+    "wikitext2_raw": ("CC BY-SA 3.0", [(_SMERITY + "wikitext-2-raw-v1.zip", 4721645, (
+        "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11"))]),
+    "wikitext103": ("CC BY-SA 3.0", [(_SMERITY + "wikitext-103-v1.zip", 190229076, (
+        "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590"))]),
+    "wikitext103_raw": ("CC BY-SA 3.0", [(_SMERITY + "wikitext-103-raw-v1.zip", 191984949, (
+        "91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794"))]),
+    "squad": ("CC BY-SA 4.0", [
+        (_SQUAD + "train-v1.1.json", 30288272,
+         "3527663986b8295af4f7fcdff1ba1ff3f72d07d61a20f487cb238a6ef92fd955"),
+        (_SQUAD + "dev-v1.1.json", 4854279,
+         "95aa6a52d5d6a735563366753ca50492a658031da74f301ac5238b03966972c9")]),
 }
+GLUE = {  # the tasks' licences are their authors'; see gluebenchmark.com
+    "CoLA": [(_GLUE + "CoLA.zip", 376971,
+              "f212fcd832b8f7b435fb991f101abf89f96b933ab400603bf198960dfc32cbff")],
+    "SST-2": [(_GLUE + "SST-2.zip", 7439277,
+               "d67e16fb55739c1b32cdce9877596db1c127dc322d93c082281f64057c16deaa")],
+    "MRPC": [(_SENTEVAL + "msr_paraphrase_train.txt", 1047044,
+              "60a9b09084528f0673eedee2b69cb941920f0b8cd0eeccefc464a98768457f89"),
+             (_SENTEVAL + "msr_paraphrase_test.txt", 441275,
+              "a04e271090879aaba6423d65b94950c089298587d9c084bf9cd7439bd785f784"),
+             (_GLUE + "mrpc_dev_ids.tsv", 6222,
+              "971d7767d81b997fd9060ade0ec23c4fc31cbb226a55d1bd4a1bac474eb81dc7")],
+    "STS-B": [(_GLUE + "STS-B.zip", 802872,
+               "e60a6393de5a8b5b9bac5020a1554b54e3691f9d600b775bd131e613ac179c85")],
+    "QQP": [(_GLUE + "QQP-clean.zip", 41696084,
+             "40e7c862c04eb26ee04b67fd900e76c45c6ba8e6d8fab4f8f1f8072a1a3fbae0")],
+    "MNLI": [(_GLUE + "MNLI.zip", 312783507,
+              "e7c1d896d26ed6caf700110645df426cc2d8ebf02a5ab743d5a5c68ac1c83633")],
+    "QNLI": [(_GLUE + "QNLIv2.zip", 10627589,
+              "e634e78627a29adaecd4f955359b22bf5e70f2cbd93b493f2d624138a0c0e5f5")],
+    "RTE": [(_GLUE + "RTE.zip", 697150,
+             "6bf86de103ecd335f3441bd43574d23fef87ecc695977a63b82d5efb206556ee")],
+}
+DOWNLOADS = Path("data/downloads")
+TIMEOUT = 30  # seconds without a byte before a download is tried again
 BATCH = 2**22  # characters encoded, or ids read back, at once: a few hundred MB of memory
 
 
@@ -57,7 +96,7 @@ class Corpus:
         self.name, self.folder = name, Path(root, name)
         file = self.folder / "meta.json"
         if not file.is_file():
-            command = name.replace("_raw", " --raw") if name in ("docs", *URLS) else (
+            command = name.replace("_raw", " --raw") if name in ("docs", *SOURCES) else (
                 f"text {name} PATH...")
             raise UserError(f"{self.folder}: no such corpus: python prepare_data.py {command}")
         facts = _facts(read_vocab(self.folder))
@@ -143,10 +182,11 @@ def unigram_perplexity(train_tokens, heldout_tokens, vocab_size, special_ids):
 
 class Progress:
     """How far a long work is: one line rewritten on a terminal, elsewhere a line every 10 s.
-    size: all of it, in bytes or characters; 0 if unknown."""
+    size: all of it, in bytes or characters, 0 if unknown; done: what an earlier try has done."""
 
-    def __init__(self, what, size):
-        self.what, self.size, self.done, self.terminal = what, size, 0, sys.stdout.isatty()
+    def __init__(self, what, size, done=0):
+        self.what, self.size, self.terminal = what, size, sys.stdout.isatty()
+        self.first = self.done = done
         self.start = self.shown = time.monotonic()
 
     def __call__(self, more=0, tokens=0, last=False):
@@ -156,8 +196,9 @@ class Progress:
         if now - self.shown > (0.2 if self.terminal else 10) or last:
             self.shown, spent = now, now - self.start + 1e-9
             rate = f"{tokens / spent:,.0f} tokens/s" if tokens else (
-                f"{self.done / spent / 1e6:.1f} MB/s")
-            left = f"ETA {spent * max(0, self.size / max(self.done, 1) - 1):.0f} s"
+                f"{(self.done - self.first) / spent / 1e6:.1f} MB/s")
+            left = spent * (self.size - self.done) / max(self.done - self.first, 1)
+            left = f"ETA {left:.0f} s" if self.size else ""
             print("\r\033[K" * self.terminal + f"{self.what}: {self.done / 1e6:.1f} of "
                   f"{self.size / 1e6:.1f} MB, {rate}, {f'{spent:.0f} s' if last else left}",
                   end="" if self.terminal and not last else "\n", flush=True)
@@ -324,9 +365,8 @@ def prepare_text(name, vocab, paths, split, val_every):
 
 def prepare_wikitext(name, vocab, place):
     """WikiText in its official splits, from the folder or zip `place` or else downloaded."""
-    path = Path(place or f"data/{Path(URLS[name]).name}")
-    if not place and not path.exists():
-        download(URLS[name], path)
+    url = SOURCES[name][1][0][0]
+    path = Path(place) if place else fetch(SOURCES[name][1])[0]
     if not path.is_dir() and not zipfile.is_zipfile(path):
         raise UserError(f"{path}: neither a folder nor a whole zip file")
     top = path if path.is_dir() else zipfile.Path(str(path))
@@ -338,36 +378,137 @@ def prepare_wikitext(name, vocab, place):
             raise UserError(f"{path}: no {' or '.join(names)} in it")
         files[split] = found[0]
     try:
-        write_corpus(name, place or URLS[name],
+        write_corpus(name, place or url,
                      lambda split: _documents(files[split], STARTS["wikitext"]), vocab)
     except zipfile.BadZipFile as error:
         raise UserError(f"{path}: damaged ({error}): remove it to download it again") from None
 
 
-def download(url, path):
-    """Fetch `url` to the file `path`, whole or not at all, in up to four attempts; else Failure."""
+def fetch(sources, place=None):
+    """The local files of [(URL, bytes, SHA-256)]: from the folder `place`, or else downloaded to
+    data/downloads/. UserError where `place` lacks one."""
+    paths = [Path(place or DOWNLOADS, Path(url).name) for url, _, _ in sources]
+    for path, (url, size, sha256) in zip(paths, sources):
+        if place and not path.is_file():
+            raise UserError(f"{path}: no such file")
+        if not path.exists():
+            download(url, path, size, sha256)
+    return paths
+
+
+def download(url, path, size=0, sha256=""):
+    """Fetch `url` to the file `path`, which is whole or absent, in up to four attempts.
+
+    What came so far is in <path>.part: the next attempt, or the next call, goes on from there if
+    the server can. size (bytes) and sha256 are checked where known; the hub tells its large files'
+    SHA-256 itself. HF_ENDPOINT takes the hub's place, HTTPS_PROXY and the like are honoured.
+    Failure when it cannot be had.
+    """
     import requests  # only here: nothing else needs the network
 
-    headers = {"User-Agent": "Mozilla/5.0", "Accept-Encoding": "identity"}  # wants a browser
+    url = url.replace(HUB, os.environ.get("HF_ENDPOINT", HUB).rstrip("/"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
     for pause in (2, 8, 30, 0):
         try:
-            with atomic(path) as temporary, requests.get(
-                    url, headers=headers, stream=True, timeout=30) as reply:
-                reply.raise_for_status()
-                size = int(reply.headers.get("Content-Length", 0))
-                progress = Progress(f"{path}: download", size)
-                with open(temporary, "wb") as file:
-                    for chunk in reply.iter_content(2**20):
-                        file.write(chunk)
-                        progress(len(chunk))
-                if size and progress.done != size:
-                    raise requests.RequestException(f"{progress.done} of {size} bytes came")
-                return progress(last=True)
+            told = _receive(requests, url, part)
+            break
         except requests.RequestException as error:
-            if not pause or 400 <= getattr(error.response, "status_code", 500) < 500:
-                raise Failure(f"{url}: {error}") from None
+            status = getattr(error.response, "status_code", 500)
+            if not pause or 400 <= status < 500 and status not in (408, 429):
+                why = {401: "it is gated or private: ", 403: "it is gated or private: ",
+                       404: "there is no such file: "}.get(status, "")
+                raise Failure(f"{url}: {why}{error}") from None
             print(f"{url}: {error}: again in {pause} s", flush=True)
             time.sleep(pause)
+    with open(part, "rb+") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+        length = file.tell()
+        os.fsync(file.fileno())
+    if size not in (0, length) or (sha256 or told) not in ("", found):
+        discard(part)
+        raise Failure(f"{url}: {length:,} bytes with SHA-256 {found[:12]} came, expected "
+                      f"{f'{size:,} bytes with ' * (size > 0)}{(sha256 or told)[:12]}: the file is "
+                      "another one now, or was damaged on its way")
+    os.replace(part, path)
+
+
+def _receive(requests, url, part):
+    """One attempt to complete the file `part`. Returns the SHA-256 that the hub tells, or ''."""
+    start = part.stat().st_size if part.exists() else 0
+    headers = {"User-Agent": "Mozilla/5.0",  # wikitext.smerity.com wants a browser
+               "Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
+    with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply:
+        told = [r.headers.get("X-Linked-Etag", "").strip('"') for r in (*reply.history, reply)]
+        told = next((tag for tag in told if re.fullmatch("[0-9a-f]{64}", tag)), "")
+        numbers = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+)",
+                               reply.headers.get("Content-Range", ""))
+        if reply.status_code == 416 and numbers and int(numbers[2]) == start:
+            return told  # all of it had come
+        if reply.status_code == 416 or reply.status_code == 206 and not (
+                numbers and int(numbers[1] or -1) == start):
+            discard(part)  # the part is not the beginning of what is there now
+            raise requests.RequestException(f"it cannot go on at byte {start:,}")
+        reply.raise_for_status()
+        start = start if reply.status_code == 206 else 0
+        length = int(reply.headers.get("Content-Length", 0))
+        progress = Progress(f"{part.with_suffix('')}: download", length and start + length, start)
+        with open(part, "ab" if start else "wb") as file:
+            for chunk in reply.iter_content(2**16):
+                file.write(chunk)
+                progress(len(chunk))
+        if progress.size not in (0, progress.done):
+            raise requests.RequestException(f"{progress.done:,} of {progress.size:,} bytes came")
+        progress(last=True)
+        return told
+
+
+def prepare_task(folder, sources, place, force):
+    """data/glue/TASK/ or data/squad/ with the official files, as the official archive unpacks.
+    place: a folder that holds the downloads, or what they unpack to, or that archive."""
+    if folder.exists() and not force:
+        print(f"{folder} exists already (--force replaces it)")
+        return
+    names = [Path(url).name for url, _, _ in sources]
+    if place is None:
+        files = fetch(sources)
+    elif place.is_file() and names[0].endswith(".zip"):
+        files = [place]
+    else:
+        wanted = [names, ["train.tsv"]] if names[0].endswith(".zip") else [names]
+        found = [[home / name for name in some] for home in (place / folder.name, place)
+                 for some in wanted if all((home / name).is_file() for name in some)]
+        if not found:
+            raise UserError(f"{place}: no {' or '.join(map(', '.join, wanted))} in it")
+        files = found[0]
+        if files[0].name == "train.tsv":
+            files = sorted(file for file in files[0].parent.iterdir() if file.is_file())
+    with _replacing(folder) as temporary:
+        temporary.mkdir()
+        for file in files:
+            if names[0].endswith(".zip") and len(files) == 1:
+                _unpack(file, temporary)
+            else:
+                shutil.copyfile(file, temporary / file.name)
+    print(f"{folder}: {', '.join(sorted(p.name for p in folder.iterdir() if p.is_file()))}")
+
+
+def _unpack(path, folder):
+    """The files of a zip, without the one folder that they are in (QQP-clean.zip: QQP/)."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                parts = Path(info.filename).parts
+                if info.is_dir() or parts[0] == "__MACOSX":
+                    continue
+                if ".." in parts or Path(info.filename).is_absolute():
+                    raise zipfile.BadZipFile(f"{info.filename} would be outside")
+                target = folder.joinpath(*parts[1:] or parts)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with archive.open(info) as source, open(target, "wb") as file:
+                    shutil.copyfileobj(source, file)
+    except (zipfile.BadZipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: damaged ({error}): remove it to download it again") from None
 
 
 def prepare_docs(root="data", vocab=4096):
@@ -438,7 +579,21 @@ def main():
                       help="documents end at blank lines (default) or with their file")
     text.add_argument("--val_every", type=int, default=100, metavar="N",
                       help="of N documents one is for val, one for test (100; fewer if need be)")
+    glue = corpora.add_parser("glue", help="the tasks of GLUE, for finetune.py")
+    glue.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(GLUE)}; all")
+    for command in (glue, corpora.add_parser("squad", help="SQuAD 1.1, for finetune.py")):
+        command.add_argument("--from", dest="place", type=Path, metavar="PATH",
+                             help="folder (or zip) that has the files")
+        command.add_argument("--force", action="store_true", help="replace what exists")
     args = parser.parse_args()
+    if args.corpus == "squad":
+        return prepare_task(Path("data/squad"), SOURCES["squad"][1], args.place, args.force)
+    if args.corpus == "glue":
+        if unknown := sorted(set(args.tasks) - GLUE.keys()):
+            raise UserError(f"{unknown[0]}: no task of GLUE: expected {', '.join(GLUE)}")
+        for task in args.tasks or GLUE:
+            prepare_task(Path("data/glue", task), GLUE[task], args.place, args.force)
+        return
     name = getattr(args, "name", args.corpus) + "_raw" * getattr(args, "raw", False)
     if Path(name).name != name or name.startswith("."):
         raise UserError(f"{name}: a corpus's name is a folder's name, without / or a leading .")
