@@ -294,8 +294,7 @@ def save_checkpoint(run, step, model, optimizer, state, keep=2, labels=()):
     moments = {n: table.optimizer_state() for n, table in value_tables(model).items()}
     saved = {"config": asdict(model.bert.config), "weights": model.state_dict()}
     if head := next(head for head, kind in HEADS.items() if type(model) is kind):
-        saved |= {"head": head, "labels": list(labels)} if labels or head == "classifier" else {
-            "head": head}
+        saved |= {"head": head} | ({"labels": list(labels)} if head == "classifier" else {})
     files = {"model": saved,
              "optimizer": {"dense": optimizer.state_dict(), "values": moments},
              "state": state}
@@ -499,15 +498,15 @@ def _read_huggingface(folder, vocab):
         if kind not in SETTINGS:
             raise UserError(f"{file}: model_type = {kind!r}: expected bert or distilbert")
         known = {ours: settings[theirs] for ours, theirs in SETTINGS[kind].items()}
-    except (ValueError, LookupError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
+        config = BertConfig(**{"type_vocab": 0, **known})
+    except UserError:
+        raise
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise UserError(f"{file}: damaged ({type(error).__name__}: {error})") from None
     for key, ours in (("hidden_act", "gelu"), ("activation", "gelu"), ("layer_norm_eps", 1e-12),
                       ("position_embedding_type", "absolute"), ("tie_word_embeddings", True)):
         if settings.get(key, ours) != ours:
             raise UserError(f"{file}: {key} = {settings[key]!r}: this BERT has {ours!r}")
-    config = BertConfig(**{"type_vocab": 0, **known})
     path = next(folder / name for name in FILES if (folder / name).is_file())
     if path.suffix == ".safetensors":
         load = need("safetensors.torch", f"{path}").load_file
@@ -522,12 +521,15 @@ def _read_huggingface(folder, vocab):
     head = next((head for head, name in HEAD_NAMES.items() if f"{name}.weight" in weights), None)
     if head == "classifier" and kind == "distilbert":
         raise UserError(f"{folder}: DistilBERT's classification head is another one than BERT's")
-    if vocab.is_file() and len(read_vocab(vocab)) != config.vocab_size:
-        raise UserError(f"{vocab}: {len(read_vocab(vocab)):,} tokens do not fit weights for "
+    tokens = read_vocab(vocab) if vocab.is_file() else range(config.vocab_size)
+    if len(tokens) != config.vocab_size:
+        raise UserError(f"{vocab}: {len(tokens):,} tokens do not fit weights for "
                         f"{config.vocab_size:,}")
+    if "The" in tokens and "[MASK]" in tokens:
+        raise UserError(f"{vocab}: a cased vocabulary: this tokenizer is the uncased BERT's")
     saved = {"config": asdict(config), "weights": from_huggingface(weights, config, head)}
     if head == "classifier":
-        n_classes, names = len(weights["classifier.weight"]), settings.get("id2label", {})
+        n_classes, names = len(weights["classifier.weight"]), settings.get("id2label") or {}
         names = [names.get(str(n), f"LABEL_{n}") for n in range(n_classes)]
         saved["labels"] = names if n_classes > 1 else []
     return saved | ({"head": head} if head else {})
@@ -566,7 +568,7 @@ def export(path, folder):
         single=f"{cls} $A {sep}", pair=f"{cls} $A {sep} $B:1 {sep}:1",
         special_tokens=[(cls, vocab.index(cls)), (sep, vocab.index(sep))])
     about = {"tokenizer_class": "BertTokenizer" if cls == "[CLS]" else "PreTrainedTokenizerFast",
-             "do_lower_case": True, "model_max_length": config.max_len, "pad_token": pad,
+             "do_lower_case": cls == "[CLS]", "model_max_length": config.max_len, "pad_token": pad,
              "unk_token": unk, "cls_token": cls, "sep_token": sep, "mask_token": mask}
     save_file = need("safetensors.torch", "export").save_file
     if Path(folder).exists():

@@ -300,9 +300,10 @@ class Progress:
             rate = f"{tokens / spent:,.0f} tokens/s" if tokens else (
                 f"{(self.done - self.first) / spent / 1e6:.1f} MB/s")
             left = spent * (self.size - self.done) / max(self.done - self.first, 1)
-            left = f"ETA {left:.0f} s" if self.size else ""
-            print("\r\033[K" * self.terminal + f"{self.what}: {self.done / 1e6:.1f} of "
-                  f"{self.size / 1e6:.1f} MB, {rate}, {f'{spent:.0f} s' if last else left}",
+            left = f"ETA {left:.0f} s" if self.size else f"{spent:.0f} s"
+            whole = f" of {self.size / 1e6:.1f}" if self.size else ""
+            print("\r\033[K" * self.terminal + f"{self.what}: {self.done / 1e6:.1f}{whole} MB, "
+                  f"{rate}, {f'{spent:.0f} s' if last else left}",
                   end="" if self.terminal and not last else "\n", flush=True)
 
 
@@ -878,7 +879,8 @@ def prepare_docs(root="data", vocab=4096):
             new = [text for text in found if text and text not in seen]
             seen.update(new)
             if new:  # a lone surrogate has no UTF-8
-                documents += [text.encode("utf-8", "replace").decode() for text in new] + [None]
+                documents += [text.encode("utf-8", "replace").decode() + "\n" for text in new]
+                documents.append(None)
     progress(last=True)
     write_corpus("docs", source, [(source, None, lambda: documents)], vocab, 20, root)
 

@@ -531,6 +531,9 @@ BERT_SETTINGS = {"model_type": "bert", "num_hidden_layers": 1, "num_attention_he
     ({"config.json": {"hidden_act": "gelu_new"}}, "gelu_new"),
     ({"config.json": {"vocab_size": 41}}, "40 tokens do not fit weights for 41"),
     ({"config.json": {"num_attention_heads": 3}}, "multiple"),
+    ({"config.json": {"hidden_size": "wide"}}, "config.json: damaged"),
+    ({"vocab.txt": "\n".join([*prepare_data.SPECIALS, "The", *map(str, range(34))]).encode()},
+     "a cased vocabulary"),
     ({"vocab.txt": b"[PAD]\n"}, "not a vocabulary")])
 def test_a_bad_folder_of_weights_is_one_line(tmp_path, monkeypatch, capsys, files, words):
     monkeypatch.chdir(tmp_path)
