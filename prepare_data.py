@@ -76,6 +76,11 @@ SOURCES = {  # name: licence, files as (URL, bytes, SHA-256); 0 and "" where onl
         (_SQUAD + "dev-v1.1.json", 4854279,
          "95aa6a52d5d6a735563366753ca50492a658031da74f301ac5238b03966972c9")]),
 }
+MIRRORS = {  # the same bytes
+    _SMERITY + "wikitext-2-raw-v1.zip":
+        f"{HUB}/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip",
+    _SMERITY + "wikitext-103-raw-v1.zip":
+        f"{HUB}/datasets/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip"}
 CORPORA = {"docs": (), "wikitext2": (), "wikitext103": (), "wikitext2_raw": (),
            "wikitext103_raw": (), "wikipedia": ("wikipedia",), "bookcorpus": ("bookcorpus",),
            "wikibooks": ("wikipedia", "bookcorpus"), "pg19": ("pg19",)}
@@ -731,7 +736,13 @@ def fetch(sources, folder=DOWNLOADS):
     paths = [Path(folder, Path(url).name) for url, _, _ in sources]
     for path, (url, size, sha256) in zip(paths, sources):
         if not path.exists():
-            download(url, path, size, sha256)
+            try:
+                download(url, path, size, sha256)
+            except Failure as error:
+                if url not in MIRRORS:
+                    raise
+                print(f"{error}; trying {MIRRORS[url]}", flush=True)
+                download(MIRRORS[url], path, size, sha256)
     return paths
 
 

@@ -1993,6 +1993,10 @@ def test_wikitext_is_downloaded_once(workdir, hub, monkeypatch):
     prepare("wikitext2", "--vocab", "vocab.txt", "--force")
     corpus = prepare_data.Corpus("wikitext2")
     assert len(hub.seen) == 1 and corpus.meta["source"] == url
+    monkeypatch.setitem(prepare_data.MIRRORS, f"{hub.url}/a.zip", f"{hub.url}/mirror/a.zip")
+    hub.plan = [404]
+    path, = prepare_data.fetch([(f"{hub.url}/a.zip", 0, "")])
+    assert path.read_bytes() == hub.body and hub.seen[-1][0] == "/mirror/a.zip"
     assert sorted(os.listdir("data")) == ["downloads", "wikitext2"]
 
 
