@@ -549,8 +549,8 @@ def export(path, folder):
     for name, w in saved["weights"].items():
         theirs = _their_names(name, head)
         prefix = "bert." if name.startswith("bert.") else ""
-        weights |= {prefix + n: part.clone() for n, part in
-                    zip(theirs, w.chunk(len(theirs)) if len(theirs) > 1 else [w], strict=True)}
+        parts = [w] if len(theirs) == 1 else [part.clone() for part in w.chunk(len(theirs))]
+        weights |= {prefix + n: part for n, part in zip(theirs, parts, strict=True)}
     pad, unk, cls, sep, mask = special_tokens(vocab)
     kind = "bert" if plain else "pkm-bert"
     settings = {theirs: getattr(config, ours) for ours, theirs in SETTINGS[kind].items()}
