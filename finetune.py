@@ -27,16 +27,16 @@ import torch.nn.functional as F
 import model as bert
 import tasks
 from configs import Failure, UserError, at_least, atomic, catch_signals, discard, load, run, setup
-from measure import check_same_run, read_settings
+from measure import check_same_run
 from model import check_finite, learning_rate, open_log
-from prepare_data import build_tokenizer
+from prepare_data import build_tokenizer, read_vocab, vocab_hash
 
 
 @dataclass
 class Config:
     # the run; the defaults are Table 3's for GLUE
     out: str = ""  # its folder, with a seed0/ in it; by default out/<init_from>_<task>
-    init_from: str = ""  # a pretraining run's folder, or one of its checkpoints
+    init_from: str = ""  # a run, a folder in Hugging Face layout, or bert-base-uncased and such
     task: str = ""  # cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, squad, docs, or a folder
     seed: int = 0  # of the head's weights, data order and dropout
     seeds: int = 1  # how many: seed, seed + 1, ..., one after the other; the median is reported
@@ -90,7 +90,7 @@ class Data:
                               for fate, ids in fates.items()))
             return found
 
-        self.task, self.pad_id = task, tokenizer.token_to_id("[PAD]")
+        self.task, self.pad_id = task, tasks.special_ids(tokenizer)[0]
         self.train = read("train")
         if not self.train.ids:
             raise UserError(f"{task.folder}: nothing to train on")
@@ -188,7 +188,8 @@ class Trainer:
 
     def save(self, out, state):
         state = {**state, "scaler": self.scaler.state_dict()}
-        bert.save_checkpoint(out, state["step"], self.model, self.optimizer, state, keep=1)
+        bert.save_checkpoint(out, state["step"], self.model, self.optimizer, state, keep=1,
+                             labels=self.data.task.labels)
 
     def restore(self, checkpoint):
         state = bert.load_optimizer(checkpoint, self.model, self.optimizer)
@@ -231,7 +232,7 @@ def steps_per_epoch(data, config):
 
 def train(config, out, trainer, state, signals):
     """The training loop, from state["step"] on; everything is written to the folder `out`. Returns
-    the number of the signal that stopped it, or None."""
+    whether a signal stopped it."""
     def better(results, best):
         quality, old = (-math.inf if math.isnan(r[metric]) else r[metric] for r in (results, best))
         return quality > old
@@ -271,14 +272,15 @@ def train(config, out, trainer, state, signals):
             if state["best"] is None or better(results, state["best"]):
                 state["best"] = state["last"]
                 discard(out / "best")
-                bert.save_files(out / "best", {"model": bert.model_file(trainer.model)})
+                content = bert.model_file(trainer.model, trainer.data.task.labels)
+                bert.save_files(out / "best", {"model": content})
         if saves:
             os.fsync(log.fileno())  # no checkpoint is newer than its log
             trainer.save(out, state)
         if stopped:
-            return stopped[0]
+            return True
         new, mark = [], time.perf_counter()
-    return None
+    return False
 
 
 def describe(results):
@@ -323,22 +325,22 @@ def write_tsv(path, task, predictions):
             f"{n}\t{text}\n" for n, text in enumerate(texts)), encoding="utf-8")
 
 
-def run_seed(config, out, data, initial, device, dtype, signals):
-    """Train, or go on, in the folder `out`, and leave eval_results.json there. Returns the number
-    of the signal that stopped it, or None."""
+def run_seed(config, out, data, initial, vocab, device, dtype, signals):
+    """Train from the weights `initial`, or go on, in the folder `out`, and leave eval_results.json
+    there, unless a signal comes."""
     if (out / "config.json").exists():
         check_same_run(config, out, MAY_CHANGE)
     if (out / "eval_results.json").exists():
-        return print(f"{out} is done: --out=out/NAME starts anew")
+        print(f"{out} is done: --out=out/NAME starts anew")
+        return
     checkpoint = bert.find_checkpoint(out)
-    saved = bert.load_file((checkpoint or initial) / "model.pt")
+    saved = bert.read_weights(checkpoint or initial)
     sizes = bert.BertConfig(**{**saved["config"], "dropout": config.dropout})
     if config.max_len > sizes.max_len:
         raise UserError(f"max_len = {config.max_len}: {initial} has {sizes.max_len} positions")
     torch.manual_seed(config.seed)  # of the head
     labels = data.task.labels
-    model = bert.SpanReader(sizes) if data.task.name == "squad" else bert.Classifier(
-        sizes, max(1, len(labels)), labels)
+    model = bert.build_model(sizes, "span" if data.task.name == "squad" else "classifier", labels)
     if checkpoint:
         bert.load_weights(model, saved["weights"], checkpoint)
     else:
@@ -350,17 +352,15 @@ def run_seed(config, out, data, initial, device, dtype, signals):
         print(f"going on from {checkpoint}")
     else:
         with atomic(out / "vocab.txt") as temporary:  # a run can be used without its initial model
-            shutil.copyfile(initial.parent / "vocab.txt", temporary)
-        before = read_settings(initial.parent)
+            shutil.copyfile(vocab, temporary)
         settings = {**asdict(config), "init_checkpoint": str(initial), "first_step": 0,
-                    "tokenizer_hash": before["tokenizer_hash"]}
+                    "tokenizer_hash": vocab_hash(read_vocab(vocab))}
         with atomic(out / "config.json") as temporary:
             temporary.write_text(json.dumps(settings, indent=1))
     for file in out.glob(".tmp_*"):
         discard(file)  # what a killed process left behind
-    if number := train(config, out, trainer, state, signals):
-        return number
-    write_predictions(out, trainer, state)
+    if not train(config, out, trainer, state, signals):
+        write_predictions(out, trainer, state)
 
 
 def summarize(config, out):
@@ -392,23 +392,22 @@ def main(argv):
                           "batch_size": 1, "epochs": 1, "max_steps": 0, "warmup": 0, "lr": 0,
                           "value_lr": 0, "weight_decay": 0, "grad_clip": 1e-9, "log_interval": 1,
                           "checkpoint_interval": 1})
-    initial = bert.find_checkpoint(config.init_from) if config.init_from else None
-    if not initial:
-        raise UserError(f"init_from = {config.init_from!r}: no checkpoint there; it takes the "
-                        "folder of a pretraining run")
-    name = f"{Path(initial.parent.name)}_{Path(config.task).name.lower()}"
-    out = Path(config.out or f"out/{name}{'' if config.update_memory else '_fixed'}")
+    if not config.init_from:
+        raise UserError("init_from is empty: --init_from=out/RUN, or bert-base-uncased")
+    initial, vocab = bert.find_weights(config.init_from)
+    name = f"{vocab.parent.name}_{Path(config.task).name}{'' if config.update_memory else '_fixed'}"
+    out = Path(config.out or f"out/{name.lower()}")
     device, dtype = setup(config.device, config.dtype, config.seed)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
-    tokenizer = build_tokenizer(initial.parent / "vocab.txt")
+    tokenizer = build_tokenizer(vocab)
     tokenizer.encode_special_tokens = True  # a "[SEP]" in a text is text, not the token
     data = Data(tasks.find(config.task), tokenizer, config)
     config.max_steps = config.max_steps or config.epochs * steps_per_epoch(data, config)
     data.report(config)
     signals = catch_signals()
     for seed in range(config.seed, config.seed + config.seeds):
-        run_seed(replace(config, seed=seed), out / f"seed{seed}", data, initial, device, dtype,
-                 signals)
+        run_seed(replace(config, seed=seed), out / f"seed{seed}", data, initial, vocab, device,
+                 dtype, signals)
         if signals:
             print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
             return 128 + signals[0]

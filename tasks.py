@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from configs import UserError
-from prepare_data import Progress, prepare_docs_task
+from prepare_data import Progress, prepare_docs_task, special_tokens
 
 NLI = ["contradiction", "entailment", "neutral"]
 GLUE = {  # name: folder, labels ([]: it is a score), metrics; the first tells the best epoch
@@ -188,10 +188,15 @@ class Examples:
         return ids, types.astype(np.int64), lengths
 
 
+def special_ids(tokenizer):
+    """Of padding, unknown, [CLS], [SEP] and [MASK]."""
+    return tuple(map(tokenizer.token_to_id, special_tokens(tokenizer.get_vocab())))
+
+
 def encode(tokenizer, rows, max_len, what="encoding"):
     """Examples of Rows, of max_len tokens at most: from the longer of two texts tokens are dropped
     at the end until both fit (Devlin et al.)."""
-    cls, sep = (tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
+    _, _, cls, sep, _ = special_ids(tokenizer)
     progress, ids, first = Progress(what, sum(len(t) for row in rows for t in row.texts)), [], []
     for texts in _chunks([row.texts for row in rows], progress):
         columns = [tokenizer.encode_batch_fast(column, add_special_tokens=False)
@@ -273,7 +278,7 @@ def windows(tokenizer, contexts, questions, max_len, stride, train=False, what="
     answer where they have all of it, else with [CLS], (0, 0) (Devlin et al.). With `train` a
     question whose answer is not in the paragraph where the file says has no window. Returns them
     and {what became of an answer: the questions' ids}."""
-    cls, sep = (tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
+    _, _, cls, sep, _ = special_ids(tokenizer)
     texts, fates = [question.text for question in questions], {}
     progress = Progress(what, sum(map(len, contexts)) + sum(map(len, texts)))
     encoded = [piece for part in _chunks(contexts, progress)
@@ -315,7 +320,7 @@ def _span(context, offsets, at, answer):
     end = int(np.searchsorted(offsets[:, 0], at + len(answer))) - 1
     if end < start:
         return 0, -1, "without a token"
-    exact = offsets[start, 0] == at and offsets[end, 1] == at + len(answer)
+    exact = context[offsets[start, 0]:offsets[end, 1]].strip() == answer  # GPT-2's have spaces
     return start, end, "exact" if exact else "cuts a token"
 
 
@@ -329,7 +334,7 @@ def answers(windows, scores, spans):
             question = windows.questions[windows.question[n]]
             start, end = spans[n] - windows.first[n] + windows.begin[n]
             offsets, text = windows.offsets[question.context], windows.contexts[question.context]
-            found[question.id] = text[offsets[start, 0]:offsets[end, 1]]
+            found[question.id] = text[offsets[start, 0]:offsets[end, 1]].strip()
     return found
 
 
