@@ -4,8 +4,10 @@ What every script starts with: its settings, the device it runs on, and how it e
 A config is a short Python file of assignments; `--key=value` overrides it:
 $ python pretrain.py configs/demo.py --max_steps=100 --memory_layers=2,3
 """
+import argparse
 import ast
 import contextlib
+import ctypes
 import dataclasses
 import difflib
 import os
@@ -22,6 +24,13 @@ class UserError(ValueError):
 
 class Failure(RuntimeError):
     """Something that went wrong while working: one line on stderr, exit status 1."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Of the tools' command lines: a mistake is a UserError, one line."""
+
+    def error(self, message):
+        raise UserError(f"{message} ({self.prog} --help)")
 
 
 def run(main):
@@ -141,6 +150,16 @@ def setup(device="auto", dtype="auto", seed=0):
     card = f" ({torch.cuda.get_device_name(chosen)})" if chosen.type == "cuda" else ""
     print(f"device {chosen}{card}, torch {torch.__version__}, dtype {dtype}: {reason}")
     return chosen, getattr(torch, dtype)
+
+
+def keep_freed_memory():
+    """Let this process keep the memory that it frees, for the next step to use. By default glibc
+    gives large blocks back to Linux, which then has to clear every page anew."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if sys.platform == "linux" and mallopt:
+        m_trim_threshold, m_mmap_max = -1, -4
+        mallopt(m_mmap_max, 0)
+        mallopt(m_trim_threshold, 2**31 - 1)
 
 
 @contextlib.contextmanager
