@@ -198,7 +198,7 @@ def inference(args):
             ids = words(args, 1, length)
             times = in_turn(f"{size}, {length} tokens", {
                 (system, mode): quietly(args, fast(model), ids) for system, model in models.items()
-                for mode, fast in modes.items()}, args)
+                for mode, fast in modes.items()}, args, 5)
             for (system, mode), seconds in times.items():
                 number = sum(p.numel() for p in models[system].parameters())
                 relative = 1 / times_as_long(times, (system, mode), ("plain", mode))
@@ -233,7 +233,7 @@ def by_slots(args, sides):
             call()
         return function
 
-    times = in_turn("slots", {key: with_memory(memory) for key, memory in memories.items()}, args)
+    times = in_turn("slots", {key: with_memory(memory) for key, memory in memories.items()}, args, 3)
     for name, n in times:
         relative = times_as_long(times, (name, n), ("product", sides[0]))
         results.append({"keys": name, "slots": n * n, "seconds": times[name, n], "ratio": relative})

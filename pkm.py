@@ -95,12 +95,10 @@ class ValueTable(nn.Module):
         shape of slots. Row by row: each leaves memory once, and meets grad_out in the cache."""
         order, chunks = self._by_row(slots)
         tokens, grad_out = order // slots.shape[1], grad_out.to(self.weight.dtype)
-        products = grad_out.new_empty(len(order))
-        for reads, rows, offsets in chunks:  # an embedding bag's backward, over tokens for rows
-            products[order[reads]] = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-                self.weight.index_select(0, rows), grad_out, tokens[reads], offsets,
-                tokens[:0], 0)
-        return products.view_as(slots)
+        products = [torch.ops.aten._embedding_bag_per_sample_weights_backward(
+            self.weight.index_select(0, rows), grad_out, tokens[reads], offsets, tokens[:0], 0)
+            for reads, rows, offsets in chunks]  # as of a bag of tokens for each row
+        return torch.empty_like(slots, dtype=grad_out.dtype).put_(order, torch.cat(products))
 
     @torch.no_grad()
     def step(self, lr, betas=(0.9, 0.999), eps=1e-8, grad_scale=1.0, chunk=None):

@@ -24,7 +24,16 @@ import torch
 
 import model as bert
 import prepare_data
-from configs import Failure, UserError, atomic, discard, load, run, setup
+from configs import (
+    Failure,
+    UserError,
+    atomic,
+    discard,
+    keep_freed_memory,
+    load,
+    run,
+    setup,
+)
 from measure import describe, evaluate, heldout, pack, read_settings, write_usage
 
 
@@ -384,6 +393,7 @@ def main(argv):
     if out.exists() and not out.is_dir():
         raise UserError(f"out = {out}: a file is there, expected a folder")
     device, dtype = setup(config.device, config.dtype, config.seed)
+    keep_freed_memory()
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
     if config.dataset == "docs" and not Path("data/docs").exists():
         prepare_data.prepare_docs()
