@@ -426,7 +426,7 @@ def against_transformers(args):
     ours = build(Classifier, args.size, "plain", args.device, args.n_keys).eval()
     for length in args.lengths:
         ids = words(args, 1, length)
-        compare(f"inference, 1 x {length}", quietly(args, ours, ids), quietly(args, theirs, ids), 3)
+        compare(f"inference, 1 x {length}", quietly(args, ours, ids), quietly(args, theirs, ids), 9)
     with torch.device(args.device):
         theirs = transformers.BertForMaskedLM(config).train()
     ours = build(MaskedLM, args.size, "plain", args.device, args.n_keys, args.dropout)
@@ -452,7 +452,7 @@ def main():
         command.add_argument("--device", default="auto", help="cuda, mps or cpu")
         command.add_argument("--dtype", default="auto", help="bfloat16 on CUDA, else float32")
         command.add_argument("--rounds", type=count, default=7, help="timed, after two of warm-up")
-        command.add_argument("--n_keys", type=count, default=512, help="n_keys^2 slots")
+        command.add_argument("--n_keys", type=side, default=512, help="n_keys^2 slots")
         command.add_argument("--out", metavar="results/NAME.json", help="keep the JSON line there")
         command.add_argument("--compile", action="store_true", help="on CUDA it is always on")
         command.add_argument("--keep_freed", action="store_true",
@@ -463,7 +463,7 @@ def main():
     option = options["inference"]
     option("--sizes", nargs="+", choices=list(SIZES), default=["base", "large"])
     option("--values_dtype", choices=["float32", "bfloat16"], default="float32")
-    option("--slots", type=count, nargs="*", metavar="N", help="latency at N^2 slots, also with "
+    option("--slots", type=side, nargs="*", metavar="N", help="latency at N^2 slots, also with "
            "flat keys, instead (64 128 256 512 1024)")
     options["layer"]("--tokens", type=count, nargs="+", default=[128, 512, 2048, 8192, 32768, 65536])
     for name in ("train", "against_transformers"):
@@ -493,11 +493,16 @@ def main():
     print(line)
 
 
-def count(text):
-    """An argument that is a whole number, at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least 1")
+def count(text, least=1):
+    """An argument that is a whole number."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least {least}")
     return int(text)
+
+
+def side(text):
+    """Of the square of slots: a head reads 32."""
+    return count(text, least=32)
 
 
 if __name__ == "__main__":

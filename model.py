@@ -91,9 +91,9 @@ class Layer(nn.Module):
         y = x
         if self.alpha:
             ffn = self.down(F.gelu(self.up(x)))
-            y = y + self.alpha * F.dropout(ffn, self.dropout, self.training)
+            y = y.add(F.dropout(ffn, self.dropout, self.training), alpha=self.alpha)
         if self.beta:  # without dropout, as in XLM's memory layers: our reading
-            y = y + self.beta * self.memory(x, mask)
+            y = y.add(self.memory(x, mask), alpha=self.beta)
         return self.norm(y)
 
 

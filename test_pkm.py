@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import bench
 import configs
 import measure
 import model as bert
@@ -216,6 +217,48 @@ def test_value_updates_equal_sparse_adam(chunk):
         for tensor, old in zip(state, before, strict=True):
             assert torch.equal(tensor[unread], old[unread])
             assert not torch.equal(tensor, old)
+
+
+def test_the_layer_equals_the_plain_baseline():
+    """bench.py's ratios compare two ways to the same numbers: outputs, gradients, SparseAdam."""
+    torch.manual_seed(0)
+    ours = PKM(16, n_keys=8, heads=2, topk=4, key_dim=8)
+    plain = bench.PlainPKM(16, n_keys=8, heads=2, topk=4, key_dim=8)
+    plain.load_state_dict(ours.state_dict())
+    sparse_adam = torch.optim.SparseAdam(plain.values.parameters(), lr=0.01)
+    for _ in range(3):
+        x, weight = torch.randn(2, 30, 16)
+        outputs = [model(x) for model in (ours, plain)]
+        for output in outputs:
+            (output * weight).sum().backward()
+        assert_near(*outputs, 1e-6)
+        assert_near(ours.keys.grad, plain.keys.grad, 1e-5)
+        assert_near(ours.query.weight.grad, plain.query.weight.grad, 1e-5)
+        sparse_adam.step()
+        ours.values.step(lr=0.01)
+        ours.zero_grad()
+        plain.zero_grad()
+        assert_near(ours.values.weight, plain.values.weight, 1e-5)
+
+
+def test_flat_keys_are_all_compared():
+    memory = bench.FlatPKM(6, n_keys=5, heads=2, topk=3, key_dim=4).eval()
+    x = torch.randn(7, 6)
+    query = memory.query_norm(memory.query(x)).view(7, 2, 1, 4)
+    score, slots = (query * memory.keys).sum(3).sort(descending=True)  # (7, 2, 25)
+    found, weights = memory.search(memory.query_norm(memory.query(x)))
+    assert torch.equal(found, slots[..., :3])
+    torch.testing.assert_close(weights, score[..., :3].softmax(2))
+
+
+def test_bfloat16_values_change_little():
+    memory, x = PKM(64, n_keys=32, heads=4, topk=8, key_dim=16).eval(), torch.randn(50, 64)
+    with torch.no_grad():
+        expected = memory(x)
+        memory.values.to(torch.bfloat16)
+        assert memory(x).dtype == torch.float32
+        assert_near(memory(x), expected, 0.01)
+        assert not torch.equal(memory(x), expected)
 
 
 def test_frozen_or_unread_values_stay():
@@ -1029,6 +1072,49 @@ PACKAGES = {"torch", "numpy", "tiktoken", "tokenizers", "requests", "matplotlib"
             "safetensors"}
 
 
+@pytest.mark.parametrize("args", [
+    ["--sizes", "demo", "--lengths", "8"], ["inference", "--slots", "32", "33", "--lengths", "4"],
+    ["layer", "--tokens", "6"], ["train", "--size", "demo", "--length", "16", "--batch_size", "2"],
+    ["against_transformers", "--size", "demo", "--lengths", "8", "--length", "16"]],
+    ids=lambda args: args[0])
+def test_bench(tmp_path, monkeypatch, capsys, args):
+    if "against_transformers" in args:
+        pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(bench.SIZES, "base", bench.SIZES["demo"])  # of --slots and layer
+    monkeypatch.setitem(bench.LAYERS, "base", (2, 3))
+    monkeypatch.setattr(sys, "argv", ["bench.py", *args, "--rounds", "2", "--n_keys", "32",
+                                      "--out", "results/x.json"])
+    bench.main()
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert json.loads(line) == json.loads(Path("results/x.json").read_text())
+    record = json.loads(line)
+    assert record["results"] and record["rounds"] == 2 and record["dtype"] == "float32"
+    if args[0] == "train":
+        assert [r["model"] for r in record["results"]] == ["demo plain", "demo +PKM", "demo +ResM"]
+    if "--slots" in args:
+        assert [r["slots"] for r in record["results"]] == [1024, 1089] * 2
+
+
+@pytest.mark.parametrize("args, words", [
+    (["speed"], ["invalid choice", "inference"]), (["--sizes", "huge"], ["huge", "base"]),
+    (["layer", "--tokens", "0"], ["--tokens", "at least 1"]),
+    (["--slots", "9"], ["--slots", "at least 32"]), (["--dtype", "int8"], ["int8"]),
+    (["--device", "moon"], ["moon"]), (["train", "--systems", "+FFN"], ["+FFN", "+ResM"])])
+def test_a_wrong_bench_is_one_line(tmp_path, monkeypatch, args, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bench.py", *args])
+    with pytest.raises(UserError) as caught:
+        bench.main()
+    assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words)
+
+
+def test_what_does_not_fit_is_skipped(capsys):
+    assert bench.fits("little", 1, torch.device("cpu"))
+    assert not bench.fits("a model", 1e18, torch.device("cpu"))
+    assert "skipped: a model" in capsys.readouterr().out
+
+
 def test_imports_run_one_way_down():
     paths = {path.stem: path for path in ROOT.glob("*.py") if not path.stem.startswith("test_")}
     paths["configs"] = ROOT / "configs" / "__init__.py"
@@ -1040,7 +1126,8 @@ def test_imports_run_one_way_down():
         imported |= {node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
         own = imported & paths.keys()
         assert own <= BELOW.get(name, paths.keys() - SCRIPTS), (name, own)
-        assert imported - own - sys.stdlib_module_names <= PACKAGES, name
+        more = {"transformers"} if name == "bench" else set()  # what it times itself against
+        assert imported - own - sys.stdlib_module_names <= PACKAGES | more, name
 
 
 def test_preparing_data_needs_no_torch():
