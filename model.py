@@ -303,20 +303,21 @@ def find_checkpoint(path):
     return next(reversed(checkpoints(path)), None)
 
 
-def load_file(path):
-    """torch.load(weights_only=True): tensors and plain Python, nothing that runs."""
+def load_file(path, mmap=False):
+    """torch.load(weights_only=True): tensors and plain Python, nothing that runs. With mmap the
+    tensors stay on disk until they are looked at; writing to them does not change the file."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
         raise UserError(f"{path}: truncated or damaged ({type(error).__name__}): remove its "
                         "folder to use an older checkpoint") from None
 
 
 def load_model(checkpoint):
-    """The MaskedLM of a checkpoint folder."""
-    saved = load_file(Path(checkpoint) / "model.pt")
+    """The MaskedLM of a checkpoint folder, whose file it maps: never two copies in memory."""
+    saved = load_file(Path(checkpoint) / "model.pt", mmap=True)
     model = MaskedLM(BertConfig(**saved["config"]))
-    load_weights(model, saved["weights"], checkpoint)
+    load_weights(model, saved["weights"], checkpoint, assign=True)
     return model
 
 
@@ -331,9 +332,10 @@ def load_optimizer(checkpoint, model, optimizer):
     return state
 
 
-def load_weights(model, weights, source, partial=False):
-    """Copy a state dict into the model. Every tensor must be there in the model's shape; with
-    `partial` it may lack some, or bring more. Returns the names that were copied."""
+def load_weights(model, weights, source, partial=False, assign=False):
+    """Copy a state dict into the model, or with `assign` make it the model's own. Every tensor must
+    be there in the model's shape; with `partial` it may lack some, or bring more. Returns the names
+    that were copied."""
     own = model.state_dict()
     for name in sorted(own.keys() & weights.keys()):
         if own[name].shape != weights[name].shape:
@@ -343,7 +345,7 @@ def load_weights(model, weights, source, partial=False):
         name = min(own.keys() ^ weights.keys())
         has = "no" if name in own else "an unknown"
         raise UserError(f"{source}: it has {has} {name}: this is another kind of model")
-    model.load_state_dict(weights, strict=False)
+    model.load_state_dict(weights, strict=False, assign=assign)
     return own.keys() & weights.keys()
 
 
