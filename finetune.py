@@ -26,7 +26,18 @@ import torch.nn.functional as F
 
 import model as bert
 import tasks
-from configs import Failure, UserError, at_least, atomic, catch_signals, discard, load, run, setup
+from configs import (
+    Failure,
+    UserError,
+    at_least,
+    atomic,
+    catch_signals,
+    discard,
+    keep_freed_memory,
+    load,
+    run,
+    setup,
+)
 from measure import check_same_run
 from model import check_finite, learning_rate, open_log
 from prepare_data import build_tokenizer, read_vocab, vocab_hash
@@ -78,17 +89,7 @@ class Data:
 
     def __init__(self, task, tokenizer, config):
         def read(split):
-            name = f"{task.folder}/{split}"
-            if task.name != "squad":
-                rows = tasks.read(task, split)
-                return tasks.encode(tokenizer, rows, config.max_len, name)
-            file = f"{name}-v1.1.json"
-            found, fates = tasks.windows(tokenizer, *tasks.read_squad(file), config.max_len,
-                                         config.doc_stride, split == "train", name)
-            print(f"{file}: {len(found.questions):,} questions, {len(found.ids):,} windows, labels "
-                  + ", ".join(f"{len(ids):,} {fate}" + f" (the first: {ids[0]})" * (fate != "exact")
-                              for fate, ids in fates.items()))
-            return found
+            return tasks.examples(task, split, tokenizer, config.max_len, config.doc_stride)
 
         self.task, self.pad_id = task, tasks.special_ids(tokenizer)[0]
         self.train = read("train")
@@ -398,6 +399,7 @@ def main(argv):
     name = f"{vocab.parent.name}_{Path(config.task).name}{'' if config.update_memory else '_fixed'}"
     out = Path(config.out or f"out/{name.lower()}")
     device, dtype = setup(config.device, config.dtype, config.seed)
+    keep_freed_memory()
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
     tokenizer = build_tokenizer(vocab)
     tokenizer.encode_special_tokens = True  # a "[SEP]" in a text is text, not the token

@@ -99,9 +99,9 @@ class Layer(nn.Module):
         y = x
         if self.alpha:
             ffn = self.down(F.gelu(self.up(x)))
-            y = y + self.alpha * F.dropout(ffn, self.dropout, self.training)
+            y = y.add(F.dropout(ffn, self.dropout, self.training), alpha=self.alpha)
         if self.beta:  # without dropout, as in XLM's memory layers: our reading
-            y = y + self.beta * self.memory(x, mask)
+            y = y.add(self.memory(x, mask), alpha=self.beta)
         return self.norm(y)
 
 
@@ -427,25 +427,27 @@ def read_weights(path):
     of Hugging Face's what there is), and maybe head and labels, as save_checkpoint writes it."""
     place, vocab = find_weights(path)
     if (place / "model.pt").is_file():
-        return load_file(place / "model.pt")
+        return load_file(place / "model.pt", mmap=True)
     return _read_huggingface(place, vocab)
 
 
 def load_model(path):
-    """The MaskedLM, Classifier or SpanReader of `path` (see find_weights)."""
+    """The MaskedLM, Classifier or SpanReader of `path` (see find_weights), whose file it maps:
+    never two copies in memory."""
     saved = read_weights(path)
     model = build_model(BertConfig(**saved["config"]), saved.get("head"), saved.get("labels", ()))
     # Hugging Face leaves the pooler out where the head has no use for it
     spare = {} if isinstance(model, Classifier) else {
         name: w for name, w in model.state_dict().items() if name.startswith("bert.pooler.")}
-    load_weights(model, spare | saved["weights"], path)
+    load_weights(model, spare | saved["weights"], path, assign=True)
     return model
 
 
-def load_file(path, hint="remove its folder to use an older checkpoint"):
-    """torch.load(weights_only=True): tensors and plain Python, nothing that runs."""
+def load_file(path, hint="remove its folder to use an older checkpoint", mmap=False):
+    """torch.load(weights_only=True): tensors and plain Python, nothing that runs. With mmap the
+    tensors stay on disk until they are looked at; writing to them does not change the file."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
         raise UserError(f"{path}: truncated, damaged or no file of tensors ({type(error).__name__}; "
                         f"nothing in it was run): {hint}") from None
@@ -462,9 +464,10 @@ def load_optimizer(checkpoint, model, optimizer):
     return state
 
 
-def load_weights(model, weights, source, partial=False):
-    """Copy a state dict into the model. Every tensor must be there in the model's shape; with
-    `partial` it may lack some, or bring more. Returns the names that were copied."""
+def load_weights(model, weights, source, partial=False, assign=False):
+    """Copy a state dict into the model, or with `assign` make it the model's own. Every tensor must
+    be there in the model's shape; with `partial` it may lack some, or bring more. Returns the names
+    that were copied."""
     own = model.state_dict()
     for name in sorted(own.keys() & weights.keys()):
         if own[name].shape != weights[name].shape:
@@ -474,7 +477,7 @@ def load_weights(model, weights, source, partial=False):
         name = min(own.keys() ^ weights.keys())
         has = "no" if name in own else "an unknown"
         raise UserError(f"{source}: it has {has} {name}: this is another kind of model")
-    model.load_state_dict(weights, strict=False)
+    model.load_state_dict(weights, strict=False, assign=assign)
     return own.keys() & weights.keys()
 
 

@@ -22,7 +22,18 @@ import torch
 
 import model as bert
 import prepare_data
-from configs import Failure, UserError, at_least, atomic, catch_signals, discard, load, run, setup
+from configs import (
+    Failure,
+    UserError,
+    at_least,
+    atomic,
+    catch_signals,
+    discard,
+    keep_freed_memory,
+    load,
+    run,
+    setup,
+)
 from measure import check_same_run, describe, evaluate, heldout, pack, read_settings, write_usage
 from model import check_finite, learning_rate, open_log
 
@@ -307,6 +318,7 @@ def main(argv):
     if out.exists() and not out.is_dir():
         raise UserError(f"out = {out}: a file is there, expected a folder")
     device, dtype = setup(config.device, config.dtype, config.seed)
+    keep_freed_memory()
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
     if config.dataset == "docs" and not Path("data/docs").exists():
         prepare_data.prepare_docs()

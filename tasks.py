@@ -50,8 +50,9 @@ def find(name, root="data"):
     """The Task called `name`: one of GLUE (as "sst2" or "SST-2"), 'squad', 'docs' (made on the
     spot), or a folder of yours: train.tsv, dev.tsv, maybe test.tsv. UserError where it is not."""
     dev, test, labels, metrics = {"": "dev"}, {}, None, ["accuracy"]
-    if (key := name.lower().replace("-", "")) in GLUE:
-        name, (title, labels, metrics) = key, GLUE[key]
+    if name_of(name) in GLUE:
+        name = name_of(name)
+        title, labels, metrics = GLUE[name]
         folder, test = Path(root, "glue", title), {title: "test"}
         if name == "mnli":
             dev = {"": "dev_matched", "_mm": "dev_mismatched"}
@@ -69,7 +70,13 @@ def find(name, root="data"):
         raise UserError(f"{folder}: no such folder: " + (
             f"python prepare_data.py {command}" if command else
             f"expected docs, squad, {', '.join(GLUE)}, or a folder of yours"))
-    return Task(Path(name).name, folder, labels, metrics, dev, test)
+    return Task(name_of(name), folder, labels, metrics, dev, test)
+
+
+def name_of(task):
+    """What a task is called in tables: "sst2" for "SST-2", the last part of a path."""
+    key = task.lower().replace("-", "")
+    return key if key in GLUE else Path(task).name
 
 
 @dataclass
@@ -309,6 +316,20 @@ def windows(tokenizer, contexts, questions, max_len, stride, train=False, what="
         fates.setdefault(fate, []).append(question.id)
     return Windows(ids, np.array(first), np.array(labels), contexts, questions, np.array(of),
                    np.array(begins), offsets), fates
+
+
+def examples(task, split, tokenizer, max_len, stride):
+    """Examples of a split of any task, SQuAD's in Windows; what was left out is printed."""
+    name = f"{task.folder}/{split}"
+    if task.name != "squad":
+        return encode(tokenizer, read(task, split), max_len, name)
+    found, fates = windows(tokenizer, *read_squad(f"{name}-v1.1.json"), max_len, stride,
+                           split == "train", name)
+    print(f"{name}-v1.1.json: {len(found.questions):,} questions, {len(found.ids):,} windows, "
+          "labels " + ", ".join(f"{len(ids):,} {fate}"
+                                + f" (the first: {ids[0]})" * (fate != "exact")
+                                for fate, ids in fates.items()))
+    return found
 
 
 def _span(context, offsets, at, answer):

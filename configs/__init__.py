@@ -4,8 +4,10 @@ What every script starts with: its settings, the device it runs on, and how it e
 A config is a short Python file of assignments; `--key=value` overrides it:
 $ python pretrain.py configs/demo.py --max_steps=100 --memory_layers=2,3
 """
+import argparse
 import ast
 import contextlib
+import ctypes
 import dataclasses
 import difflib
 import importlib
@@ -24,6 +26,13 @@ class UserError(ValueError):
 
 class Failure(RuntimeError):
     """Something that went wrong while working: one line on stderr, exit status 1."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Of the tools' command lines: a mistake is a UserError, one line."""
+
+    def error(self, message):
+        raise UserError(f"{message} ({self.prog} --help)")
 
 
 def run(main):
@@ -172,6 +181,16 @@ def catch_signals():
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     return signals
+
+
+def keep_freed_memory():
+    """Let this process keep the memory that it frees, for the next step to use. By default glibc
+    gives large blocks back to Linux, which then has to clear every page anew."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if sys.platform == "linux" and mallopt:
+        m_trim_threshold, m_mmap_max = -1, -4
+        mallopt(m_mmap_max, 0)
+        mallopt(m_trim_threshold, 2**31 - 1)
 
 
 @contextlib.contextmanager
