@@ -396,8 +396,8 @@ def main(argv):
     if not config.init_from:
         raise UserError("init_from is empty: --init_from=out/RUN, or bert-base-uncased")
     initial, vocab = bert.find_weights(config.init_from)
-    name = f"{vocab.parent.name}_{Path(config.task).name}{'' if config.update_memory else '_fixed'}"
-    out = Path(config.out or f"out/{name.lower()}")
+    name = f"{vocab.parent.name}_{tasks.name_of(config.task)}"
+    out = Path(config.out or f"out/{name}{'' if config.update_memory else '_fixed'}")
     device, dtype = setup(config.device, config.dtype, config.seed)
     keep_freed_memory()
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved

@@ -57,8 +57,9 @@ def find(name, root="data"):
         if name == "mnli":
             dev = {"": "dev_matched", "_mm": "dev_mismatched"}
             test = {"MNLI-m": "test_matched", "MNLI-mm": "test_mismatched"}
-    elif name == "squad":
-        folder, metrics = Path(root, "squad"), ["f1", "exact_match"]
+    elif name_of(name) == "squad":
+        folder = Path(root, "squad") if name == "squad" else Path(name)
+        metrics = ["f1", "exact_match"]
     elif name == "docs":
         folder, test = Path(root, "docs_task"), {"docs": "test"}
         if not folder.exists():
