@@ -241,6 +241,15 @@ def test_the_layer_equals_the_plain_baseline():
         assert_near(ours.values.weight, plain.values.weight, 1e-5)
 
 
+@pytest.mark.parametrize("by_row", [True, False])
+def test_gradient_of_the_weights(by_row):
+    values = ValueTable(400, 700).double()  # more rows than a chunk has
+    slots, grad_out = torch.randint(400, (90, 8)).int(), torch.randn(90, 700).double()
+    expected = torch.einsum("trd,td->tr", values.weight.detach()[slots.long()], grad_out)
+    with torch.no_grad():
+        assert_near(values.weights_grad(slots, grad_out, by_row), expected, 1e-12)
+
+
 def test_flat_keys_are_all_compared():
     memory = bench.FlatPKM(6, n_keys=5, heads=2, topk=3, key_dim=4).eval()
     x = torch.randn(7, 6)
