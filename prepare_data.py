@@ -678,13 +678,15 @@ def _bookcorpus():
 def _pg19():
     """The 100 books of PG-19's test split."""
     listing, = fetch(SOURCES["pg19"][1], DOWNLOADS / "pg19")
-    ids = re.findall(r"test/(\d+)\.txt", listing.read_text())
+    ids = re.findall(r"test/(\d+)\.txt", listing.read_text(errors="replace"))
+    if not ids:
+        raise Failure(f"{listing}: no list of books: remove it to download it again")
     return fetch([(f"{PG19}{n}.txt", 0, "") for n in ids], DOWNLOADS / "pg19" / "test")[0].parent
 
 
 def _untar(path):
-    """The folder with a tar's files, beside it."""
-    folder = path.with_name(path.name.split(".")[0])
+    """The folder in data/downloads/ with a tar's files."""
+    folder = DOWNLOADS / path.name.split(".")[0]
     if not folder.exists():
         print(f"{path}: unpacking", flush=True)
         try:
