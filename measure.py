@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from configs import UserError, atomic, run
-from model import find_checkpoint, load_model, mask_tokens, value_tables
-from prepare_data import build_tokenizer
+from model import MaskedLM, find_weights, load_model, mask_tokens, value_tables
+from prepare_data import build_tokenizer, special_tokens
 
 
 def pack(corpus, tokens, starts, time):
@@ -140,20 +140,21 @@ def describe(results):
 
 
 def load_run(path):
-    """(model in evaluation mode, tokenizer, checkpoint) of a run's folder or of a checkpoint."""
-    checkpoint = find_checkpoint(path)
-    if checkpoint is None:
-        raise UserError(f"{path}: no checkpoint there (a run looks like out/demo)")
-    vocabulary = checkpoint.parent / "vocab.txt"
-    return load_model(checkpoint).eval(), build_tokenizer(vocabulary), checkpoint
+    """(model in evaluation mode, tokenizer, where they are) of a run's folder, a checkpoint or
+    weights in Hugging Face layout (see find_weights)."""
+    place, vocab = find_weights(path)
+    return load_model(place).eval(), build_tokenizer(vocab), place
 
 
 @torch.no_grad()
 def fill(args):
     """The five likeliest words for each [MASK], and the slots that were read there."""
     model, tokenizer, checkpoint = load_run(args.run)
-    ids = tokenizer.encode(f"[CLS] {args.text} [SEP]").ids
-    masks = [i for i, token in enumerate(ids) if token == tokenizer.token_to_id("[MASK]")]
+    if not isinstance(model, MaskedLM):
+        raise UserError(f"{checkpoint}: fine-tuned: it guesses no words any more")
+    *_, first, last, mask = special_tokens(tokenizer.get_vocab())
+    ids = tokenizer.encode(first + args.text.replace("[MASK]", mask) + last).ids
+    masks = [i for i, token in enumerate(ids) if token == tokenizer.token_to_id(mask)]
     if not masks:
         raise UserError(f"no [MASK] in {args.text!r}: write one where a word is to be guessed")
     reads = {}

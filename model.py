@@ -6,23 +6,30 @@ x' = LN(x + alpha * FFN(x) + beta * PKM(x))      Kim & Jung (2020), section 4.2
 
 >>> model = MaskedLM(BertConfig(**SIZES["base"], memory_layers=(4, 8)))  # 515M parameters
 >>> logits = model(ids)                             # (batch, time) -> (batch, time, vocab_size)
+
+$ python model.py export out/RUN DIR                # to Hugging Face's layout
 """
+import argparse
+import json
 import re
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tokenizers import processors
 from torch import nn
 
-from configs import Failure, UserError, atomic, discard
+from configs import Failure, UserError, atomic, discard, need, run
 from pkm import PKM
+from prepare_data import WEIGHTS, build_tokenizer, read_vocab, special_tokens, unknown_weights
 
 SIZES = {
     "base": {"n_layer": 12, "n_head": 12, "d_model": 768, "d_ff": 3072},
     "large": {"n_layer": 24, "n_head": 16, "d_model": 1024, "d_ff": 4096},
-    "distil": {"n_layer": 6, "n_head": 12, "d_model": 768, "d_ff": 3072},
+    "distil": {"n_layer": 6, "n_head": 12, "d_model": 768, "d_ff": 3072, "type_vocab": 0},
     # init_std: 0.02 at width 768 is 0.07 at width 64, by 1 / sqrt(width); with 0.02 the demo ends
     # at perplexity 77.3, not at 41.3 (one seed, configs/demo.py)
     "demo": {"n_layer": 4, "n_head": 4, "d_model": 64, "d_ff": 128, "max_len": 128,
@@ -38,7 +45,7 @@ class BertConfig:
     d_model: int = 768
     d_ff: int = 3072
     max_len: int = 512  # learned positions
-    type_vocab: int = 2  # token types: first and second sentence
+    type_vocab: int = 2  # token types: first and second sentence; 0: none, as DistilBERT
     dropout: float = 0.1
     init_std: float = 0.02  # of every Linear and Embedding but the memory's
     memory_layers: tuple = ()  # counted from 1: (4, 8) of 12, (2, 4) of 6 in section 5.1
@@ -106,7 +113,8 @@ class Bert(nn.Module):
         d = config.d_model
         self.words = nn.Embedding(config.vocab_size, d)
         self.positions = nn.Embedding(config.max_len, d)
-        self.token_types = nn.Embedding(config.type_vocab, d)
+        if config.type_vocab:
+            self.token_types = nn.Embedding(config.type_vocab, d)
         self.norm = nn.LayerNorm(d, eps=1e-12)
         switch = {n: (config.alpha, config.beta) for n in config.memory_layers}
         self.layers = nn.ModuleList(Layer(config, *switch.get(n, (1.0, 0.0)))
@@ -130,13 +138,15 @@ class Bert(nn.Module):
 
     def forward(self, ids, mask=None, token_types=None):
         """ids: (batch, time) token ids; mask: (batch, time) bool, True at real tokens, None
-        without padding; token_types: (batch, time), default 0. Returns (batch, time, d_model)."""
+        without padding; token_types: (batch, time), default 0, ignored by a model that has none.
+        Returns (batch, time, d_model)."""
         if ids.shape[1] > self.config.max_len:
             raise UserError(f"sequence of {ids.shape[1]} tokens: the model has "
                             f"{self.config.max_len} positions (max_len)")
         x = self.words(ids) + self.positions.weight[:ids.shape[1]]
-        x = x + (self.token_types.weight[0] if token_types is None else
-                 self.token_types(token_types))
+        if self.config.type_vocab:
+            x = x + (self.token_types.weight[0] if token_types is None else
+                     self.token_types(token_types))
         x = F.dropout(self.norm(x), self.config.dropout, self.training)
         for layer in self.layers:
             x = layer(x, mask)
@@ -200,6 +210,14 @@ class SpanReader(nn.Module):
     def forward(self, ids, mask=None, token_types=None):
         """(batch, time) to logits (batch, time, 2): of starts and of ends."""
         return self.head(self.bert(ids, mask, token_types))
+
+
+HEADS = {None: MaskedLM, "classifier": Classifier, "span": SpanReader}  # as checkpoints name them
+
+
+def build_model(config, head=None, labels=()):
+    """A model of a BertConfig. head: a key of HEADS; labels: of a classifier, none of a regression."""
+    return Classifier(config, max(1, len(labels))) if head == "classifier" else HEADS[head](config)
 
 
 MASKED = 0.15  # share of the tokens to predict
@@ -268,12 +286,16 @@ def flops_per_token(model, time):
     return 6 * weights + 12 * config.n_layer * time * config.d_model
 
 
-def save_checkpoint(run, step, model, optimizer, state, keep=2):
+def save_checkpoint(run, step, model, optimizer, state, keep=2, labels=()):
     """Write out/<run>/step_<step>/{model,optimizer,state}.pt, the folder whole or not at all, then
-    drop all but the `keep` newest."""
+    drop all but the `keep` newest. A model with another head than MaskedLM's says so in `head`,
+    a Classifier also the `labels` of its classes (none for a regression)."""
     folder = Path(run) / f"step_{step:06d}"
     moments = {n: table.optimizer_state() for n, table in value_tables(model).items()}
-    files = {"model": {"config": asdict(model.bert.config), "weights": model.state_dict()},
+    saved = {"config": asdict(model.bert.config), "weights": model.state_dict()}
+    if head := next(head for head, kind in HEADS.items() if type(model) is kind):
+        saved |= {"head": head} | ({"labels": list(labels)} if head == "classifier" else {})
+    files = {"model": saved,
              "optimizer": {"dense": optimizer.state_dict(), "values": moments},
              "state": state}
     try:
@@ -303,21 +325,47 @@ def find_checkpoint(path):
     return next(reversed(checkpoints(path)), None)
 
 
-def load_file(path):
+def find_weights(path):
+    """Where the weights of `path` are: a run (its newest checkpoint), a checkpoint, a folder in
+    Hugging Face layout, or the name of one in data/weights/. Returns (checkpoint or folder, its
+    vocab.txt); UserError where there is nothing."""
+    if checkpoint := find_checkpoint(path):
+        return checkpoint, checkpoint.parent / "vocab.txt"
+    for folder in (Path(path), Path("data/weights", path)):
+        if (folder / "config.json").is_file() and any((folder / name).is_file() for name in FILES):
+            return folder, folder / "vocab.txt"
+    if str(path) in WEIGHTS:
+        raise UserError(f"{path}: not there yet: python prepare_data.py weights {path}")
+    raise unknown_weights(str(path))
+
+
+def read_weights(path):
+    """What find_weights finds: a dict of config (BertConfig's settings), weights (under our names,
+    of Hugging Face's what there is), and maybe head and labels, as save_checkpoint writes it."""
+    place, vocab = find_weights(path)
+    if (place / "model.pt").is_file():
+        return load_file(place / "model.pt")
+    return _read_huggingface(place, vocab)
+
+
+def load_model(path):
+    """The MaskedLM, Classifier or SpanReader of `path` (see find_weights)."""
+    saved = read_weights(path)
+    model = build_model(BertConfig(**saved["config"]), saved.get("head"), saved.get("labels", ()))
+    # Hugging Face leaves the pooler out where the head has no use for it
+    spare = {} if isinstance(model, Classifier) else {
+        name: w for name, w in model.state_dict().items() if name.startswith("bert.pooler.")}
+    load_weights(model, spare | saved["weights"], path)
+    return model
+
+
+def load_file(path, hint="remove its folder to use an older checkpoint"):
     """torch.load(weights_only=True): tensors and plain Python, nothing that runs."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
-        raise UserError(f"{path}: truncated or damaged ({type(error).__name__}): remove its "
-                        "folder to use an older checkpoint") from None
-
-
-def load_model(checkpoint):
-    """The MaskedLM of a checkpoint folder."""
-    saved = load_file(Path(checkpoint) / "model.pt")
-    model = MaskedLM(BertConfig(**saved["config"]))
-    load_weights(model, saved["weights"], checkpoint)
-    return model
+        raise UserError(f"{path}: truncated, damaged or no file of tensors ({type(error).__name__}; "
+                        f"nothing in it was run): {hint}") from None
 
 
 def load_optimizer(checkpoint, model, optimizer):
@@ -347,21 +395,21 @@ def load_weights(model, weights, source, partial=False):
     return own.keys() & weights.keys()
 
 
-def init_from(model, checkpoint, reinit_ffn=False):
-    """Start from a trained model (section 4.1): copy everything that fits, and say group by group
-    what was loaded, left random or dropped. With reinit_ffn (ResM') the FFN of memory layers stays
-    random."""
-    weights = load_file(Path(checkpoint) / "model.pt")["weights"]
+def init_from(model, path, reinit_ffn=False):
+    """Start from a trained model (section 4.1), of a `path` as for find_weights: copy everything
+    that fits, and say group by group what was loaded, left random or dropped. With reinit_ffn
+    (ResM') the FFN of memory layers stays random."""
+    weights = read_weights(path)["weights"]
     random = {("FFN", n) for n in model.bert.config.memory_layers if reinit_ffn}
     loaded = load_weights(model, {name: w for name, w in weights.items()
-                                  if _group(name) not in random}, checkpoint, partial=True)
+                                  if _group(name) not in random}, path, partial=True)
     own, groups = dict(model.named_parameters()), {}
     for name in [*own, *sorted(weights.keys() - model.state_dict().keys())]:
         status = "loaded" if name in loaded else "left random" if name in own else "dropped"
         part, layer = _group(name)
         size = (own if name in own else weights)[name].numel()
         groups.setdefault((status, part), []).append((layer, size))
-    print(f"init_from {checkpoint}:")
+    print(f"init_from {find_weights(path)[0]}:")
     for (status, part), members in groups.items():
         layers = sorted({layer for layer, _ in members if layer})
         where = f"  layers {', '.join(map(str, layers))}" if layers else ""
@@ -373,33 +421,194 @@ def _group(name):
     layer = re.match(r"bert\.layers\.(\d+)\.(\w+)", name)
     if not layer:
         return ("pooler" if "pooler" in name else "embeddings" if name.startswith("bert.")
-                else "MLM head"), None
+                else "task head" if name.startswith("head.") else "MLM head"), None
     part = {"memory": "memory", "up": "FFN", "down": "FFN"}.get(layer[2], "attention, norms")
     return part, int(layer[1]) + 1
 
 
-def from_huggingface(weights, config):
-    """A BertForMaskedLM state dict under our names; a missing pooler is left out."""
-    def pair(ours, theirs):
-        return {f"{ours}.{p}": f"{theirs}.{p}" for p in ("weight", "bias")}
+# Hugging Face's names for our modules, of BERT and of DistilBERT; {} stands for query, key, value.
+FILES = ("model.safetensors", "pytorch_model.bin")
+NAMES = {
+    "bert": {
+        "words": "embeddings.word_embeddings", "positions": "embeddings.position_embeddings",
+        "token_types": "embeddings.token_type_embeddings", "norm": "embeddings.LayerNorm",
+        "layers": "encoder.layer", "qkv": "attention.self.{}", "out": "attention.output.dense",
+        "attention_norm": "attention.output.LayerNorm", "up": "intermediate.dense",
+        "down": "output.dense", "layer norm": "output.LayerNorm", "pooler": "pooler.dense",
+        "transform": "cls.predictions.transform.dense", "bias": "cls.predictions.bias",
+        "transform_norm": "cls.predictions.transform.LayerNorm", "parts": ("query", "key", "value")},
+    "distilbert": {
+        "words": "embeddings.word_embeddings", "positions": "embeddings.position_embeddings",
+        "norm": "embeddings.LayerNorm", "layers": "transformer.layer",
+        "qkv": "attention.{}_lin", "out": "attention.out_lin", "attention_norm": "sa_layer_norm",
+        "up": "ffn.lin1", "down": "ffn.lin2", "layer norm": "output_layer_norm",
+        "transform": "vocab_transform", "bias": "vocab_projector.bias",
+        "transform_norm": "vocab_layer_norm", "parts": ("q", "k", "v")}}
+SETTINGS = {  # BertConfig's in config.json
+    "bert": {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+             "d_model": "hidden_size", "d_ff": "intermediate_size", "vocab_size": "vocab_size",
+             "max_len": "max_position_embeddings", "type_vocab": "type_vocab_size",
+             "dropout": "hidden_dropout_prob", "init_std": "initializer_range"},
+    "distilbert": {"n_layer": "n_layers", "n_head": "n_heads", "d_model": "dim",
+                   "d_ff": "hidden_dim", "vocab_size": "vocab_size", "dropout": "dropout",
+                   "max_len": "max_position_embeddings", "init_std": "initializer_range"}}
+SETTINGS["pkm-bert"] = {**SETTINGS["bert"], **{name: name for name in (
+    "memory_layers", "alpha", "beta", "n_keys", "memory_heads", "topk", "key_dim")}}
+HEAD_NAMES = {"classifier": "classifier", "span": "qa_outputs"}
+ARCHITECTURES = {None: "BertForMaskedLM", "classifier": "BertForSequenceClassification",
+                 "span": "BertForQuestionAnswering"}
 
-    embeddings = "bert.embeddings."
-    names = {"bert.words.weight": embeddings + "word_embeddings.weight",
-             "bert.positions.weight": embeddings + "position_embeddings.weight",
-             "bert.token_types.weight": embeddings + "token_type_embeddings.weight",
-             "bias": "cls.predictions.bias",
-             **pair("bert.norm", embeddings + "LayerNorm"),
-             **pair("bert.pooler", "bert.pooler.dense"),
-             **pair("transform", "cls.predictions.transform.dense"),
-             **pair("transform_norm", "cls.predictions.transform.LayerNorm")}
-    for n in range(config.n_layer):
-        ours, theirs = f"bert.layers.{n}.", f"bert.encoder.layer.{n}."
-        names |= {**pair(ours + "qkv", theirs + "attention.self.{}"),
-                  **pair(ours + "out", theirs + "attention.output.dense"),
-                  **pair(ours + "attention_norm", theirs + "attention.output.LayerNorm"),
-                  **pair(ours + "up", theirs + "intermediate.dense"),
-                  **pair(ours + "down", theirs + "output.dense"),
-                  **pair(ours + "norm", theirs + "output.LayerNorm")}
-    return {ours: torch.cat([weights[theirs.format(part)] for part in ("query", "key", "value")])
-            if "{}" in theirs else weights[theirs]
-            for ours, theirs in names.items() if "{}" in theirs or theirs in weights}
+
+def _their_names(name, head=None, kind="bert"):
+    """Hugging Face's names, without prefix, for a tensor of ours: one, or three for qkv."""
+    names = NAMES[kind]
+    if layer := re.fullmatch(r"bert\.layers\.(\d+)\.(\w+)\.(.+)", name):
+        part = names.get("layer norm" if layer[2] == "norm" else layer[2], layer[2])  # or memory
+        theirs = f"{names['layers']}.{layer[1]}.{part}.{layer[3]}"
+        return [theirs.format(p) for p in names["parts"]] if "{}" in theirs else [theirs]
+    module, _, rest = name.removeprefix("bert.").partition(".")
+    if module == "head":
+        return [f"{HEAD_NAMES[head]}.{rest}"]
+    return [f"{names.get(module, module)}.{rest}" if rest else names[module]]
+
+
+def from_huggingface(weights, config, head=None):
+    """A state dict of Hugging Face's BERT or DistilBERT under our names, with or without its
+    prefix. What it lacks of ours, say a pooler, is left out, so is what it has besides: the tied
+    decoder, BERT's next-sentence head."""
+    found = {re.sub(r"^(distil)?bert\.", "", name): w for name, w in weights.items()}
+    for old, new in (("gamma", "weight"), ("beta", "bias")):  # of TensorFlow's LayerNorm
+        found = {re.sub(rf"LayerNorm\.{old}$", f"LayerNorm.{new}", n): w for n, w in found.items()}
+    kind = "distilbert" if "transformer.layer.0.ffn.lin1.weight" in found else "bert"
+    with torch.device("meta"):  # for its names
+        own = build_model(config, head).state_dict()
+    theirs = {name: _their_names(name, head, kind) for name in own}
+    return {name: torch.cat([found[n] for n in names]) if len(names) > 1 else found[names[0]]
+            for name, names in theirs.items() if all(n in found for n in names)}
+
+
+def _read_huggingface(folder, vocab):
+    """read_weights of a folder in Hugging Face layout, or as export() writes it."""
+    file = folder / "config.json"
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        kind = settings.get("model_type")
+        if "roberta" in str(kind):
+            raise unknown_weights(f"{folder}: {kind}")
+        if kind not in SETTINGS:
+            raise UserError(f"{file}: model_type = {kind!r}: expected bert or distilbert")
+        known = {ours: settings[theirs] for ours, theirs in SETTINGS[kind].items()}
+        config = BertConfig(**{"type_vocab": 0, **known})
+    except UserError:
+        raise
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise UserError(f"{file}: damaged ({type(error).__name__}: {error})") from None
+    for key, ours in (("hidden_act", "gelu"), ("activation", "gelu"), ("layer_norm_eps", 1e-12),
+                      ("position_embedding_type", "absolute"), ("tie_word_embeddings", True)):
+        if settings.get(key, ours) != ours:
+            raise UserError(f"{file}: {key} = {settings[key]!r}: this BERT has {ours!r}")
+    path = next(folder / name for name in FILES if (folder / name).is_file())
+    if path.suffix == ".safetensors":
+        load = need("safetensors.torch", f"{path}").load_file
+        try:
+            weights = load(path)
+        except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
+            raise UserError(f"{path}: truncated or damaged ({error})") from None
+    else:
+        weights = load_file(path, "fetch it again")
+    if not (isinstance(weights, dict) and all(map(torch.is_tensor, weights.values()))):
+        raise UserError(f"{path}: no state dict: expected names and tensors")
+    head = next((head for head, name in HEAD_NAMES.items() if f"{name}.weight" in weights), None)
+    if head == "classifier" and kind == "distilbert":
+        raise UserError(f"{folder}: DistilBERT's classification head is another one than BERT's")
+    tokens = read_vocab(vocab) if vocab.is_file() else range(config.vocab_size)
+    if len(tokens) != config.vocab_size:
+        raise UserError(f"{vocab}: {len(tokens):,} tokens do not fit weights for "
+                        f"{config.vocab_size:,}")
+    if "The" in tokens and "[MASK]" in tokens:
+        raise UserError(f"{vocab}: a cased vocabulary: this tokenizer is the uncased BERT's")
+    saved = {"config": asdict(config), "weights": from_huggingface(weights, config, head)}
+    if head == "classifier":
+        n_classes, names = len(weights["classifier.weight"]), settings.get("id2label") or {}
+        names = [names.get(str(n), f"LABEL_{n}") for n in range(n_classes)]
+        saved["labels"] = names if n_classes > 1 else []
+    return saved | ({"head": head} if head else {})
+
+
+def export(path, folder):
+    """Write `path` (see find_weights) as a folder that transformers' from_pretrained loads:
+    config.json, model.safetensors, vocab.txt, tokenizer.json. transformers has no memory: a model
+    with one gets the same layout and a model_type of its own, which load_model reads."""
+    saved, vocab = read_weights(path), read_vocab(find_weights(path)[1])
+    config, head, labels = BertConfig(**saved["config"]), saved.get("head"), saved.get("labels")
+    plain = not config.memory_layers or (config.alpha, config.beta) == (1, 0)
+    if plain and not config.type_vocab:  # as good as none
+        config.type_vocab = 2
+        saved["weights"]["bert.token_types.weight"] = torch.zeros(2, config.d_model)
+    weights = {}
+    for name, w in saved["weights"].items():
+        theirs = _their_names(name, head)
+        prefix = "bert." if name.startswith("bert.") else ""
+        parts = [w] if len(theirs) == 1 else [part.clone() for part in w.chunk(len(theirs))]
+        weights |= {prefix + n: part for n, part in zip(theirs, parts, strict=True)}
+    pad, unk, cls, sep, mask = special_tokens(vocab)
+    kind = "bert" if plain else "pkm-bert"
+    settings = {theirs: getattr(config, ours) for ours, theirs in SETTINGS[kind].items()}
+    settings |= {"model_type": kind, "hidden_act": "gelu", "layer_norm_eps": 1e-12,
+                 "attention_probs_dropout_prob": config.dropout, "dtype": "float32",
+                 "architectures": [ARCHITECTURES[head]], "pad_token_id": vocab.index(pad)}
+    if not plain:
+        settings["architectures"] = [f"PKM{ARCHITECTURES[head]}"]
+    if head == "classifier":
+        names = labels or ["LABEL_0"]
+        settings |= {"id2label": dict(enumerate(names)),
+                     "label2id": {name: n for n, name in enumerate(names)}}
+    tokenizer = build_tokenizer(vocab)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{cls} $A {sep}", pair=f"{cls} $A {sep} $B:1 {sep}:1",
+        special_tokens=[(cls, vocab.index(cls)), (sep, vocab.index(sep))])
+    about = {"tokenizer_class": "BertTokenizer" if cls == "[CLS]" else "PreTrainedTokenizerFast",
+             "do_lower_case": cls == "[CLS]", "model_max_length": config.max_len, "pad_token": pad,
+             "unk_token": unk, "cls_token": cls, "sep_token": sep, "mask_token": mask}
+    save_file = need("safetensors.torch", "export").save_file
+    if Path(folder).exists():
+        raise UserError(f"{folder} exists already")
+    with atomic(folder) as temporary:
+        temporary.mkdir()
+        save_file(weights, temporary / "model.safetensors", {"format": "pt"})
+        shutil.copyfile(find_weights(path)[1], temporary / "vocab.txt")
+        tokenizer.save(str(temporary / "tokenizer.json"))
+        for name, content in (("config", settings), ("tokenizer_config", about)):
+            (temporary / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+        if not plain:
+            (temporary / "README.md").write_text(MEMORY_README.format(**asdict(config)))
+    print(f"{folder}: {'' if plain else 'PKM'}{ARCHITECTURES[head]}, {len(weights)} tensors")
+
+
+MEMORY_README = """# BERT with product-key memory
+
+Layers {memory_layers}, counted from 1, have a memory of {n_keys} x {n_keys} slots: alpha {alpha}, beta {beta}.
+`transformers` does not know such layers. pkm-bert reads this folder:
+
+```python
+import model
+bert = model.load_model("THIS_FOLDER").eval()
+```
+
+or `--init_from=THIS_FOLDER`. The tensors are named as Hugging Face's BERT names them; those of the
+memory of layer 4 are under `bert.encoder.layer.3.memory.`
+"""
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser("export", help=export.__doc__.split(":")[0])
+    command.add_argument("path", help="out/<run>, or one of its checkpoints")
+    command.add_argument("folder", help="the new folder")
+    args = parser.parse_args(argv)
+    export(args.path, args.folder)
+
+
+if __name__ == "__main__":
+    run(main)

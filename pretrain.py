@@ -53,7 +53,7 @@ class Config:
     memory_heads: int = 4
     topk: int = 32
     key_dim: int = 256
-    init_from: str = ""  # a run's folder: start from its newest checkpoint
+    init_from: str = ""  # a run, a folder in Hugging Face layout, or bert-base-uncased and such
     reinit_ffn: bool = False  # with init_from: draw the FFN of memory layers anew (ResM')
     # batch: batch_size x accumulation sequences a step
     seq_len: int = 512
@@ -157,30 +157,30 @@ def start_model(config, sizes, corpus, checkpoint):
         return model, {key: before[key] for key in ("init_checkpoint", "first_step")}
     if not config.init_from:
         return model, {"init_checkpoint": "", "first_step": 0}
-    initial = bert.find_checkpoint(config.init_from)
-    if not initial:
-        raise UserError(f"init_from: {config.init_from} has no checkpoint; make it with: "
-                        f"python pretrain.py configs/{Path(config.init_from).name}.py")
-    check_vocabulary(initial.parent, corpus)
+    initial, vocab = bert.find_weights(config.init_from)
+    check_vocabulary(config.init_from, vocab, corpus)
     bert.init_from(model, initial, config.reinit_ffn)
-    before, steps = read_settings(initial.parent), bert.load_file(initial / "state.pt")["step"]
-    if steps < before["max_steps"]:
-        print(f"warning: {initial} is of an unfinished run: {steps:,} of {before['max_steps']:,} "
-              "steps")
-    return model, {"init_checkpoint": str(initial), "first_step": before["first_step"] + steps}
+    origin = {"init_checkpoint": str(initial), "first_step": 0}
+    if (initial / "state.pt").is_file():  # a run of ours
+        before, steps = read_settings(initial.parent), bert.load_file(initial / "state.pt")["step"]
+        origin["first_step"] = before["first_step"] + steps
+        if steps < before["max_steps"]:
+            print(f"warning: {initial} is of an unfinished run: {steps:,} of "
+                  f"{before['max_steps']:,} steps")
+    return model, origin
 
 
-def check_vocabulary(run, corpus):
+def check_vocabulary(source, vocab, corpus):
     """Weights mean nothing under another vocabulary than the one they were trained with."""
-    if read_settings(run)["tokenizer_hash"] != corpus.tokenizer_hash:
-        raise UserError(f"{run} was trained with another vocabulary than data/{corpus.name}'s: "
-                        f"prepare the corpus with --vocab {run}/vocab.txt, or start from a run on "
-                        "it with --init_from")
+    if prepare_data.vocab_hash(prepare_data.read_vocab(vocab)) != corpus.tokenizer_hash:
+        raise UserError(f"{source} was trained with another vocabulary than data/{corpus.name}'s: "
+                        f"prepare the corpus with --vocab {vocab}, or start from weights of its "
+                        "vocabulary with --init_from")
 
 
 def check_same_run(config, run, corpus):
     """Refuse to continue a run under settings that make it another one."""
-    check_vocabulary(run, corpus)
+    check_vocabulary(run, run / "vocab.txt", corpus)
     before, now = read_settings(run), json.loads(json.dumps(asdict(config)))
     for key in sorted(key for key in now if now[key] != before.get(key)):
         if key not in MAY_CHANGE:

@@ -7,9 +7,12 @@ $ PKM_TEST_KILLS=20 python -m pytest -k killed      # more SIGKILLs than 5
 """
 import ast
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import http.server
+import importlib.util
+import io
 import itertools
 import json
 import math
@@ -20,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 import zipfile
@@ -27,6 +31,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -404,6 +409,203 @@ def test_logits_equal_hugging_face(kind):
                                        hidden.pooler_output, rtol=0, atol=1e-4)
 
 
+def hugging_face(kind, **sizes):
+    """A random transformers model in which every weight shows in the logits."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "max_position_embeddings": 24, **sizes}
+    if kind.startswith("Distil"):
+        config = transformers.DistilBertConfig(dim=32, n_layers=3, n_heads=4, hidden_dim=64, **sizes)
+    else:
+        config = transformers.BertConfig(hidden_size=32, num_hidden_layers=3, intermediate_size=64,
+                                         num_attention_heads=4, **sizes)
+    model = getattr(transformers, kind)(config).eval()
+    for name, p in model.named_parameters():
+        nn.init.normal_(p, float("norm" in name.lower() and "weight" in name), 0.4)
+    return model
+
+
+def assert_same_logits(ours, theirs):
+    ids, types = torch.randint(40, (3, 20)), torch.randint(2, (3, 20))
+    mask = torch.arange(20) < torch.tensor([[20], [13], [5]])
+    distil = type(theirs).__name__.startswith("Distil")
+    with torch.no_grad():
+        out = theirs(ids, attention_mask=mask.long(),
+                     **({} if distil else {"token_type_ids": types}))
+        logits = ours(ids, mask=mask, token_types=types)
+        if isinstance(ours, bert.SpanReader):
+            out = [torch.stack([out.start_logits, out.end_logits], 2)]
+        where = ... if isinstance(ours, bert.Classifier) else mask
+        assert out[0][where].std() > 0.3
+        torch.testing.assert_close(logits[where], out[0][where], rtol=0, atol=1e-4)
+
+
+LAYOUTS = ["safetensors", "bin", "old names", "no prefix"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", [
+    "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification", "regression",
+    "BertForQuestionAnswering", "DistilBertForMaskedLM", "DistilBertForQuestionAnswering"])
+def test_hugging_face_folders_give_the_same_logits(tmp_path, kind, layout):
+    if kind == "regression":
+        theirs = hugging_face("BertForSequenceClassification", num_labels=1)
+    else:
+        more = {"id2label": {n: f"class {n}" for n in range(3)}} if "Sequence" in kind else {}
+        theirs = hugging_face(kind, **more)
+    if layout == "safetensors":
+        pytest.importorskip("safetensors")
+        theirs.save_pretrained(tmp_path)
+    else:
+        theirs.config.architectures = [type(theirs).__name__]
+        theirs.config.save_pretrained(tmp_path)
+        weights = theirs.state_dict()
+        if layout == "old names":
+            weights = {n.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+                "LayerNorm.bias", "LayerNorm.beta"): w for n, w in weights.items()}
+        if layout == "no prefix":
+            weights = {n.removeprefix("bert.").removeprefix("distilbert."): w
+                       for n, w in weights.items()}
+        torch.save(weights, tmp_path / "pytorch_model.bin")
+    ours = bert.load_model(tmp_path).eval()
+    assert type(ours) is {"S": bert.Classifier, "r": bert.Classifier, "Q": bert.SpanReader}.get(
+        kind.split("BertFor")[-1][0], bert.MaskedLM)
+    assert_same_logits(ours, theirs)
+    saved = bert.read_weights(tmp_path)
+    assert saved.get("labels") == {"BertForSequenceClassification": [
+        "class 0", "class 1", "class 2"], "regression": []}.get(kind)
+
+
+def saved_run(tmp_path, model, vocab_size=40, labels=()):
+    """A run's folder with a checkpoint of the model and a vocabulary of its size."""
+    for name, p in model.named_parameters():
+        nn.init.normal_(p, float("norm" in name and "weight" in name), 0.4)
+    words = [*prepare_data.SPECIALS, *(f"w{n}" for n in range(vocab_size - 5))]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/vocab.txt").write_text("\n".join(words) + "\n")
+    optimizer = torch.optim.AdamW(bert.optimizer_groups(model, 0))
+    bert.save_checkpoint(tmp_path / "run", 3, model.eval(), optimizer, {"step": 3}, labels=labels)
+    return tmp_path / "run"
+
+
+def tiny_head(head, labels=(), **settings):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "n_layer": 3, "n_head": 4, "d_model": 32, "d_ff": 64, "max_len": 24,
+             "n_keys": 4, "memory_heads": 2, "topk": 3, "key_dim": 4}
+    return bert.build_model(bert.BertConfig(**{**sizes, **settings}), head, labels)
+
+
+@pytest.mark.parametrize("type_vocab", [2, 0])
+@pytest.mark.parametrize("head, auto, labels", [
+    (None, "MaskedLM", ()), ("classifier", "SequenceClassification", ("no", "maybe", "yes")),
+    ("classifier", "SequenceClassification", ()), ("span", "QuestionAnswering", ())],
+    ids=["MLM", "classes", "regression", "span"])
+def test_export_loads_in_transformers(tmp_path, capsys, head, auto, labels, type_vocab):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("safetensors")
+    model = tiny_head(head, labels, type_vocab=type_vocab)
+    bert.main(["export", str(saved_run(tmp_path, model, labels=labels)), str(tmp_path / "out")])
+    theirs, loading = getattr(transformers, f"AutoModelFor{auto}").from_pretrained(
+        tmp_path / "out", output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["mismatched_keys"]
+    assert type(theirs).__name__ == f"BertFor{auto}"
+    assert_same_logits(model, theirs.eval())
+    if head == "classifier":
+        assert tuple(theirs.config.id2label.values()) == (labels or ("LABEL_0",))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    pair = tokenizer("W3 w5", "w7 [MASK]")
+    assert pair["input_ids"] == [2, 8, 10, 3, 12, 4, 3]
+    assert pair["token_type_ids"] == [0] * 4 + [1] * 3
+    again = bert.load_model(tmp_path / "out").eval()
+    ids = torch.randint(40, (2, 9))
+    assert type(again) is type(model) and torch.equal(again(ids), model(ids))
+    with pytest.raises(UserError, match="exists"):
+        bert.export(tmp_path / "run", tmp_path / "out")
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0], ids=["PKM", "ResM"])
+@pytest.mark.parametrize("head", [None, "classifier", "span"])
+def test_export_of_a_memory_comes_back_bit_for_bit(tmp_path, head, alpha):
+    pytest.importorskip("safetensors")
+    model = tiny_head(head, ("a", "b"), memory_layers=(1, 3), alpha=alpha, type_vocab=0).train()
+    model(torch.randint(40, (4, 9)))  # the batch norm has statistics now
+    run = saved_run(tmp_path, model, labels=("a", "b") if head == "classifier" else ())
+    bert.export(run, tmp_path / "out")
+    saved, again = bert.read_weights(run), bert.read_weights(tmp_path / "out")
+    assert_same(saved["weights"], again["weights"])
+    assert saved["config"] == again["config"] and saved.get("labels") == again.get("labels")
+    ids = torch.randint(40, (2, 9))
+    assert torch.equal(bert.load_model(tmp_path / "out").eval()(ids), model.eval()(ids))
+    readme = (tmp_path / "out/README.md").read_text()
+    assert "load_model" in readme and "(1, 3)" in readme and "4 x 4 slots" in readme
+    fresh = tiny_head(None, memory_layers=(1, 3), alpha=alpha, type_vocab=0)
+    bert.init_from(fresh, tmp_path / "out")
+    assert torch.equal(fresh.bert.layers[2].memory.values.weight,
+                       model.bert.layers[2].memory.values.weight)
+
+
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+BERT_SETTINGS = {"model_type": "bert", "num_hidden_layers": 1, "num_attention_heads": 1,
+                 "hidden_size": 4, "intermediate_size": 4, "vocab_size": 40,
+                 "max_position_embeddings": 8, "type_vocab_size": 2, "hidden_dropout_prob": 0.1,
+                 "initializer_range": 0.02}
+
+
+@pytest.mark.parametrize("files, words", [
+    ({"pytorch_model.bin": Payload()}, "nothing in it was run"),
+    ({"pytorch_model.bin": [torch.ones(2)]}, "no state dict"),
+    ({"pytorch_model.bin": {"epoch": 3}}, "no state dict"),
+    ({"pytorch_model.bin": {"a": torch.ones(1)}}, "it has no"),
+    ({"pytorch_model.bin": b"half"}, "truncated"), ({"model.safetensors": b"half"}, "truncated"),
+    ({"config.json": b"{"}, "config.json: damaged"), ({"config.json": b"[]"}, "damaged"),
+    ({"config.json": {"hidden_size": None}}, "config.json: damaged"),
+    ({"config.json": {"model_type": "gpt2"}}, "'gpt2': expected bert"),
+    ({"config.json": {"model_type": "roberta"}}, "RoBERTa's weights"),
+    ({"config.json": {"hidden_act": "gelu_new"}}, "gelu_new"),
+    ({"config.json": {"vocab_size": 41}}, "40 tokens do not fit weights for 41"),
+    ({"config.json": {"num_attention_heads": 3}}, "multiple"),
+    ({"config.json": {"hidden_size": "wide"}}, "config.json: damaged"),
+    ({"vocab.txt": "\n".join([*prepare_data.SPECIALS, "The", *map(str, range(34))]).encode()},
+     "a cased vocabulary"),
+    ({"vocab.txt": b"[PAD]\n"}, "not a vocabulary")])
+def test_a_bad_folder_of_weights_is_one_line(tmp_path, monkeypatch, capsys, files, words):
+    monkeypatch.chdir(tmp_path)
+    vocab = "\n".join([*prepare_data.SPECIALS, *(f"w{n}" for n in range(35))]) + "\n"
+    if "model.safetensors" in files:
+        pytest.importorskip("safetensors")
+    for name, content in ({"config.json": {}, "vocab.txt": vocab.encode()}
+                          | ({} if "model.safetensors" in files else {"pytorch_model.bin": {}})
+                          | files).items():
+        if name == "config.json" and isinstance(content, dict):
+            settings = {key: value for key, value in (BERT_SETTINGS | content).items()
+                        if value is not None}
+            content = json.dumps(settings).encode()
+        Path("hf").mkdir(exist_ok=True)
+        if isinstance(content, bytes):
+            Path("hf", name).write_bytes(content)
+        else:
+            torch.save(content, Path("hf", name))
+    with pytest.raises(SystemExit) as end:
+        configs.run(lambda: measure.main(["fill", "hf", "[MASK]"]))
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1 and words in error, error
+    assert os.listdir() == ["hf"]
+
+
+@pytest.mark.parametrize("name, words", [
+    ("bert-base-uncased", "python prepare_data.py weights bert-base-uncased"),
+    ("roberta-base", "RoBERTa's weights"), ("out/none", "configs/none.py"), ("bert-bas", "bert-base")])
+def test_weights_that_are_not_there(tmp_path, monkeypatch, name, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=words) as error:
+        bert.load_model(name)
+    assert "\n" not in str(error.value)
+
+
 def test_memory_layer_is_the_papers_formula():
     for alpha, beta in [(0.0, 1.0), (1.0, 1.0), (0.5, 2.0)]:
         model = tiny_bert(memory_layers=(2,), alpha=alpha, beta=beta).double().eval()
@@ -622,7 +824,8 @@ def test_recipes_are_the_papers_systems(path, capsys):
     assert c.memory_layers == (layers if memory else ())
     assert not memory or (c.alpha, c.beta) == memory
     initial = "_init" in name or "_more" in name
-    assert c.init_from == (f"out/{size}" if initial else "") and c.seed == int(initial)
+    initial_model = "distilbert-base-uncased" if size == "distil" else f"out/{size}"
+    assert c.init_from == (initial_model if initial else "") and c.seed == int(initial)
     assert c.reinit_ffn == name.endswith("_ffn")
     assert (ROOT / "configs" / f"{size}.py").is_file()
     if size != "demo":
@@ -1000,6 +1203,50 @@ def test_fill_names_words_and_slots(place, capsys):
         assert words in str(error.value)
 
 
+def demo_of_hugging_face(kind, folder, vocab):
+    """A random transformers model of the demo's shape with a vocabulary, saved by torch."""
+    size = len(Path(vocab).read_text().splitlines())
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(
+        vocab_size=size, hidden_size=64, num_hidden_layers=4, intermediate_size=128,
+        num_attention_heads=4, max_position_embeddings=128))
+    model.config.save_pretrained(folder)
+    torch.save(model.state_dict(), Path(folder, "pytorch_model.bin"))
+    shutil.copy(vocab, Path(folder, "vocab.txt"))
+    return model
+
+
+def test_a_run_starts_from_hugging_faces_weights(place, capsys):
+    """By the name that they have in data/weights; its first evaluation is theirs."""
+    theirs = demo_of_hugging_face("Bert", "data/weights/bert-base-uncased", "tiny.txt")
+    args = ["--init_from=bert-base-uncased", "--memory_layers="]
+    assert train(*args, "--max_steps=2", "--out=out/init") == 0
+    first = log("out/init")[0]
+    said = capsys.readouterr().out
+    assert "init_from data/weights/bert-base-uncased:" in said and "loaded       MLM head" in said
+    batches = measure.heldout(prepare_data.Corpus("tiny"), "val", 16, 2, 8)
+    total = 0.0
+    with torch.no_grad():
+        for inputs, positions, labels in batches:
+            logits = theirs.eval()(inputs).logits.gather(
+                1, positions[..., None].expand(-1, -1, 25))
+            total += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    assert first["loss"] == pytest.approx(float(total) / first["masked_tokens"], rel=1e-5)
+    settings = json.loads(Path("out/init/config.json").read_text())
+    assert settings["init_checkpoint"] == "data/weights/bert-base-uncased"
+    assert settings["first_step"] == 0
+    assert train(*args, "--max_steps=3", "--out=out/init") == 0  # goes on
+    measure.main(["fill", "bert-base-uncased", "the [MASK] cat"])
+    assert "[MASK] at token 2:" in capsys.readouterr().out
+    assert_one_line(capsys, "tiny.py", "--init_from=bert-base-uncased", "--dataset=other",
+                    words=["bert-base-uncased", "vocabulary", "--vocab data/weights"])
+    assert_one_line(capsys, "tiny.py", "--init_from=roberta-base", words=["RoBERTa's weights"])
+    shutil.copy("other.txt", "data/weights/bert-base-uncased/vocab.txt")
+    assert_one_line(capsys, "tiny.py", "--init_from=bert-base-uncased", "--dataset=other",
+                    words=["26 tokens do not fit weights for 25"])
+
+
 def test_curves_go_on_where_the_initial_model_ended(place, capsys):
     pytest.importorskip("matplotlib")
     assert train("--max_steps=4", "--checkpoint_interval=2") == 0
@@ -1075,7 +1322,7 @@ def test_a_mistake_ends_the_process_with_status_2(place):
 
 
 SCRIPTS = {"pretrain", "finetune", "bench"}
-BELOW = {"configs": set(), "pkm": set(), "prepare_data": {"configs"}, "model": {"pkm", "configs"},
+BELOW = {"configs": set(), "pkm": set(), "prepare_data": {"configs"}, "model": {"pkm", "prepare_data", "configs"},
          "measure": {"model", "prepare_data", "configs"}}
 PACKAGES = {"torch", "numpy", "tiktoken", "tokenizers", "requests", "matplotlib", "pyarrow",
             "safetensors"}
@@ -1227,6 +1474,206 @@ def test_batches_do_not_change_the_ids(workdir, monkeypatch):
         assert np.array_equal(big, small)
 
 
+DOUBLES = {"a.txt": "cat\n\nmat\nsat\n\ncat\n\n", "b.txt": "mat sat\n\nsat\n\nmat\nsat\n\nthe\n"}
+
+
+def test_duplicates_are_dropped(workdir):
+    """The first of equal documents stays, whatever file it is in; held out is from what stays."""
+    for name, text in DOUBLES.items():
+        Path(name).write_text(text)
+    prepare("text", "one", "a.txt", "b.txt", "--vocab", "vocab.txt")
+    corpus = prepare_data.Corpus("one")
+    assert words(corpus, "train") == ["cat", "mat sat", "mat sat"]  # "mat\nsat" and "mat sat"
+    assert words(corpus, "val") == ["sat"] and words(corpus, "test") == ["the"]
+    assert corpus.meta["duplicates"] == 2
+
+
+def many_documents():
+    rng = random.Random(1)
+    for file in range(3):
+        Path(f"{file}.txt").write_text("\n\n".join(
+            "\n".join(" ".join(rng.choices(["the", "cat", "sat", "mats", "mat."], k=5))
+                      for _ in range(rng.randint(1, 4))) for _ in range(40)))
+    return ["0.txt", "1.txt", "2.txt", "--vocab", "vocab.txt", "--val_every", "7"]
+
+
+STOP = """
+import os, signal, sys, prepare_data
+prepare_data.BATCH, left, replace = 90, int(sys.argv.pop(1)), os.replace
+def stop(a, b):
+    global left
+    left -= str(b).endswith("state.json")
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(a, b)
+os.replace = stop
+prepare_data.main()
+"""
+
+
+@pytest.mark.parametrize("vocab", ["given", "learned"])
+def test_killed_and_restarted_gives_the_same_bytes(workdir, monkeypatch, capsys, vocab):
+    args = many_documents()
+    if vocab == "learned":  # once: `tokenizers` does not learn the same one twice
+        args[3:5] = ["--vocab_size", "256"]
+    monkeypatch.setattr(prepare_data, "BATCH", 90)
+    done = []
+    for kills in range(1, 12, 3):  # later and later, in the second and in the third file too
+        stopped = subprocess.run([sys.executable, "-c", STOP, str(kills), "text", "new", *args],
+                                 env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+        assert stopped.returncode == -signal.SIGKILL and not Path("data/new").exists()
+        done.append(json.loads(Path("data/.part_new/state.json").read_text())["documents"])
+    assert done == sorted(done) and 0 < done[0] < 40 < done[-1]
+    capsys.readouterr()
+    prepare("text", "new", *args)
+    assert f"going on after {done[-1]} documents" in capsys.readouterr().out
+    if vocab == "learned":
+        args[3:5] = ["--vocab", "data/new"]
+    prepare("text", "whole", *args)
+    for file in ("train.bin", "val.bin", "test.bin", "vocab.txt"):
+        assert Path("data/new", file).read_bytes() == Path("data/whole", file).read_bytes()
+    assert sorted(os.listdir("data")) == ["new", "whole"]
+    assert len(os.listdir("data/new")) == 5
+
+
+def test_other_text_starts_anew(workdir, monkeypatch):
+    args = many_documents()
+    subprocess.run([sys.executable, "-c", STOP, "9", "text", "new", *args],
+                   env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    Path("0.txt").write_text("cat\n\n" + Path("0.txt").read_text())
+    prepare("text", "new", *args)
+    prepare("text", "whole", *args)
+    assert (Path("data/new/train.bin").read_bytes() == Path("data/whole/train.bin").read_bytes())
+
+
+def test_long_lines_are_cut_where_no_id_changes(workdir):
+    line = " ".join(random.Random(0).choices(["the", "cat,", "sat  the", "mats", "\u00e9t\u00e9"], k=40000))
+    pieces = list(prepare_data._pieces(line))
+    assert "".join(pieces) == line and len(pieces) > 2 and max(map(len, pieces)) < 2**16 + 20
+    assert list(prepare_data._pieces("x" * 10**6)) == ["x" * 10**6]
+    tokenizer = prepare_data.build_tokenizer(PIECES)
+    ids = itertools.chain.from_iterable(tokenizer.encode(piece).ids for piece in pieces)
+    assert list(ids) == tokenizer.encode(line).ids
+
+
+def write_parquet(path, texts, column="text"):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.table({column: texts, "id": list(range(len(texts)))}), path)
+
+
+def test_the_papers_corpora_from_files(workdir, monkeypatch):
+    """Parquet and text, Wikipedia by article and BookCorpus by lines, give the same ids."""
+    monkeypatch.setattr(prepare_data, "SENTENCES", 2)
+    articles = ["the cat\n\nsat .", "the mat", "", None, "the cat\n\nsat .", "cats"]
+    sentences = ["cat", "sat", "mat", "the", "cats"]
+    write_parquet("wiki/train-0.parquet", articles[:2])
+    write_parquet("wiki/train-1.parquet", articles[2:])
+    write_parquet("books.parquet", sentences)
+    Path("books.txt").write_text("\n".join(sentences) + "\n")
+    with tarfile.open("bookcorpus.tar.bz2", "w:bz2") as archive:
+        archive.add("books.txt")
+    for place in ("books.parquet", "books.txt", "bookcorpus.tar.bz2"):
+        prepare("wikibooks", "--from", "wiki", place, "--vocab", "vocab.txt", "--force")
+        corpus = prepare_data.Corpus("wikibooks")
+        assert words(corpus, "train") == ["the cat sat .", "the mat", "cat ##s"]
+        assert (words(corpus, "val"), words(corpus, "test")) == (["cat sat"], ["mat the"])
+    assert corpus.meta["duplicates"] == 2  # an article, and the last sentence
+
+
+def test_damaged_parquet_is_one_line(workdir):
+    write_parquet("wiki/a.parquet", ["cat", "sat", "mat"] * 5000)
+    whole = Path("wiki/a.parquet").read_bytes()
+    write_parquet("none/a.parquet", ["cat"], column="body")
+    half = bytearray(whole)
+    half[4:60] = b"\xff" * 56
+    for name, content in (("short", whole[:-100]), ("empty", b""), ("spoiled", bytes(half))):
+        Path(name).mkdir()
+        Path(name, "a.parquet").write_bytes(content)
+    for name, words in (("short", "short/a.parquet: damaged"), ("empty", "empty/a.parquet: damaged"),
+                        ("spoiled", "spoiled/a.parquet: damaged"), ("none", "no column 'text'"),
+                        ("nowhere", "nowhere: no such file")):
+        with pytest.raises(UserError, match=words) as error:
+            prepare("wikipedia", "--from", name, "--vocab", "vocab.txt")
+        assert "\n" not in str(error.value) and not Path("data").exists()
+
+
+def test_packages_that_are_missing_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(UserError, match="a.parquet needs a package: pip install pyarrow"):
+        list(prepare_data._parquet(Path("a.parquet"), True))
+
+
+@pytest.fixture
+def gpt2_files(monkeypatch, tmp_path):
+    """GPT-2's two files where tiktoken looks for them: under the SHA-1 of their addresses."""
+    if not (SHARED / "gpt2-bpe").is_dir():
+        pytest.skip("no GPT-2 vocabulary on this machine")
+    pytest.importorskip("tiktoken")
+    (tmp_path / "cache").mkdir()
+    for name in ("encoder.json", "vocab.bpe"):
+        url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
+        shutil.copy(SHARED / "gpt2-bpe" / name,
+                    tmp_path / "cache" / hashlib.sha1(url.encode()).hexdigest())
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    return SHARED / "gpt2-bpe"
+
+
+def byte_level_bpe(folder):
+    """`tokenizers`' byte-level BPE of the two files, which shares no code with tiktoken."""
+    lines = (folder / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(
+        json.loads((folder / "encoder.json").read_text()), [tuple(x.split()) for x in lines if x]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+
+def test_ids_of_gpt2(workdir, gpt2_files):
+    reference = byte_level_bpe(gpt2_files)
+    vocab = prepare_data.gpt2_vocab()
+    ids = json.loads((gpt2_files / "encoder.json").read_text())
+    assert dict(zip(vocab, range(50257))) == ids
+    assert vocab[50257:] == ["<s>", "</s>", "<pad>", "<mask>"]
+    lines = (gpt2_files / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
+    numbers = {token: number for number, token in enumerate(vocab)}
+    assert prepare_data._merges(numbers) == [tuple(line.split()) for line in lines if line]
+    with open(SHARED / "wikipedia.txt", encoding="utf-8") as file:
+        texts = [*TRICKY, "  two  spaces\n\n\ttabs \r\n", *itertools.islice(file, 3000)]
+    ours = prepare_data._encoder(vocab)(texts)
+    assert ours == [encoding.ids for encoding in reference.encode_batch(texts)]
+    tokenizer = prepare_data.build_tokenizer(vocab)
+    assert [encoding.ids for encoding in tokenizer.encode_batch(texts)] == ours
+    assert tokenizer.decode(ours[-1]) == texts[-1]
+    marked = tokenizer.encode("<s>a <mask> b</s>").ids  # the mask has the space before it
+    assert [vocab[i] for i in marked] == ["<s>", "a", "<mask>", "\u0120b", "</s>"]
+
+
+def test_gpt2_corpus_and_run(place, gpt2_files, capsys, monkeypatch):
+    """From text to filled-in masks and an exported tokenizer, with GPT-2's vocabulary."""
+    prepare("text", "bytes", "text.txt", "--tokenizer", "gpt2")
+    corpus = prepare_data.Corpus("bytes")
+    assert corpus.vocab_size == 50261 and corpus.special_ids == (50259, 50256, 50257, 50258, 50260)
+    documents = Path("text.txt").read_text().split("\n\n")
+    reference = byte_level_bpe(gpt2_files)  # of lines with their line breaks
+    expected = [i for line in documents[58].splitlines()
+                for i in reference.encode(line + "\n").ids]
+    assert corpus.split("val").tolist()[-len(expected) - 1:] == [*expected, 50258]
+    monkeypatch.delenv("TIKTOKEN_CACHE_DIR")  # a corpus and a run bring their own vocabulary
+    assert train("--dataset=bytes", "--max_steps=2", "--out=out/bytes") == 0
+    capsys.readouterr()
+    measure.main(["fill", "out/bytes", "the [MASK] cat"])
+    assert "[MASK] at token 2:" in capsys.readouterr().out
+    assert_one_line(capsys, "tiny.py", "--out=out/bytes", words=["another vocabulary"])
+    assert train("--dataset=bytes", "--max_steps=2", "--out=out/plain", "--memory_layers=") == 0
+    transformers = pytest.importorskip("transformers")
+    bert.export("out/plain", "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("hf")
+    assert tokenizer("a <mask> dog")["input_ids"] == [50257, 64, 50260, 3290, 50258]
+    assert tokenizer.mask_token_id == 50260 and tokenizer.pad_token_id == 50259
+
+
 WIKITEXT = """ \n = First = \n \n a cat \n \n = = Part = = \n \n the mat \n Key : G \n = Goals = \n
  \n = De sat : a book = \n cat . \n \n = Second = \n \n cat \n"""
 
@@ -1243,7 +1690,7 @@ def test_wikitext_articles(workdir):
     assert "mat" in words(corpus, "train")[0]
 
     Path("wiki/wiki.valid.tokens").write_text("")
-    with pytest.raises(UserError, match="no text for val"):
+    with pytest.raises(UserError, match="valid.tokens: empty"):
         prepare("wikitext2", "--from", "wiki", "--vocab", "vocab.txt", "--force")
 
     with zipfile.ZipFile("wiki.zip", "w") as archive:
@@ -1339,8 +1786,8 @@ def test_unigram_perplexity():
     train, heldout = [5, 5, 5, 6, 3], [5, 6, 7, 3, 1]
     # ordinary ids 5, 6, 7 with counts 3 + 1, 1 + 1, 0 + 1
     expected = math.exp(-(math.log(4 / 7) + math.log(2 / 7) + math.log(1 / 7)) / 3)
-    found = prepare_data.unigram_perplexity(np.array(train, np.uint16),
-                                            np.array(heldout, np.uint16), 8, (0, 1, 2, 3, 4))
+    found = prepare_data.unigram_perplexity(
+        np.bincount(train, minlength=8), np.bincount(heldout, minlength=8), (0, 1, 2, 3, 4))
     assert found == pytest.approx(expected, rel=1e-12)
 
 
@@ -1401,31 +1848,28 @@ def test_existing_corpus_and_force(workdir, monkeypatch):
     with pytest.raises(UserError, match="data/sample exists already"):
         prepare_sample()
 
-    Path("sample.txt").write_text("mat\n\n" * 5)
+    Path("sample.txt").write_text("mat\n\ncat\n\nsat\n\nmat cat\n\nmat sat\n")
+    def dies(*args):
+        raise ZeroDivisionError
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_data, "_batches", lambda stream: 1 / 0)  # dies half-way
+        patch.setattr(prepare_data, "_encode", dies)  # half-way
         with pytest.raises(ZeroDivisionError):
             prepare_sample("--force")
     assert {path.name: path.read_bytes() for path in Path("data/sample").iterdir()} == old
 
-    with monkeypatch.context() as patch:  # dies between the two renames
+    with monkeypatch.context() as patch:  # between the two renames
         rename = os.replace
         patch.setattr(os, "replace",
                       lambda a, b: 1 / 0 if Path(b).name == "sample" else rename(a, b))
         with pytest.raises(ZeroDivisionError):
             prepare_sample("--force")
     assert prepare_data.Corpus(".old_sample").meta["documents"]["train"] == 2
-    assert prepare_data.Corpus(".new_sample").meta["documents"]["train"] == 3
+    assert not Path("data/sample").exists()
 
-    with monkeypatch.context() as patch:  # and dies again: the old one is back by then
-        patch.setattr(prepare_data, "_batches", lambda stream: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            prepare_sample("--force")
-    assert prepare_data.Corpus("sample").meta["documents"]["train"] == 2
-
-    prepare_sample("--force")
+    prepare_sample()
     assert prepare_data.Corpus("sample").meta["documents"] == {"train": 3, "val": 1, "test": 1}
     assert os.listdir("data") == ["sample"]
+    assert sorted(os.listdir("data/sample")) == sorted(old)
 
 
 def spoil_vocab(folder):
@@ -1474,69 +1918,296 @@ def test_missing_corpus_names_its_command(workdir, name, command):
     assert str(error.value).endswith(command)
 
 
+class Hub:
+    """A server with one file, `body`, at any path. `plan` says what it does with each request in
+    turn: a method's name, or a status; after the plan it serves. `seen`: (path, Range, agent)."""
+
+    def __init__(self, body):
+        self.body, self.plan, self.seen, self.headers = body, [], [], {}
+        self.stalled = threading.Event()
+
+    def answer(self, handler):
+        wanted = handler.headers["Range"]
+        self.seen.append((handler.path, wanted, handler.headers["User-Agent"]))
+        step = self.plan.pop(0) if self.plan else "serve"
+        start = int(wanted[6:-1]) if wanted and step != "without_ranges" else 0
+        status, rest = (206 if start else 200), self.body[start:]
+        if isinstance(step, int):
+            status, start, rest = step, 0, b"no"
+        elif start >= len(self.body):
+            status, rest = 416, b""
+        handler.send_response(status)
+        for name, value in self.headers.items():
+            handler.send_header(name, value)
+        handler.send_header("Content-Length", str(len(rest)))
+        if status == 206:
+            first = start + 1 if step == "elsewhere" else start
+            handler.send_header("Content-Range", f"bytes {first}-{len(self.body) - 1}/{len(self.body)}")
+        elif status == 416:
+            handler.send_header("Content-Range", f"bytes */{len(self.body)}")
+        handler.end_headers()
+        handler.wfile.write(rest[:len(rest) // 2] if step in ("cut", "stall") else rest)
+        if step == "stall":
+            handler.wfile.flush()
+            self.stalled.wait(5)
+
+
 @pytest.fixture
-def server(monkeypatch):
-    """A server whose answers are given in advance as (status, body, Content-Length)."""
-    answers, agents = [], []
+def hub(monkeypatch):
+    hub = Hub(random.Random(0).randbytes(3 * 2**20))
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            agents.append(self.headers["User-Agent"])
-            status, body, length = answers.pop(0)
-            self.send_response(status)
-            self.send_header("Content-Length", str(length))
-            self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(OSError):  # the client went away
+                hub.answer(self)
 
         def log_message(self, *args):
             pass
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    hub.pauses = []
+    monkeypatch.setattr(time, "sleep", hub.pauses.append)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as serving:
+        serving.daemon_threads = True
         threading.Thread(target=serving.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{serving.server_port}/wikitext-2-v1.zip", answers, agents
+        hub.url = f"http://127.0.0.1:{serving.server_port}"
+        yield hub
+        hub.stalled.set()
         serving.shutdown()
 
 
-def test_download_after_503(workdir, server):
-    url, answers, agents = server
-    answers += [(503, b"later", 5), (200, b"half", 8), (200, b"the body", 8)]
-    prepare_data.download(url, Path("data/file"))
-    assert Path("data/file").read_bytes() == b"the body" and not answers
-    assert os.listdir("data") == ["file"] and all("Mozilla" in agent for agent in agents)
+def ranges(hub):
+    return [wanted for _, wanted, _ in hub.seen]
 
 
-@pytest.mark.parametrize("answer, attempts, message", [
-    ((200, b"half", 8), 4, "4"), ((404, b"no", 2), 1, "404"), ((500, b"", 0), 4, "500")])
-def test_failed_download_leaves_nothing(workdir, server, answer, attempts, message):
-    url, answers, agents = server
-    answers += [answer] * 4
-    with pytest.raises(Failure, match=message):
-        prepare_data.download(url, Path("data/file"))
-    assert len(agents) == attempts and os.listdir("data") == []
+HALF, REST = 3 * 2**19, 3 * 2**18  # of the hub's 3 MB, and of what is left after a half
 
 
-def test_short_body_is_noticed_without_urllib3(workdir, server, monkeypatch):
-    """Older versions of urllib3 do not compare the body with Content-Length."""
-    requests = pytest.importorskip("requests")
-    monkeypatch.setattr(requests.Response, "iter_content", lambda self, size: [b"half"])
-    url, answers, _ = server
-    answers += [(200, b"the body", 8)] * 4
-    with pytest.raises(Failure, match="4 of 8 bytes"):
-        prepare_data.download(url, Path("data/file"))
+@pytest.mark.parametrize("plan, expected", [
+    ([], [None]), ([503], [None, None]), ([429, 500, 408], [None] * 4),
+    (["cut"], [None, f"bytes={HALF}-"]),
+    (["cut", 503, "cut"], [None] + [f"bytes={HALF}-"] * 2 + [f"bytes={HALF + REST}-"]),
+    (["stall"], [None, f"bytes={HALF}-"]),
+    (["cut", "without_ranges"], [None, f"bytes={HALF}-"]),
+    (["cut", "elsewhere"], [None, f"bytes={HALF}-", None])],
+    ids=["whole", "503", "three errors", "cut", "cut twice", "stalled", "no ranges", "wrong range"])
+def test_download(workdir, hub, monkeypatch, plan, expected):
+    monkeypatch.setattr(prepare_data, "TIMEOUT", 0.5)
+    hub.plan = list(plan)
+    sha256 = hashlib.sha256(hub.body).hexdigest()
+    prepare_data.download(f"{hub.url}/a.zip", Path("data/a.zip"), len(hub.body), sha256)
+    assert Path("data/a.zip").read_bytes() == hub.body and os.listdir("data") == ["a.zip"]
+    assert ranges(hub) == expected and all("Mozilla" in agent for _, _, agent in hub.seen)
+    assert hub.pauses == [2, 8, 30][:len(expected) - 1]
+
+
+@pytest.mark.parametrize("plan, requests, message", [
+    ([404], 1, "no such file"), ([401], 1, "gated"), ([403], 1, "gated"), ([503] * 4, 4, "503"),
+    (["cut", "cut", "cut", "cut"], 4, "bytes came|more expected")])
+def test_failed_download_keeps_only_the_part(workdir, hub, plan, requests, message):
+    """What came so far has another name, and the next call goes on from there."""
+    hub.plan = list(plan)
+    with pytest.raises(Failure, match=message) as error:
+        prepare_data.download(f"{hub.url}/a.zip", Path("data/a.zip"))
+    assert "\n" not in str(error.value) and len(hub.seen) == requests
+    assert os.listdir("data") == (["a.zip.part"] if "cut" in plan else [])
+    prepare_data.download(f"{hub.url}/a.zip", Path("data/a.zip"))
+    assert ranges(hub)[-1] == (f"bytes={len(hub.body) * 15 // 16}-" if "cut" in plan else None)
+    assert Path("data/a.zip").read_bytes() == hub.body and os.listdir("data") == ["a.zip"]
+
+
+def test_part_that_had_come_whole(workdir, hub):
+    """Killed between the last byte and the renaming."""
+    Path("a.part").write_bytes(hub.body)
+    prepare_data.download(f"{hub.url}/a", Path("a"))
+    assert Path("a").read_bytes() == hub.body and ranges(hub) == [f"bytes={len(hub.body)}-"]
+    Path("b.part").write_bytes(hub.body + b"more")  # of another file
+    prepare_data.download(f"{hub.url}/b", Path("b"))
+    assert Path("b").read_bytes() == hub.body
+
+
+@pytest.mark.parametrize("size, sha256, tag", [
+    (0, "0" * 64, None), (5, "", None), (0, "", "1" * 64)], ids=["SHA-256", "size", "the hub's"])
+def test_other_bytes_than_expected(workdir, hub, size, sha256, tag):
+    hub.headers = {"X-Linked-Etag": f'"{tag}"'} if tag else {}
+    with pytest.raises(Failure, match="expected"):
+        prepare_data.download(f"{hub.url}/a", Path("data/a"), size, sha256)
     assert os.listdir("data") == []
 
 
-def test_wikitext_is_downloaded_once(workdir, server, monkeypatch):
-    with zipfile.ZipFile("wiki.zip", "w") as archive:
-        for name in ("train", "valid", "test"):
-            archive.writestr(f"wikitext-2/wiki.{name}.tokens", WIKITEXT)
-    url, answers, agents = server
-    monkeypatch.setitem(prepare_data.URLS, "wikitext2", url)
-    body = Path("wiki.zip").read_bytes()
-    answers.append((200, body, len(body)))
+def test_short_body_is_noticed_without_urllib3(workdir, hub, monkeypatch):
+    """Older versions of urllib3 do not compare the body with Content-Length."""
+    requests = pytest.importorskip("requests")
+    monkeypatch.setattr(requests.Response, "iter_content", lambda self, size: [b"half"])
+    hub.plan = ["without_ranges"] * 4
+    with pytest.raises(Failure, match="4 of 3,145,728 bytes"):
+        prepare_data.download(f"{hub.url}/a", Path("data/a"))
+    assert os.listdir("data") == ["a.part"]
+
+
+def test_endpoint_and_proxy_are_honoured(workdir, hub, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", f"{hub.url}/mirror/")
+    prepare_data.download(f"{prepare_data.HUB}/x/resolve/main/a", Path("a"))
+    monkeypatch.delenv("HF_ENDPOINT")
+    monkeypatch.setenv("HTTP_PROXY", hub.url)
+    monkeypatch.setenv("http_proxy", hub.url)
+    prepare_data.download("http://nowhere.invalid/b", Path("b"))
+    assert [path for path, _, _ in hub.seen] == ["/mirror/x/resolve/main/a",
+                                                 "http://nowhere.invalid/b"]
+    assert Path("a").read_bytes() == Path("b").read_bytes() == hub.body
+
+
+def zipped(files):
+    """The bytes of a zip of {name: text}."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return file.getvalue()
+
+
+def test_wikitext_is_downloaded_once(workdir, hub, monkeypatch):
+    hub.body = zipped({f"wikitext-2/wiki.{name}.tokens": WIKITEXT
+                       for name in ("train", "valid", "test")})
+    url = f"{hub.url}/wikitext-2-v1.zip"
+    monkeypatch.setitem(prepare_data.SOURCES, "wikitext2", ("", [(url, 0, "")]))
     prepare("wikitext2", "--vocab", "vocab.txt")
     prepare("wikitext2", "--vocab", "vocab.txt", "--force")
     corpus = prepare_data.Corpus("wikitext2")
-    assert len(agents) == 1 and corpus.meta["source"] == url
-    assert sorted(os.listdir("data")) == ["wikitext-2-v1.zip", "wikitext2"]
+    assert len(hub.seen) == 1 and corpus.meta["source"] == url
+    monkeypatch.setitem(prepare_data.MIRRORS, f"{hub.url}/a.zip", f"{hub.url}/mirror/a.zip")
+    hub.plan = [404]
+    path, = prepare_data.fetch([(f"{hub.url}/a.zip", 0, "")])
+    assert path.read_bytes() == hub.body and hub.seen[-1][0] == "/mirror/a.zip"
+    assert sorted(os.listdir("data")) == ["downloads", "wikitext2"]
+
+
+def test_glue_and_squad(workdir, hub, monkeypatch, capsys):
+    """Downloaded, or from a folder as downloads or as these unpack to: the same official files."""
+    hub.body = zipped({"SST-2/": "", "SST-2/train.tsv": "a\t1\n", "SST-2/dev.tsv": "b\t0\n",
+                       "SST-2/original/raw.txt": "c", "__MACOSX/SST-2/._train.tsv": "d"})
+    monkeypatch.setitem(prepare_data.GLUE, "SST-2", [(f"{hub.url}/SST-2.zip", 0, "")])
+    expected = {"train.tsv": b"a\t1\n", "dev.tsv": b"b\t0\n", "original/raw.txt": b"c"}
+
+    def found(folder):
+        return {str(Path(name).relative_to(folder)): body
+                for name, body in files(folder).items() if body is not False}
+
+    prepare("glue", "SST-2")
+    assert found("data/glue/SST-2") == expected and os.listdir("data/glue") == ["SST-2"]
+    assert "exists already" not in capsys.readouterr().out
+    prepare("glue", "SST-2")
+    assert "exists already" in capsys.readouterr().out
+    for place in ("data/downloads", "data/downloads/SST-2.zip"):
+        prepare("glue", "SST-2", "--from", place, "--force")
+        assert found("data/glue/SST-2") == expected
+    del expected["original/raw.txt"]
+    for place in ("data/glue/SST-2", "data/glue"):
+        shutil.copytree("data/glue", "copy/data/glue", dirs_exist_ok=True)
+        prepare("glue", "SST-2", "--from", f"copy/{place}", "--force")
+        assert found("data/glue/SST-2") == expected
+    assert len(hub.seen) == 1
+
+    names = ["msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "mrpc_dev_ids.tsv"]
+    for name in names:
+        Path(name).write_text(name)
+    prepare("glue", "MRPC", "--from", ".")
+    assert found("data/glue/MRPC") == {name: name.encode() for name in names}
+    hub.body = b"{}"
+    monkeypatch.setitem(prepare_data.SOURCES, "squad", (
+        "", [(f"{hub.url}/{split}-v1.1.json", 2, "") for split in ("train", "dev")]))
+    prepare("squad")
+    assert found("data/squad") == {"train-v1.1.json": b"{}", "dev-v1.1.json": b"{}"}
+
+    Path("bad.zip").write_bytes(Path("data/downloads/SST-2.zip").read_bytes()[:-30])
+    Path("out.zip").write_bytes(zipped({"a/../../../../train.tsv": "escaped"}))
+    for args, words in ((["glue", "SST2"], "SST-2"), (["glue", "RTE", "--from", "."], "RTE.zip"),
+                        (["glue", "RTE", "--from", "bad.zip"], "bad.zip: damaged"),
+                        (["glue", "RTE", "--from", "out.zip"], "outside"),
+                        (["squad", "--force", "--from", "data/glue"], "train-v1.1")):
+        with pytest.raises(UserError, match=words):
+            prepare(*args)
+    assert sorted(os.listdir("data/glue")) == ["MRPC", "SST-2"]
+
+
+def test_sources_are_complete():
+    """Every file has a size and a checksum of the right form, but for those of the hub, which
+    tells them, and every corpus of the command line has its sources."""
+    sources = [files for _, files in prepare_data.SOURCES.values()]
+    for url, size, sha256 in itertools.chain(*prepare_data.GLUE.values(), *sources):
+        assert url.startswith("https://") and (
+            url.startswith(prepare_data.HUB) or size > 0 and len(bytes.fromhex(sha256)) == 32)
+    assert {"wikipedia", "bookcorpus", "pg19"} <= prepare_data.SOURCES.keys()
+    assert [url[-29:] for url, _, _ in prepare_data.SOURCES["wikipedia"][1]][::40] == [
+        f"/train-{n:05}-of-00041.parquet" for n in (0, 40)]
+
+
+def test_corpora_are_downloaded(workdir, hub, monkeypatch):
+    """Wikipedia's shards, BookCorpus's tar and, where that is gone, its copy, PG-19's books."""
+    write_parquet("a.parquet", ["cat", "sat", "mat", "the mat"])
+    hub.body = Path("a.parquet").read_bytes()
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setitem(prepare_data.SOURCES, "wikipedia", ("", [
+        (f"{prepare_data.HUB}/train-{n}.parquet", 0, "") for n in range(2)]))
+    prepare("wikipedia", "--vocab", "vocab.txt")
+    corpus = prepare_data.Corpus("wikipedia")
+    assert corpus.meta["documents"] == {"train": 2, "val": 1, "test": 1}
+    assert corpus.meta["duplicates"] == 4
+    assert [path for path, *_ in hub.seen] == ["/train-0.parquet", "/train-1.parquet"]
+
+    monkeypatch.setattr(prepare_data, "SENTENCES", 1)
+    monkeypatch.setitem(prepare_data.SOURCES, "bookcorpus", ("", [(f"{hub.url}/b.tar.bz2", 0, "")]))
+    bodies = {"/b.tar.bz2": b"", prepare_data.BOOKCORPUS_COPY.removeprefix(prepare_data.HUB):
+              json.dumps([f"{prepare_data.HUB}/0.parquet"]).encode(), "/0.parquet": hub.body,
+              "/list/test_files.txt": b"test/7.txt\ntest/8.txt\n", "/7.txt": b"cat\n\nsat\n",
+              "/8.txt": b"mat\n"}
+    answer = hub.answer
+    def choose(handler):
+        hub.body = bodies[handler.path]
+        hub.plan = [404] if handler.path == "/b.tar.bz2" else []
+        answer(handler)
+    hub.answer = choose
+    prepare("bookcorpus", "--vocab", "vocab.txt")
+    corpus = prepare_data.Corpus("bookcorpus")
+    assert words(corpus, "train") == ["cat", "sat"] and words(corpus, "test") == ["the mat"]
+
+    monkeypatch.setitem(prepare_data.SOURCES, "pg19", ("", [(f"{hub.url}/list/test_files.txt", 0, "")]))
+    monkeypatch.setattr(prepare_data, "PG19", f"{hub.url}/")
+    prepare("pg19", "--vocab", "vocab.txt")
+    pg19 = prepare_data.Corpus("pg19")
+    assert words(pg19, "test") == ["cat sat", "mat"] and len(pg19.split("train")) == 0
+    assert len(measure.heldout(pg19, "test", 4, 2, 8)) == 1
+    with pytest.raises(UserError, match="too few"):
+        measure.heldout(pg19, "val", 4, 2, 8)
+
+
+def test_weights_are_downloaded_once(workdir, hub, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setattr(prepare_data, "BERT_VOCAB", "")
+    prepare("text", "a", "sample.txt", "--vocab", "vocab.txt")
+    prepare("weights", "bert-base-uncased")
+    prepare("weights", "bert-base-uncased")
+    folder = "/google-bert/bert-base-uncased/resolve/main/"
+    safe = importlib.util.find_spec("safetensors")
+    names = ["config.json", "vocab.txt", "model.safetensors" if safe else "pytorch_model.bin"]
+    assert [path for path, *_ in hub.seen] == [folder + name for name in names]
+    assert sorted(os.listdir("data/weights/bert-base-uncased")) == sorted(names)
+    Path("local").mkdir()
+    for name in ("config.json", "vocab.txt", "pytorch_model.bin"):
+        Path("local", name).write_text(name)
+    prepare("weights", "distilbert-base-uncased", "--from", "local")
+    assert sorted(os.listdir("data/weights/distilbert-base-uncased")) == sorted(os.listdir("local"))
+    Path("local/config.json").unlink()
+    for args, message in ((["roberta-base"], "RoBERTa's weights"), (["bert"], "bert-base-uncased"),
+                          (["bert-large-uncased", "--from", "local"], "no config.json")):
+        with pytest.raises(UserError, match=message):
+            prepare("weights", *args)
+    hub.plan = [401]
+    with pytest.raises(Failure, match="gated"):
+        prepare("weights", "bert-large-uncased")
+    hub.seen.clear()
+    Path("data/weights/bert-base-uncased/vocab.txt").write_bytes(Path("vocab.txt").read_bytes())
+    Path("text").mkdir()
+    for number in range(3):
+        Path(f"text/{number}.txt").write_text(f"{'cat ' * number}sat")
+    prepare("pg19", "--from", "text")  # BERT's vocabulary, which is there
+    assert prepare_data.Corpus("pg19").vocab_size == len(PIECES) and not hub.seen

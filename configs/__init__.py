@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import dataclasses
 import difflib
+import importlib
 import os
 import runpy
 import shutil
@@ -41,6 +42,14 @@ def run(main):
     except (UserError, Failure, OSError, KeyboardInterrupt) as error:
         print(f"error: {error}" if str(error) else "interrupted", file=sys.stderr)
         sys.exit({UserError: 2, KeyboardInterrupt: 130}.get(type(error), 1))
+
+
+def need(module, what):
+    """Import a package that only `what` needs; UserError that says so where it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UserError(f"{what} needs a package: pip install {module.split('.')[0]}") from None
 
 
 def load(defaults, argv):
