@@ -172,6 +172,33 @@ class Read(torch.autograd.Function):
         return None, None, grad, None
 
 
+class Scores(torch.autograd.Function):
+    """The scores of chosen sub-keys, of which the search has the values already.
+
+    Backward's products are dense, over all sub-keys; on a CPU a few tokens at a time, in cache.
+    """
+
+    @staticmethod
+    def forward(ctx, query, keys, index, score):
+        """query: (heads, 2, tokens, half); keys: (heads, 2, n_keys, half); index: (heads, 2,
+        tokens, topk); score: (heads, tokens, topk), summed over the halves, returned."""
+        ctx.save_for_backward(query, keys, index)
+        return score.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, keys, index = ctx.saved_tensors
+        grad_query, grad_keys = torch.empty_like(query), torch.zeros_like(keys)
+        chunk = 256 if grad.is_cpu else max(1, grad.shape[1])
+        for at in range(0, grad.shape[1], chunk):
+            at = slice(at, at + chunk)
+            of_scores = grad.new_zeros(*index[:, :, at].shape[:3], keys.shape[2])
+            of_scores.scatter_add_(3, index[:, :, at], grad[:, None, at].expand_as(index[:, :, at]))
+            grad_query[:, :, at] = of_scores @ keys
+            grad_keys += of_scores.mT @ query[:, :, at]
+        return grad_query, grad_keys, None, None
+
+
 class PKM(nn.Module):
     """Product-key memory with n_keys^2 slots (section 2.1; sizes of section 5.1 by default).
 
@@ -218,14 +245,14 @@ class PKM(nn.Module):
         """
         heads, _, n_keys, half = self.keys.shape
         query = query.view(-1, heads, 2, half).permute(1, 2, 0, 3)  # (heads, 2, tokens, half)
-        scores = query @ self.keys.transpose(2, 3)  # (heads, 2, tokens, n_keys)
         with torch.no_grad():  # which slots: a choice, no gradient
+            scores = query @ self.keys.mT  # (heads, 2, tokens, n_keys)
             best, index = topk(scores, self.topk)  # (heads, 2, tokens, topk)
             candidates = best[:, 0][..., self.pairs[0]] + best[:, 1][..., self.pairs[1]]
             score, winners = topk(candidates, self.topk)  # (heads, tokens, topk)
             rank = self.pairs[:, winners].transpose(0, 1)  # (heads, 2, tokens, topk)
             index = index.gather(3, rank)  # the winners' sub-keys
+            slots = (index[:, 0] * n_keys + index[:, 1]).int()
         if torch.is_grad_enabled():
-            score = scores.gather(3, index).sum(1)
-        slots = (index[:, 0] * n_keys + index[:, 1]).int()
+            score = Scores.apply(query, self.keys, index, score)
         return slots.transpose(0, 1), score.softmax(2).transpose(0, 1)
