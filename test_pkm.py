@@ -787,6 +787,26 @@ def test_evaluate_counts_every_read_and_knows_the_uniform_model():
         assert results["layers"][layer] == pytest.approx({**metrics, **uniform})
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_loading_a_model_keeps_one_copy(tmp_path):
+    """And writing to it leaves the file as it was."""
+    model = tiny_bert(memory_layers=(2,), n_keys=512, d_model=64)  # 67 MB of values
+    optimizer = torch.optim.AdamW(bert.optimizer_groups(model, 0))
+    file = bert.save_checkpoint(tmp_path, 1, model, optimizer, {}) / "model.pt"
+    before = hashlib.sha256(file.read_bytes()).digest()
+    code = ("import sys, model as bert\n"
+            "def kb(): return next(int(line.split()[1]) for line in open('/proc/self/status') "
+            "if line.startswith('VmHWM'))\n"
+            "start = kb(); loaded = bert.load_model(sys.argv[1]); peak = kb() - start\n"
+            "for p in loaded.parameters(): p.data.zero_()\n"
+            "print(peak)")
+    peak = subprocess.run([sys.executable, "-c", code, str(file.parent)], cwd=ROOT, check=True,
+                          capture_output=True, text=True).stdout
+    assert int(peak) < 1.3 * file.stat().st_size / 1024
+    assert hashlib.sha256(file.read_bytes()).digest() == before
+    assert_same(dict(bert.load_model(file.parent).state_dict()), dict(model.state_dict()))
+
+
 @dataclasses.dataclass
 class Settings:
     lr: float = 0.1
