@@ -1,21 +1,32 @@
 """
-Look at trained models: perplexity and memory usage (section 3.2), filled-in masks, curves.
+Look inside trained models: the memory numbers and figures of Kim & Jung (2020), from run folders.
 
+$ python measure.py table out/demo_more out/demo_resm_init --data docs --out results/table2
+$ python measure.py staleness out/demo_pkm out/demo_resm_init --out results/figure2
+$ python measure.py curves out/demo_more out/demo_resm_init --out results/figure3
+$ python measure.py slots out/demo_resm_init --layer 2           # what reads its most read slots
 $ python measure.py fill out/demo_resm_init "Return a new [MASK] of the given shape."
-$ python measure.py curves out/demo out/demo_more out/demo_resm_init --out curves.png
+
+--out NAME keeps the table as NAME.md, its numbers as NAME.json, a figure as NAME.png and NAME.svg.
 """
 import argparse
+import contextlib
+import itertools
 import json
 import math
+import re
+import sys
+from datetime import timedelta
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from configs import UserError, atomic, run
-from model import MaskedLM, find_weights, load_model, mask_tokens, value_tables
-from prepare_data import build_tokenizer, special_tokens
+from configs import Parser, UserError, atomic, run, setup
+from model import MaskedLM, find_weights, load_model, mask_tokens, read_weights, value_tables
+from prepare_data import Corpus, build_tokenizer, read_vocab, special_tokens
 
 
 def pack(corpus, tokens, starts, time):
@@ -27,59 +38,99 @@ def pack(corpus, tokens, starts, time):
     return ids
 
 
-def heldout(corpus, split, time, batch_size, sequences):
-    """Masked batches of a split: at most `sequences` sequences, evenly spread over it. The masks
-    are drawn from a fixed seed, and are the same for every model with this vocabulary.
-    Returns a list of (inputs, positions, labels) as mask_tokens gives them."""
-    tokens = corpus.split(split)
-    available = len(tokens) // (time - 2)
-    if not available:
+def cut(corpus, split, time, sequences=None):
+    """A split in sequences, int64 (sequences, time): all of it, the last one padded, or at most
+    `sequences` full ones, evenly spread over it."""
+    tokens, width = corpus.split(split), time - 2
+    full = len(tokens) // width
+    chosen = np.linspace(0, full - 1, min(sequences or full, full)).astype(np.int64)
+    ids, rest = pack(corpus, tokens, chosen * width, time), tokens[full * width:]
+    if sequences is None and len(rest):
+        last = np.array([[corpus.cls_id, *rest, corpus.sep_id]])
+        return np.concatenate([ids, np.pad(last, ((0, 0), (0, width - len(rest))),
+                                           constant_values=corpus.pad_id)])
+    if not full:
         raise UserError(f"data/{corpus.name}/{split}.bin: {len(tokens)} tokens are too few for one "
                         f"sequence of {time}: take a shorter seq_len or more text")
-    chosen = np.linspace(0, available - 1, min(sequences, available)).astype(np.int64)
-    masked = mask_tokens(pack(corpus, tokens, chosen * (time - 2), time),
-                         np.random.default_rng([0, 0]), corpus.vocab_size,
-                         corpus.special_ids, corpus.mask_id)
-    return list(zip(*(array.split(batch_size) for array in masked), strict=True))
+    return ids
 
 
-class Usage:
-    """Counts, while it is open, what every memory of a model reads: `with Usage(model) as usage`.
+def heldout(corpus, split, time, batch_size, sequences=None, masking=0):
+    """Masked batches of a split that is cut by cut(): a list of (inputs, positions, labels), as
+    mask_tokens gives them, and mask: (batch, time) bool, True at real tokens, None where all are.
+    What is masked depends on the seed `masking`, the text and the vocabulary, on nothing else."""
+    def draw(ids):
+        return mask_tokens(ids, rng, corpus.vocab_size, corpus.special_ids, corpus.mask_id)
 
-    A read of one head for one token is one access: our reading of the x of section 3.2.
-    counts[layer] is a dict of (n_slots,) arrays: `read` (times among the top k), `top1` (times
-    the best), `weight` (summed softmax weights), and `topk`. Hooks see nothing inside a compiled
-    model: give the raw one.
-    """
+    ids, rng = cut(corpus, split, time, sequences), np.random.default_rng([0, masking])
+    real = torch.from_numpy(ids != corpus.pad_id)
+    full, length = int(real.all(1).sum()), int(real[-1].sum())
+    parts = (part.split(batch_size) for part in draw(ids[:full]))
+    batches = [(*batch, None) for batch in zip(*parts, strict=True)] if full else []
+    if length < time:  # 15% of its own tokens are masked, then it is padded
+        inputs, positions, labels = draw(ids[-1:, :length])
+        inputs = F.pad(inputs, (0, time - length), value=corpus.pad_id)
+        batches.append((inputs, positions, labels, real[-1:]))
+    return batches
 
-    def __init__(self, model):
-        self.tables, self.counts, self.hooks = value_tables(model), {}, []
 
-    def __enter__(self):
-        for layer, table in self.tables.items():
-            device = table.weight.device
-            device = "cpu" if device.type == "mps" else device  # MPS has no float64
-            zeros = torch.zeros(len(table.weight), dtype=torch.int64, device=device)
-            self.counts[layer] = {"read": zeros, "top1": zeros.clone(), "weight": zeros.double()}
-            self.hooks.append(table.register_forward_hook(self._count(self.counts[layer])))
-        return self
+def progress(batches, what):
+    """The batches, one by one; every 10 s stderr says how far they are."""
+    start = shown = monotonic()
+    for done, batch in enumerate(batches, 1):
+        yield batch
+        if (now := monotonic()) - shown > 10:
+            eta, shown = timedelta(seconds=round((now - start) * (len(batches) / done - 1))), now
+            print(f"{what}: {done:,} of {len(batches):,} batches, ETA {eta}", file=sys.stderr)
 
-    def _count(self, counts):
-        def hook(table, inputs, output):
-            slots, weights = (part.to(counts["read"].device) for part in inputs[:2])
-            flat, n_slots = slots.flatten(), len(table.weight)
-            counts["read"] += flat.bincount(minlength=n_slots)
-            counts["top1"] += slots[..., 0].flatten().bincount(minlength=n_slots)
-            counts["weight"] += flat.bincount(weights.flatten().double(), minlength=n_slots)
-            counts["topk"] = slots.shape[-1]
-        return hook
 
-    def __exit__(self, *exception):
-        for hook in self.hooks:
+@contextlib.contextmanager
+def watch(model, see):
+    """While it is open, see(layer, slots, weights) is called with all that the memories of a model
+    read: (tokens, heads, topk) both, best first; padding is never looked up. Hooks see nothing
+    inside a compiled model: call the raw one."""
+    hooks = [table.register_forward_hook(
+        lambda table, inputs, output, layer=layer: see(layer, *inputs[:2]))
+        for layer, table in value_tables(model).items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
             hook.remove()
-        for counts in self.counts.values():
-            for name in ("read", "top1", "weight"):
-                counts[name] = counts[name].cpu().numpy()
+
+
+@contextlib.contextmanager
+def count_reads(model):
+    """Counts, while it is open, what every memory of a model reads: `with count_reads(model) as
+    counts`. A read of one head for one token is one access: our reading of the x of section 3.2.
+
+    counts[layer] is a dict of (n_slots,) arrays, `read` (times among the top k), `top1` (times the
+    best) and `weight` (summed softmax weights), of `topk`, and of `effective_k`: exp(entropy) of an
+    access's weights, 1 where one slot has it all, topk where they are equal; summed too.
+    """
+    counts = {}
+    for layer, table in value_tables(model).items():
+        device = table.weight.device
+        device = "cpu" if device.type == "mps" else device  # MPS has no float64
+        zeros = torch.zeros(len(table.weight), dtype=torch.int64, device=device)
+        counts[layer] = {"read": zeros, "top1": zeros.clone(), "weight": zeros.double(),
+                         "effective_k": zeros[0].double()}
+
+    def count(layer, slots, weights):
+        own = counts[layer]
+        slots, weights = slots.to(own["read"].device), weights.to(own["read"].device)
+        flat, n_slots = slots.flatten(), len(own["read"])
+        own["read"] += flat.bincount(minlength=n_slots)
+        own["top1"] += slots[..., 0].flatten().bincount(minlength=n_slots)
+        own["weight"] += flat.bincount(weights.flatten().double(), minlength=n_slots)
+        own["effective_k"] += torch.special.entr(weights).sum(-1).exp().sum(dtype=torch.float64)
+        own["topk"] = slots.shape[-1]
+
+    with watch(model, count):
+        yield counts
+    for own in counts.values():
+        own.update({name: own[name].cpu().numpy() for name in ("read", "top1", "weight")},
+                   effective_k=own["effective_k"].item())
 
 
 def write_usage(run, step, counts):
@@ -90,9 +141,20 @@ def write_usage(run, step, counts):
         np.savez_compressed(file, **arrays)
 
 
-def usage_metrics(read, top1, weight, topk):
-    """MU, top-1 MU, KL_u and KL_w (section 3.2; shares of 1, nats) from counts per slot, with
-    the number of accesses and the two usages that uniform reads would have reached with as many."""
+def read_usage(run):
+    """What write_usage wrote, oldest first: {step: {"layer2_top1": (n_slots,) counts, ...}}."""
+    if not read_settings(run)["memory_layers"]:
+        raise UserError(f"{run}: a run without memory has no usage snapshots")
+    files = sorted(Path(run, "usage").glob("step_*.npz"), key=lambda path: int(path.stem[5:]))
+    if not files:
+        raise UserError(f"{run}/usage: no snapshot yet: there is one every usage_interval steps")
+    return {int(path.stem[5:]): dict(np.load(path)) for path in files}
+
+
+def usage_metrics(read, top1, weight, topk, effective_k):
+    """MU, top-1 MU, KL_u and KL_w (section 3.2; shares of 1, nats) from count_reads' counts, the
+    mean effective k of an access, their number, and the two usages that uniform reads would have
+    reached with as many."""
     n_slots, accesses = len(read), int(top1.sum())
 
     def divergence(counts):
@@ -103,31 +165,35 @@ def usage_metrics(read, top1, weight, topk):
         return 1 - (1 - k / n_slots) ** accesses
 
     return {"mu": float((read > 0).mean()), "top1_mu": float((top1 > 0).mean()),
-            "kl_u": divergence(read), "kl_w": divergence(weight), "accesses": accesses,
+            "kl_u": divergence(read), "kl_w": divergence(weight),
+            "effective_k": effective_k / accesses, "accesses": accesses,
             "mu_uniform": uniform(topk), "top1_mu_uniform": uniform(1)}
 
 
 @torch.no_grad()
 def evaluate(model, batches, device, dtype=torch.float32):
     """Masked-language-model loss (nats), perplexity and accuracy over all masked positions of
-    `batches`, and usage_metrics of each memory layer under `layers`. Returns (results, counts)."""
+    `batches` (see heldout), and usage_metrics of each memory layer under `layers`. A compiled model
+    is measured through its raw module. Returns (results, counts)."""
+    model = getattr(model, "_orig_mod", model)
     was_training = model.training
     model.eval()
-    sums, total = torch.zeros(2, device=device), 0
-    with Usage(model) as usage:
-        for inputs, positions, labels in batches:
-            total += (labels != -100).sum().item()
-            labels = labels.to(device)
+    loss = hits = total = 0
+    with count_reads(model) as counts:
+        for inputs, positions, labels, mask in batches:
+            labels = labels.to(device).flatten()
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                logits = model(inputs.to(device), positions.to(device)).float()
-            sums[0] += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-            sums[1] += (logits.argmax(2) == labels).sum()
+                logits = model(inputs.to(device), positions.to(device),
+                               mask=None if mask is None else mask.to(device))
+            logits = logits.flatten(0, 1).float()
+            loss += F.cross_entropy(logits, labels, reduction="sum").item()
+            hits += (logits.argmax(1) == labels).sum().item()
+            total += (labels != -100).sum().item()
     model.train(was_training)
-    loss, hits = sums.tolist()
     results = {"loss": loss / total, "perplexity": math.exp(min(loss / total, 700)),
                "accuracy": hits / total, "masked_tokens": total,
-               "layers": {n: usage_metrics(**counts) for n, counts in usage.counts.items()}}
-    return results, usage.counts
+               "layers": {n: usage_metrics(**layer) for n, layer in counts.items()}}
+    return results, counts
 
 
 def describe(results):
@@ -139,43 +205,6 @@ def describe(results):
                f"KL_w {m['kl_w']:.2f}, {m['accesses']:,} accesses")
 
 
-def load_run(path):
-    """(model in evaluation mode, tokenizer, where they are) of a run's folder, a checkpoint or
-    weights in Hugging Face layout (see find_weights)."""
-    place, vocab = find_weights(path)
-    return load_model(place).eval(), build_tokenizer(vocab), place
-
-
-@torch.no_grad()
-def fill(args):
-    """The five likeliest words for each [MASK], and the slots that were read there."""
-    model, tokenizer, checkpoint = load_run(args.run)
-    if not isinstance(model, MaskedLM):
-        raise UserError(f"{checkpoint}: fine-tuned: it guesses no words any more")
-    *_, first, last, mask = special_tokens(tokenizer.get_vocab())
-    ids = tokenizer.encode(first + args.text.replace("[MASK]", mask) + last).ids
-    masks = [i for i, token in enumerate(ids) if token == tokenizer.token_to_id(mask)]
-    if not masks:
-        raise UserError(f"no [MASK] in {args.text!r}: write one where a word is to be guessed")
-    reads = {}
-    for layer, table in value_tables(model).items():
-        table.register_forward_hook(lambda _, inputs, output, layer=layer:
-                                    reads.update({layer: inputs[:2]}))
-    logits = model(torch.tensor([ids]), torch.tensor([masks]))[0]
-    print(f"{checkpoint}: {args.text}")
-    for place, probabilities in zip(masks, logits.softmax(1), strict=True):
-        best = probabilities.topk(5)
-        print(f"[MASK] at token {place}:")
-        for p, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-            print(f"  {p:6.1%}  {tokenizer.id_to_token(token)}")
-        for layer, (slots, weights) in reads.items():
-            print(f"  layer {layer} read, slot (weight), best 3 of "
-                  f"{slots.shape[2]} per head:")
-            for head, (slot, weight) in enumerate(zip(slots[place], weights[place], strict=True)):
-                best3 = zip(slot[:3].tolist(), weight[:3].tolist(), strict=True)
-                print(f"    head {head + 1}: " + "  ".join(f"{s} ({w:.2f})" for s, w in best3))
-
-
 def read_settings(run):
     """config.json of a run: its resolved settings, and where it started."""
     try:
@@ -185,6 +214,161 @@ def read_settings(run):
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{run}/config.json: not readable ({error}): is {run} a run?") from None
     return settings
+
+
+def load_run(path):
+    """(model in evaluation mode, tokenizer, where they are) of a run's folder, a checkpoint or
+    weights in Hugging Face layout (see find_weights)."""
+    place, vocab = find_weights(path)
+    return load_model(place).eval(), build_tokenizer(vocab), place
+
+
+def trained_on(path):
+    """The length of the sequences that a model was trained on, and the name of the corpus; of
+    weights in Hugging Face layout the number of positions, and None."""
+    place, _ = find_weights(path)
+    if (place / "model.pt").is_file():
+        settings = read_settings(place.parent)
+        return settings["seq_len"], settings["dataset"]
+    return read_weights(place)["config"]["max_len"], None
+
+
+def open_corpus(name, path):
+    """The corpus data/<name>, which must have the vocabulary of the run `path`."""
+    corpus, (_, vocab) = Corpus(name), find_weights(path)
+    if read_vocab(corpus.folder) != read_vocab(vocab):
+        raise UserError(f"{path} has another vocabulary than data/{name}: prepare the corpus with "
+                        f"--vocab {vocab}, or leave one of them out")
+    return corpus
+
+
+def report(header, rows, note, data, out):
+    """Print a table in Markdown and a note on it; with `out`, keep them as <out>.md and `data` as
+    <out>.json."""
+    rows = [[str(cell).replace("|", "\\|") for cell in row] for row in [header, *rows]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    text = "".join(f"| {' | '.join(map(str.ljust, row, widths))} |\n" for row in rows)
+    text += f"\n{note}\n"
+    print(text, end="")
+    for suffix, content in ((".md", text), (".json", json.dumps(data, indent=1) + "\n")):
+        if out:
+            with atomic(out + suffix) as temporary:
+                temporary.write_text(content, encoding="utf-8")
+            print(f"wrote {out}{suffix}")
+
+
+def table(args):
+    """Table 2: perplexity on each corpus, and the usage of each memory layer on one of them."""
+    usage_data = args.usage_data or args.data[0]
+    names = list(dict.fromkeys([*args.data, usage_data]))
+    for path in args.runs:  # mistakes come before the long work
+        if read_weights(path).get("head"):
+            raise UserError(f"{path}: fine-tuned: it guesses no words any more")
+        for name in names:
+            open_corpus(name, path)
+    time = min(trained_on(path)[0] for path in args.runs)
+    device, dtype = setup(args.device, args.dtype)
+    runs, rows = [], []
+    for number, path in enumerate(args.runs, 1):
+        model, _, checkpoint = load_run(path)
+        model, results = model.to(device), {name: [] for name in names}
+        for name, masking in itertools.product(names, range(args.repeats)):
+            batches = heldout(Corpus(name), "test", time, args.batch_size, args.sequences, masking)
+            what = f"{path} ({number} of {len(args.runs)}), data/{name}, masking {masking + 1}"
+            results[name].append(evaluate(model, progress(batches, what), device, dtype)[0])
+        runs.append({"run": path, "checkpoint": str(checkpoint), "results": results})
+        rows.append([path, *cells(results, args.data, usage_data)])
+        del model  # before the next one is loaded
+    header = ["run", "layers", *(name for name, *_ in COLUMNS), *(f"{d} ppl" for d in args.data)]
+    note = (f"Test splits, {args.sequences or 'all'} sequences of {time}; usage on data/{usage_data}"
+            + f"; mean [lowest, highest] of {args.repeats} maskings" * (args.repeats > 1) + ".")
+    report(header, rows, note, {"note": note, "usage_data": usage_data, "runs": runs}, args.out)
+
+
+COLUMNS = [("MU %", "mu", ".1f", 100), ("uniform", "mu_uniform", ".1f", 100),
+           ("top-1 MU %", "top1_mu", ".1f", 100), ("uniform", "top1_mu_uniform", ".1f", 100),
+           ("KL_u", "kl_u", ".2f", 1), ("KL_w", "kl_w", ".2f", 1),
+           ("effective k", "effective_k", ".1f", 1), ("accesses", "accesses", ",.0f", 1)]
+
+
+def cells(results, data, usage_data):
+    """A run's cells of the table; results: {corpus: evaluate's results, one for each masking}."""
+    usage = [masking["layers"] for masking in results[usage_data]]
+    yield "/".join(map(str, usage[0])) or "-"
+    for _, key, form, scale in COLUMNS:
+        means = [scale * np.mean([layers[n][key] for layers in usage]) for n in usage[0]]
+        same = key.endswith("uniform") or key == "accesses"  # for all layers: stands once
+        yield "/".join(f"{mean:{form}}" for mean in means[:1 if same else None]) or "-"
+    for name in data:
+        found = [masking["perplexity"] for masking in results[name]]
+        spread = f" [{min(found):.2f}, {max(found):.2f}]" if len(found) > 1 else ""
+        yield f"{np.mean(found):.2f}{spread}"
+
+
+def last_used(snapshots):
+    """(1 + snapshots,) slots by the last of several (n_slots,) top-1 counts, oldest first, that is
+    above 0 for them; slots that were never top-1 come first."""
+    last = np.zeros(len(snapshots[0]), int)
+    for number, top1 in enumerate(snapshots, 1):
+        last[top1 > 0] = number
+    return np.bincount(last, minlength=len(snapshots) + 1)
+
+
+def staleness(args):
+    """Figure 2: how many slots were top-1 for the last time at which usage snapshot of a run."""
+    found = []
+    for path in args.runs:
+        snapshots = read_usage(path)
+        for n in read_settings(path)["memory_layers"]:
+            top1 = [arrays[f"layer{n}_top1"] for arrays in snapshots.values()]
+            share = (last_used(top1) / len(top1[0])).tolist()
+            found.append({"run": path, "layer": n, "accesses": int(top1[-1].sum()),
+                          "slots": dict(zip(["never", *snapshots], share, strict=True))})
+    bars = ["never", *sorted({step for own in found for step in list(own["slots"])[1:]})]
+    report(["run", "layer", "accesses", *bars],
+           [[own["run"], own["layer"], f"{own['accesses']:,}",
+             *(f"{own['slots'][bar]:.1%}" if bar in own["slots"] else "" for bar in bars)]
+            for own in found],
+           "Share of the slots by the step of the last snapshot at which they were top-1. Accesses: "
+           "in a snapshot.", found, args.out)
+    if args.out:
+        draw_staleness(found, args.out)
+
+
+def subplots(*shape, **settings):
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("figures need matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    return pyplot.subplots(*shape, squeeze=False, layout="constrained", **settings)
+
+
+def save_figure(figure, out):
+    for suffix in (".png", ".svg"):
+        with atomic(out + suffix) as temporary:
+            figure.savefig(temporary, format=suffix[1:], dpi=150)
+        print(f"wrote {out}{suffix}")
+
+
+def draw_staleness(found, out):
+    """A panel for each run and layer: runs may have different snapshots."""
+    columns = len({own["layer"] for own in found})
+    figure, panels = subplots(-(-len(found) // columns), columns, sharey=True,
+                              figsize=(5.5 * columns, 0.5 + 1.6 * len(found) / columns))
+    for own, axes in zip(found, panels.flat, strict=False):
+        axes.set_title(f"{Path(own['run']).name}, layer {own['layer']}", fontsize=9)
+        bars, shares = zip(*own["slots"].items(), strict=True)
+        drawn = axes.bar([str(bar) for bar in bars], [100 * share for share in shares],
+                         color=["white"] + ["C0"] * (len(bars) - 1), edgecolor="black")
+        axes.bar_label(drawn, fmt="%.1f", fontsize=7)
+        axes.margins(y=0.15)
+        axes.tick_params(labelsize=8)
+    figure.supxlabel("step of the last snapshot at which a slot was top-1", fontsize=10)
+    figure.supylabel("slots (%)", fontsize=10)
+    save_figure(figure, out)
 
 
 def read_evaluations(run):
@@ -202,62 +386,202 @@ def read_evaluations(run):
 
 
 def curves(args):
-    """Perplexity against step, and top-1 usage of each memory layer (Figure 3, and what explains
-    it): one figure over several runs; their last evaluations as a table on the screen."""
-    runs = [(Path(path).name, read_evaluations(path)) for path in args.runs]
-    print(f"{'run':24} {'steps':>7} {'perplexity':>10} {'accuracy':>8}  top-1 MU by layer")
-    for name, evaluations in runs:
-        last = evaluations[-1]
-        usage = "  ".join(f"{n}: {m['top1_mu']:.1%}" for n, m in last["layers"].items())
-        print(f"{name:24} {last['step']:7,d} {last['perplexity']:10.2f} "
-              f"{last['accuracy']:8.1%}  {usage}")
+    """Figure 3: perplexity against step, and beside it top-1 usage, for several runs."""
+    settings = [read_settings(path) for path in args.runs]
+    for path, own in zip(args.runs, settings, strict=True):
+        if any(own[key] != settings[0][key] for key in ("tokenizer_hash", "dataset")):
+            raise UserError(f"{path} has another vocabulary or corpus than {args.runs[0]}: their "
+                            "perplexities cannot be compared")
+    found = {path: read_evaluations(path) for path in args.runs}
+    rows = []
+    for path, evaluations in found.items():
+        first, last = evaluations[0], evaluations[-1]
+        usage = "/".join(f"{100 * m['top1_mu']:.1f}" for m in last["layers"].values())
+        rows.append([path, f"{last['step']:,}", *(f"{e['perplexity']:.2f}" for e in (first, last)),
+                     f"{last['accuracy']:.1%}", "/".join(last["layers"]) or "-", usage or "-"])
+    report(["run", "steps", "first ppl", "last ppl", "accuracy", "layers", "top-1 MU %"], rows,
+           f"Held-out text of data/{settings[0]['dataset']}; the steps of the initial model count.",
+           found, args.out)
     if args.out:
-        draw_curves(runs, Path(args.out))
+        draw_curves(found, args.out)
 
 
-def draw_curves(runs, out):
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("figures need matplotlib: pip install matplotlib") from None
-    if out.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"{out}: expected a name that ends in .png, .svg or .pdf")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+# Okabe and Ito's colours from dark to light, each with a line style: told apart in grey, too
+LOOKS = [{"color": color, "linestyle": style} for color, style in zip(
+    ("black", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"),
+    ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (9, 3)), (0, (1, 3))), strict=True)]
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    styles = ["-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3))]
-    best = min(evaluations[-1]["perplexity"] for _, evaluations in runs)
-    for i, (name, evaluations) in enumerate(runs):
-        steps = [e["step"] for e in evaluations]
-        look = {"color": f"C{i}", "linestyle": styles[i % len(styles)]}
-        left.plot(steps, [e["perplexity"] for e in evaluations], label=name, **look)
+
+def draw_curves(found, out):
+    """Zoomed to low perplexity: up to where the runs that go on from another model start."""
+    figure, [[left, right]] = subplots(1, 2, figsize=(11, 4.2))
+    low = min(evaluations[-1]["perplexity"] for evaluations in found.values())
+    top = 1.05 * max([2 * low, *(e[0]["perplexity"] for e in found.values() if e[0]["step"])])
+    for (path, evaluations), look in zip(found.items(), itertools.cycle(LOOKS), strict=False):
+        steps, name = [e["step"] for e in evaluations], Path(path).name
+        perplexities = [e["perplexity"] for e in evaluations]
+        start = {"marker": "o", "markevery": [0], "fillstyle": "none"} if steps[0] else {}
+        left.plot(steps, perplexities, label=name, **look, **start)
         for layer, marker in zip(evaluations[-1]["layers"], "os^vDx", strict=False):
             right.plot(steps, [100 * e["layers"][layer]["top1_mu"] for e in evaluations],
                        marker=marker, markersize=4, label=f"{name}, layer {layer}", **look)
-    left.set(ylabel="MLM perplexity, held-out text", ylim=(0.95 * best, 2.2 * best))
+    shown = [e["step"] for evals in found.values() for e in evals if e["perplexity"] <= top]
+    left.set(ylabel="MLM perplexity, held-out text", yscale="log", ylim=(0.95 * low, top))
+    ticks = [digit * 10**n for n in range(6) for digit in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8)]
+    ticks = [tick for tick in ticks if 0.95 * low <= tick <= top]
+    left.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    left.minorticks_off()
     right.set(ylabel="top-1 memory usage (%)", ylim=(0, 102))
     for axes in (left, right):
-        axes.set_xlabel("training steps, those of the initial model included")
+        axes.set(xlabel="training steps, those of the initial model included",
+                 xlim=(min(shown) - 0.02 * (max(shown) - min(shown)), None))
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(fontsize=8)
-    with atomic(out) as temporary:
-        figure.savefig(temporary, format=out.suffix[1:], dpi=150)
-    print(f"wrote {out}")
+    save_figure(figure, out)
+
+
+class Text:
+    """Test text of a corpus, and what a model's memories read in it with nothing masked.
+    ids: (sequences, time); reads[layer]: (slots, weights), (tokens, heads, topk) both."""
+
+    @torch.no_grad()
+    def __init__(self, args, model):
+        time, dataset = trained_on(args.run)
+        if not (args.data or dataset):
+            raise UserError(f"{args.run}: its corpus is not known: --data NAME")
+        corpus, reads = open_corpus(args.data or dataset, args.run), {}
+        self.name, self.tokenizer = corpus.name, corpus.tokenizer()
+        self.ids = cut(corpus, "test", time, args.sequences)
+        device, _ = setup(args.device, "float32")
+        model = model.to(device)
+        with watch(model, lambda layer, *read: reads.setdefault(layer, []).append(
+                [part.cpu() for part in read])):
+            for batch in progress(torch.from_numpy(self.ids).split(8), f"data/{corpus.name}"):
+                model.bert(batch.to(device))
+        self.reads = {layer: [torch.cat(parts).numpy() for parts in zip(*read, strict=True)]
+                      for layer, read in reads.items()}
+
+    def contexts(self, layer, slot, most, width=8):
+        """The `most` different contexts, `width` tokens to each side, of the tokens that read a
+        slot most strongly: [(weight, summed over the heads; text with the token marked)]."""
+        slots, weights = self.reads[layer]
+        at = np.nonzero(slots == slot)
+        weight, found = np.bincount(at[0], weights[at]), {}
+        for token in np.argsort(-weight, kind="stable")[:np.count_nonzero(weight)]:
+            row, place = divmod(token, self.ids.shape[1])
+            parts = np.split(self.ids[row, max(0, place - width):place + width + 1],
+                             [min(place, width), min(place, width) + 1])
+            left, word, right = (self.tokenizer.decode(part, skip_special_tokens=False)
+                                 for part in parts)
+            found.setdefault(f"{left} «{word.strip()}» {right}".strip(), weight[token].item())
+            if len(found) == most:
+                break
+        return [(weight, words) for words, weight in found.items()]
+
+
+def slots(args):
+    """The most read slots of a layer, or given ones, and the contexts that read them most."""
+    model, _, checkpoint = load_run(args.run)
+    tables = value_tables(model)
+    if args.layer not in tables:
+        raise UserError(f"{args.run}: no memory in layer {args.layer}, but in layers "
+                        f"{', '.join(map(str, tables)) or '(none)'}")
+    n_slots = len(tables[args.layer].weight)
+    if bad := [slot for slot in args.slot if not 0 <= slot < n_slots]:
+        raise UserError(f"slot {bad[0]}: layer {args.layer} has slots 0 to {n_slots - 1}")
+    text = Text(args, model)
+    reads, rows, found = text.reads[args.layer][0], [], []
+    read, top1 = (np.bincount(s.ravel(), minlength=n_slots) for s in (reads, reads[..., 0]))
+    for slot in args.slot or np.argsort(-read, kind="stable")[:args.most].tolist():
+        counts = {"slot": slot, "reads": int(read[slot]), "top1": int(top1[slot])}
+        contexts = text.contexts(args.layer, slot, args.contexts)
+        found.append({**counts, "contexts": contexts})
+        rows += [[*counts.values(), f"{weight:.2f}", words]
+                 for weight, words in contexts or [(0, "(never read)")]]
+    report(["slot", "reads", "top-1", "weight", "context"], rows,
+           f"Layer {args.layer} of {checkpoint}; {len(reads):,} tokens of data/{text.name} x "
+           f"{reads.shape[1]} heads; weights are summed over the heads.", found, args.out)
+
+
+@torch.no_grad()
+def fill(args):
+    """The likeliest words for each [MASK], the slots read there, and what else reads those."""
+    model, tokenizer, checkpoint = load_run(args.run)
+    if not isinstance(model, MaskedLM):
+        raise UserError(f"{checkpoint}: fine-tuned: it guesses no words any more")
+    *_, first, last, mask = special_tokens(tokenizer.get_vocab())
+    ids = tokenizer.encode(first + args.text.replace("[MASK]", mask) + last).ids
+    masks = [i for i, token in enumerate(ids) if token == tokenizer.token_to_id(mask)]
+    if not masks:
+        raise UserError(f"no [MASK] in {args.text!r}: write one where a word is to be guessed")
+    reads, text = {}, None
+    with watch(model, lambda layer, *read: reads.update({layer: read})):
+        logits = model(torch.tensor([ids]), torch.tensor([masks]))[0]
+    try:
+        text = Text(args, model) if reads else None
+    except UserError as error:  # a run can be used without its corpus
+        if args.data:
+            raise
+        print(f"what else reads the slots is not shown: {error}")
+    print(f"{checkpoint}: {args.text}")
+    for place, probabilities in zip(masks, logits.softmax(1), strict=True):
+        best = probabilities.topk(5)
+        print(f"[MASK] at token {place}:")
+        for p, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            print(f"  {p:6.1%}  {tokenizer.id_to_token(token)}")
+        for layer, (slots, weights) in reads.items():
+            print(f"  layer {layer} read, slot (weight), best 3 of {slots.shape[2]} per head; what "
+                  "else reads the best")
+            for head, (slot, weight) in enumerate(zip(slots[place], weights[place], strict=True)):
+                best3 = zip(slot[:3].tolist(), weight[:3].tolist(), strict=True)
+                print(f"    head {head + 1}: " + "  ".join(f"{s} ({w:.2f})" for s, w in best3))
+                for w, words in text.contexts(layer, slot[0].item(), args.contexts) if text else ():
+                    print(f"      ({w:.2f}) {words}")
+
+
+def positive(text):
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected at least 1")
+    return int(text)
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser = Parser(description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("fill", help=fill.__doc__)
-    command.add_argument("run", help="out/<run>, or one of its checkpoints")
-    command.add_argument("text", help="a text with [MASK] in it")
-    command.set_defaults(call=fill)
-    command = commands.add_parser("curves", help="perplexity and top-1 usage of runs, as a figure")
-    command.add_argument("runs", nargs="+", metavar="RUN", help="out/<run>")
-    command.add_argument("--out", help="the figure's file: .png, .svg or .pdf")
-    command.set_defaults(call=curves)
+
+    def command(call, *parents):
+        new = commands.add_parser(call.__name__, parents=parents, help=call.__doc__.split("\n")[0])
+        new.set_defaults(call=call)
+        return new.add_argument
+
+    out, several, one = (argparse.ArgumentParser(add_help=False) for _ in range(3))
+    out.add_argument("--out", metavar="NAME", help="keep the results as NAME.md, NAME.json, ...",
+                     type=lambda name: re.sub(r"\.(md|json|png|svg)$", "", name))
+    several.add_argument("runs", nargs="+", metavar="RUN", help="out/<run>")
+    one.add_argument("run", metavar="RUN", help="out/<run>, or one of its checkpoints")
+    one.add_argument("--data", metavar="NAME", help="data/NAME instead of the run's own corpus")
+    one.add_argument("--sequences", type=positive, default=512, metavar="N",
+                     help="how many of its test split at most, evenly spread (512)")
+    one.add_argument("--device", default="auto", help="cuda, mps, cpu")
+    one.add_argument("--contexts", type=positive, default=3, metavar="N", help="for a slot (3)")
+
+    add = command(table, several, out)
+    add("--data", nargs="+", required=True, metavar="NAME", help="data/NAME: perplexity on it")
+    add("--usage_data", metavar="NAME", help="where usage is counted (the first of --data)")
+    add("--repeats", type=positive, default=1, metavar="N", help="maskings (1)")
+    add("--sequences", type=positive, metavar="N", help="a quick look at N, evenly spread (all)")
+    add("--batch_size", type=positive, default=8, metavar="N", help="sequences (8)")
+    add("--device", default="auto", help="cuda, mps, cpu")
+    add("--dtype", default="auto", help="float32, bfloat16, float16")
+    command(staleness, several, out)
+    command(curves, several, out)
+    add = command(slots, one, out)
+    add("--layer", type=int, required=True, help="counted from 1")
+    add("--slot", type=int, nargs="+", default=[], metavar="N", help="these slots")
+    add("--most", type=positive, default=10, metavar="N", help="or the N most read (10)")
+    command(fill, one)("text", help="a text with [MASK] in it")
     args = parser.parse_args(argv)
     args.call(args)
 

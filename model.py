@@ -344,25 +344,27 @@ def read_weights(path):
     of Hugging Face's what there is), and maybe head and labels, as save_checkpoint writes it."""
     place, vocab = find_weights(path)
     if (place / "model.pt").is_file():
-        return load_file(place / "model.pt")
+        return load_file(place / "model.pt", mmap=True)
     return _read_huggingface(place, vocab)
 
 
 def load_model(path):
-    """The MaskedLM, Classifier or SpanReader of `path` (see find_weights)."""
+    """The MaskedLM, Classifier or SpanReader of `path` (see find_weights). It maps a checkpoint's
+    file, and has no second copy in memory; writing to the model does not change the file."""
     saved = read_weights(path)
     model = build_model(BertConfig(**saved["config"]), saved.get("head"), saved.get("labels", ()))
     # Hugging Face leaves the pooler out where the head has no use for it
     spare = {} if isinstance(model, Classifier) else {
         name: w for name, w in model.state_dict().items() if name.startswith("bert.pooler.")}
-    load_weights(model, spare | saved["weights"], path)
+    load_weights(model, spare | saved["weights"], path, assign=find_checkpoint(path) is not None)
     return model
 
 
-def load_file(path, hint="remove its folder to use an older checkpoint"):
-    """torch.load(weights_only=True): tensors and plain Python, nothing that runs."""
+def load_file(path, hint="remove its folder to use an older checkpoint", mmap=False):
+    """torch.load(weights_only=True): tensors and plain Python, nothing that runs. With mmap, a
+    tensor is read from disk when it is first used."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
         raise UserError(f"{path}: truncated, damaged or no file of tensors ({type(error).__name__}; "
                         f"nothing in it was run): {hint}") from None
@@ -379,9 +381,10 @@ def load_optimizer(checkpoint, model, optimizer):
     return state
 
 
-def load_weights(model, weights, source, partial=False):
-    """Copy a state dict into the model. Every tensor must be there in the model's shape; with
-    `partial` it may lack some, or bring more. Returns the names that were copied."""
+def load_weights(model, weights, source, partial=False, assign=False):
+    """Copy a state dict into the model, or with `assign` let the model have its tensors. Each must
+    be there in the model's shape; with `partial` it may lack some, or bring more. Returns the
+    names that were copied."""
     own = model.state_dict()
     for name in sorted(own.keys() & weights.keys()):
         if own[name].shape != weights[name].shape:
@@ -391,7 +394,7 @@ def load_weights(model, weights, source, partial=False):
         name = min(own.keys() ^ weights.keys())
         has = "no" if name in own else "an unknown"
         raise UserError(f"{source}: it has {has} {name}: this is another kind of model")
-    model.load_state_dict(weights, strict=False)
+    model.load_state_dict(weights, strict=False, assign=assign)
     return own.keys() & weights.keys()
 
 

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -726,9 +727,10 @@ def test_init_from_another_shape(plain_run):
 
 def plain_usage(slots, weights, n_slots):
     """Section 3.2 read by read; slots, weights: (accesses, topk) lists, best first."""
-    read, weight, top1 = [0] * n_slots, [0.0] * n_slots, [0] * n_slots
+    read, weight, top1, effective_k = [0] * n_slots, [0.0] * n_slots, [0] * n_slots, 0.0
     for access, shares in zip(slots, weights, strict=True):
         top1[access[0]] += 1
+        effective_k += math.prod(share ** -share for share in shares)
         for slot, share in zip(access, shares, strict=True):
             read[slot] += 1
             weight[slot] += share
@@ -737,54 +739,136 @@ def plain_usage(slots, weights, n_slots):
         total = sum(counts)
         return sum(c / total * math.log(c / total * n_slots) for c in counts if c)
 
+    n = len(slots)
     return {"mu": sum(map(bool, read)) / n_slots, "top1_mu": sum(map(bool, top1)) / n_slots,
-            "kl_u": kl(read), "kl_w": kl(weight), "accesses": len(slots)}, read, top1, weight
+            "kl_u": kl(read), "kl_w": kl(weight), "effective_k": effective_k / n, "accesses": n,
+            "mu_uniform": 1 - (1 - len(slots[0]) / n_slots) ** n,
+            "top1_mu_uniform": 1 - (1 - 1 / n_slots) ** n}, read, top1, weight
 
 
 def test_usage_metrics_known_answers():
     one, every = np.zeros(64), np.ones(64)
     one[5] = 10
-    m = measure.usage_metrics(one, one, one, topk=1)
-    assert m["mu"] == m["top1_mu"] == 1 / 64 and m["accesses"] == 10
+    m = measure.usage_metrics(one, one, one, topk=1, effective_k=10)
+    assert m["mu"] == m["top1_mu"] == 1 / 64 and m["accesses"] == 10 and m["effective_k"] == 1
     assert m["kl_u"] == m["kl_w"] == pytest.approx(math.log(64))
     assert m["mu_uniform"] == m["top1_mu_uniform"] == pytest.approx(1 - (63 / 64) ** 10)
-    m = measure.usage_metrics(4 * every, every, every / 3, topk=4)
+    m = measure.usage_metrics(4 * every, every, every / 3, topk=4, effective_k=64 * 2.5)
     assert m["mu"] == m["top1_mu"] == 1 and abs(m["kl_u"]) + abs(m["kl_w"]) < 1e-12
-    assert m["mu_uniform"] == pytest.approx(1 - (60 / 64) ** 64)
+    assert m["mu_uniform"] == pytest.approx(1 - (60 / 64) ** 64) and m["effective_k"] == 2.5
+    four = np.repeat([10.0, 0.0], [4, 60])  # every access reads the same 4 slots
+    m = measure.usage_metrics(four, one, np.repeat([4, 3, 2, 1, 0.0], [1, 1, 1, 1, 60]), 4, 30)
+    assert m["mu"] == 4 / 64 and m["kl_u"] == pytest.approx(math.log(64 / 4))
+    assert math.log(64 / 4) < m["kl_w"] < math.log(64)
     half = np.repeat([2.0, 0.0], 32)  # slots that are never read add nothing
-    m = measure.usage_metrics(half, half, half, topk=1)
+    m = measure.usage_metrics(half, half, half, topk=1, effective_k=64)
     assert m["mu"] == 0.5 and m["kl_u"] == pytest.approx(math.log(2))
 
 
-def test_evaluate_counts_every_read_and_knows_the_uniform_model():
-    model = tiny_bert(memory_layers=(1, 3)).train()
-    reads = {1: ([], []), 3: ([], [])}
-    for layer, (slots, weights) in reads.items():
-        memory = model.bert.layers[layer - 1].memory
+def record_search(model):
+    """{layer: calls}, each the (slots, weights) of a search, taken from within the memory."""
+    calls = {}
+    for layer, block in enumerate(model.bert.layers, 1):
+        if block.beta:
+            calls[layer] = []
 
-        def search(query, found=memory.search, slots=slots, weights=weights):
-            result = found(query)
-            slots.extend(result[0].flatten(0, 1).tolist())
-            weights.extend(result[1].flatten(0, 1).tolist())
-            return result
-        memory.search = search
+            def search(query, found=block.memory.search, own=calls[layer]):
+                own.append(found(query))
+                return own[-1]
+            block.memory.search = search
+    return calls
+
+
+def test_evaluate_counts_every_read_but_padding_and_knows_the_uniform_model():
+    model = tiny_bert(memory_layers=(1, 3)).train()
+    calls = record_search(model)
     nn.init.zeros_(model.bert.words.weight)  # the tied decoder: all logits 0
-    batches = [(torch.randint(40, (n, 12)), torch.randint(12, (n, 2)), torch.randint(40, (n, 2)))
-               for n in (4, 4, 1)]
+    masks = [None, torch.arange(12) < torch.tensor([[12], [5], [1], [9]]), None]
+    batches = [(torch.randint(40, (n, 12)), torch.randint(12, (n, 2)), torch.randint(40, (n, 2)), m)
+               for n, m in zip((4, 4, 1), masks, strict=True)]
     batches[0][2][0] = -100
     before = [b.clone() for b in model.buffers()]
     results, counts = measure.evaluate(model, batches, torch.device("cpu"))
     assert model.training and all(map(torch.equal, before, model.buffers()))
     assert results["perplexity"] == pytest.approx(40) and results["masked_tokens"] == 16
-    assert results["accuracy"] == sum((labels == 0).sum().item() for *_, labels in batches) / 16
-    for layer, (slots, weights) in reads.items():
-        assert len(slots) == 9 * 12 * 2  # tokens x heads
+    assert results["accuracy"] == sum((b[2] == 0).sum().item() for b in batches) / 16
+    assert calls.keys() == results["layers"].keys() == {1, 3}
+    for layer, reads in calls.items():
+        slots, weights = (torch.cat(part).flatten(0, 1).tolist()
+                          for part in zip(*reads, strict=True))
+        assert len(slots) == (5 * 12 + 27) * 2  # real tokens x heads
         metrics, read, top1, weight = plain_usage(slots, weights, 16)
         assert counts[layer]["read"].tolist() == read and counts[layer]["top1"].tolist() == top1
         assert counts[layer]["weight"].tolist() == pytest.approx(weight)
-        uniform = {f"{name}_uniform": 1 - (1 - k / 16) ** 216
-                   for name, k in (("mu", 3), ("top1_mu", 1))}
-        assert results["layers"][layer] == pytest.approx({**metrics, **uniform})
+        assert results["layers"][layer] == pytest.approx(metrics, rel=1e-6, abs=1e-6)
+
+
+def test_effective_k_of_known_weights():
+    """One slot that has it all: 1; all alike: topk. Averaged over the accesses."""
+    model = tiny_bert(memory_layers=(2,)).eval()
+    slots = torch.tensor([[[0, 1, 2], [3, 4, 5]]], dtype=torch.int32)
+    weights = torch.tensor([[[1.0, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3]]])
+    with torch.no_grad(), measure.count_reads(model) as counts:
+        model.bert.layers[1].memory.values(slots, weights)
+    metrics = measure.usage_metrics(**counts[2])
+    assert metrics["effective_k"] == pytest.approx(2) and metrics["accesses"] == 2
+
+
+class Stub(nn.Module):
+    """A model whose prediction is the same everywhere: token 1 at 1/2, 2 at 1/4, 3 at 1/8."""
+
+    def __init__(self):
+        super().__init__()
+        self.bert = nn.Module()
+        self.bert.layers = nn.ModuleList()
+
+    def forward(self, ids, positions, mask=None):
+        return torch.tensor([0.1, 0.5, 0.25, 0.125, 0.025]).log().expand(*positions.shape, 5)
+
+
+def test_perplexity_of_a_stub():
+    batches = [(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64),
+                torch.tensor(labels), None) for labels in ([[1, -100], [2, 3]], [[-100, -100]] * 2)]
+    results, _ = measure.evaluate(Stub(), batches, torch.device("cpu"))
+    assert results["perplexity"] == pytest.approx((2 * 4 * 8) ** (1 / 3), rel=1e-6)
+    assert results["masked_tokens"] == 3 and results["accuracy"] == pytest.approx(1 / 3)
+
+
+def test_a_compiled_model_is_measured_through_its_raw_module():
+    """Compiled and called before: hooks that come later are not seen by its graph."""
+    model = tiny_bert(memory_layers=(1, 3)).eval()
+    batch = (torch.randint(40, (2, 12)), torch.tensor([[1], [2]]), torch.tensor([[7], [9]]), None)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(batch[0], batch[1], mask=None)
+        with measure.count_reads(compiled) as counts:
+            compiled(batch[0], batch[1], mask=None)
+    assert all(layer["read"].sum() == 0 for layer in counts.values())  # which is the trap
+    results, counts = measure.evaluate(compiled, [batch], torch.device("cpu"))
+    torch._dynamo.reset()
+    expected, reference = measure.evaluate(model, [batch], torch.device("cpu"))
+    assert results == expected and results["layers"][1]["accesses"] == 2 * 12 * 2
+    assert all(np.array_equal(counts[n]["read"], reference[n]["read"]) for n in (1, 3))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_loading_a_model_keeps_one_copy(tmp_path):
+    """And writing to it leaves the file as it was."""
+    model = tiny_bert(memory_layers=(2,), n_keys=512, d_model=64)  # 67 MB of values
+    optimizer = torch.optim.AdamW(bert.optimizer_groups(model, 0))
+    file = bert.save_checkpoint(tmp_path, 1, model, optimizer, {}) / "model.pt"
+    before = hashlib.sha256(file.read_bytes()).digest()
+    code = ("import sys, model as bert\n"
+            "def kb(): return next(int(line.split()[1]) for line in open('/proc/self/status') "
+            "if line.startswith('VmHWM'))\n"
+            "start = kb(); loaded = bert.load_model(sys.argv[1]); peak = kb() - start\n"
+            "for p in loaded.parameters(): p.data.zero_()\n"
+            "print(peak)")
+    peak = subprocess.run([sys.executable, "-c", code, str(file.parent)], cwd=ROOT, check=True,
+                          capture_output=True, text=True).stdout
+    assert int(peak) < 1.3 * file.stat().st_size / 1024
+    assert hashlib.sha256(file.read_bytes()).digest() == before
+    assert_same(dict(bert.load_model(file.parent).state_dict()), dict(model.state_dict()))
 
 
 @dataclasses.dataclass
@@ -1182,25 +1266,229 @@ def test_no_space_left(place, file, share):
     assert train("--max_steps=6") == 0
 
 
-def test_fill_names_words_and_slots(place, capsys):
+def test_heldout_covers_the_split_once(place):
+    """Whatever the batch size; the last sequence is padded, and 15% of its own tokens masked."""
+    corpus = prepare_data.Corpus("tiny")
+    tokens = corpus.split("test").tolist()
+    full, rest = divmod(len(tokens), 14)
+    assert full > 3 and rest > 2
+    whole = measure.heldout(corpus, "test", 16, 1)
+    assert all(mask is None for *_, mask in whole[:-1]) and len(whole) == full + 1
+    assert whole[-1][3].tolist() == [[True] * (rest + 2) + [False] * (14 - rest)]
+    found, changed = [], 0
+    for inputs, positions, labels, mask in whole:
+        ids = inputs.scatter(1, positions, labels.where(labels != -100, inputs.gather(1, positions)))
+        assert inputs.shape == (1, 16)
+        changed += (ids != inputs).sum().item()
+        ids = ids[0, mask[0] if mask is not None else slice(None)].tolist()
+        assert ids[0] == corpus.cls_id and ids[-1] == corpus.sep_id
+        found += ids[1:-1]
+    assert found == tokens and changed > full  # 2 a sequence, of which a tenth stays
+    for size in (2, 3, 100):
+        batches = measure.heldout(corpus, "test", 16, size)
+        assert all(len(batch[0]) <= size for batch in batches)
+        for one, same in zip(zip(*whole, strict=True), zip(*batches, strict=True), strict=True):
+            if torch.is_tensor(one[0]):
+                assert torch.equal(torch.cat([part.flatten() for part in one]),
+                                   torch.cat([part.flatten() for part in same]))
+    other = measure.heldout(corpus, "test", 16, 100, masking=1)
+    assert not torch.equal(other[0][1], batches[0][1])
+    some = measure.heldout(corpus, "test", 16, 100, sequences=3)
+    assert len(some) == 1 and some[0][0].shape == (3, 16)
+    for length in range(16, 60):
+        *_, (inputs, _, labels, mask) = measure.heldout(corpus, "test", length, 8)
+        if mask is not None:
+            assert (inputs[~mask] == corpus.pad_id).all() and (inputs[mask] != corpus.pad_id).all()
+            assert (labels != -100).sum() == max(1, round(0.15 * mask.sum().item()))
+    short = measure.heldout(corpus, "test", len(tokens) + 4, 8)  # less than one sequence
+    assert len(short) == 1 and short[0][3].sum() == len(tokens) + 2
+    with pytest.raises(UserError, match="too few"):
+        measure.heldout(corpus, "test", len(tokens) + 4, 8, sequences=1)
+
+
+def test_perplexity_depends_on_neither_batch_size_nor_padding(place):
+    corpus, device = prepare_data.Corpus("tiny"), torch.device("cpu")
+    model = tiny_bert(memory_layers=(2,), vocab_size=corpus.vocab_size).eval()
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.5)
+    reference, counts = measure.evaluate(model, measure.heldout(corpus, "test", 16, 8), device)
+    *whole, (inputs, positions, labels, mask) = measure.heldout(corpus, "test", 16, 8)
+    length = int(mask.sum())
+    cut = [*whole, (inputs[:, :length], positions, labels, None)]  # the last one not padded
+    other = [*whole, (inputs.where(mask, 7), positions, labels, mask)]  # padded with something else
+    short = [(*(t[-1:] for t in (inputs, positions, labels)), mask)]
+    alone, bare = (measure.evaluate(model, b, device)[0]["loss"] for b in (short, cut[-1:]))
+    assert alone == pytest.approx(bare, rel=1e-5)
+    for batches in (cut, other, *(measure.heldout(corpus, "test", 16, n) for n in (1, 5, 1000))):
+        results, same = measure.evaluate(model, batches, device)
+        assert results["perplexity"] == pytest.approx(reference["perplexity"], rel=1e-5)
+        assert results["layers"][2] == pytest.approx(reference["layers"][2], rel=1e-6)
+        assert np.array_equal(same[2]["read"], counts[2]["read"])
+
+
+def test_progress_tells_when_it_will_end(capsys, monkeypatch):
+    now = itertools.count(0, 4)  # seconds a batch
+    monkeypatch.setattr(measure, "monotonic", lambda: next(now))
+    assert list(measure.progress(list(range(6)), "work")) == list(range(6))
+    assert capsys.readouterr().err == ("work: 3 of 6 batches, ETA 0:00:12\n"
+                                       "work: 6 of 6 batches, ETA 0:00:00\n")
+
+
+def test_table(place, capsys):
+    """Cells are evaluate's numbers; a run without memory has no usage; JSON keeps every masking."""
+    prepare("text", "more", "text.txt", "--vocab", "tiny.txt", "--val_every", "5")
+    assert train("--max_steps=2") == 0
+    assert train("--max_steps=2", "--memory_layers=", "--out=out/plain") == 0
+    capsys.readouterr()
+    measure.main(["table", "out/plain", "out/tiny", "--data", "more", "tiny", "--usage_data", "tiny",
+                  "--repeats", "2", "--batch_size", "3", "--device", "cpu", "--out", "results/t2.md"])
+    out = capsys.readouterr().out
+    assert sorted(os.listdir("results")) == ["t2.json", "t2.md"]
+    text = Path("results/t2.md").read_text()
+    assert text in out and "data/tiny" in text
+    header, _, plain, tiny = ([cell.strip() for cell in line.split("|")[1:-1]]
+                              for line in text.splitlines()[:4])
+    assert header[-2:] == ["more ppl", "tiny ppl"] and plain[1:10] == ["-"] * 9
+    model, device = measure.load_run("out/tiny")[0], torch.device("cpu")
+    expected = {name: [measure.evaluate(model, measure.heldout(
+        prepare_data.Corpus(name), "test", 16, 8, masking=n), device)[0] for n in (0, 1)]
+        for name in ("more", "tiny")}
+    saved = json.loads(Path("results/t2.json").read_text())
+    assert [r["run"] for r in saved["runs"]] == ["out/plain", "out/tiny"]
+    for name, results in expected.items():
+        found = saved["runs"][1]["results"][name]
+        for one, same in zip(results, found, strict=True):
+            assert same["perplexity"] == pytest.approx(one["perplexity"], rel=1e-5)
+            for n in (2, 3):
+                assert same["layers"][str(n)] == pytest.approx(one["layers"][n], rel=1e-6)
+        ppl = [r["perplexity"] for r in results]
+        assert f"{np.mean(ppl):.2f} [{min(ppl):.2f}, {max(ppl):.2f}]" == tiny[
+            header.index(f"{name} ppl")]
+    row, usage = dict(zip(header, tiny, strict=True)), [r["layers"] for r in expected["tiny"]]
+    assert row["layers"] == "2/3" and row["accesses"] == f"{usage[0][2]['accesses']:,}"
+    for name, key, scale, form in [("MU %", "mu", 100, ".1f"), ("KL_w", "kl_w", 1, ".2f"),
+                                   ("top-1 MU %", "top1_mu", 100, ".1f"),
+                                   ("KL_u", "kl_u", 1, ".2f"),
+                                   ("effective k", "effective_k", 1, ".1f")]:
+        assert row[name] == "/".join(f"{scale * np.mean([u[n][key] for u in usage]):{form}}"
+                                     for n in (2, 3))
+    measure.main(["table", "out/tiny/step_000002", "--data", "tiny", "--sequences", "2"])
+    assert "| 64" in capsys.readouterr().out  # 2 sequences x 16 tokens x 2 heads
+
+
+def test_a_weights_folder_is_measured_like_a_run(place, capsys):
+    """Its half-precision weights in float32; a fine-tuned model guesses no words any more."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    assert train("--max_steps=2", "--memory_layers=") == 0
+    bert.export("out/tiny", "folder")
+    file = Path("folder/model.safetensors")
+    safetensors.save_file({n: w.half() for n, w in safetensors.load_file(file).items()}, file)
+    assert {p.dtype for p in bert.load_model("folder").parameters()} == {torch.float32}
+    capsys.readouterr()
+    measure.main(["table", "out/tiny", "folder", "--data", "tiny", "--device", "cpu", "--out", "t"])
+    ours, theirs = (run["results"]["tiny"][0] for run in json.loads(Path("t.json").read_text())["runs"])
+    assert theirs["perplexity"] == pytest.approx(ours["perplexity"], rel=1e-3)
+    assert theirs["masked_tokens"] == ours["masked_tokens"] and theirs["layers"] == {}
+    measure.main(["fill", "folder", "[MASK] ."])
+    tuned = bert.Classifier(bert.load_model("out/tiny").bert.config, 2)
+    bert.save_checkpoint("out/tuned", 1, tuned, torch.optim.SGD(tuned.parameters()), {})
+    shutil.copy("out/tiny/vocab.txt", "out/tuned")
+    with pytest.raises(UserError, match="out/tuned: fine-tuned"):
+        measure.main(["table", "out/tiny", "out/tuned", "--data", "tiny"])
+    shutil.rmtree("folder")
+    assert train("--max_steps=2", "--out=out/memory") == 0
+    bert.export("out/memory", "folder")
+    with pytest.raises(UserError, match="folder: its corpus is not known"):
+        measure.main(["slots", "folder", "--layer", "2"])
+
+
+def test_staleness(place, capsys):
+    pytest.importorskip("matplotlib")
+    rng, run = np.random.default_rng(0), Path("out/hand")
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps({
+        "tokenizer_hash": "", "init_checkpoint": "", "first_step": 0, "memory_layers": [2, 3]}))
+    with pytest.raises(UserError, match="out/hand/usage"):
+        measure.main(["staleness", "out/hand"])
+    steps = [500_000, 1_000_000, 1_500_000]  # where names no longer sort by step
+    tops = {n: [rng.integers(0, 2, 50) * 3 for _ in steps] for n in (2, 3)}
+    for i, step in enumerate(steps):
+        measure.write_usage(run, step, {n: {"read": tops[n][i], "top1": tops[n][i]} for n in tops})
+    measure.main(["staleness", "out/hand", "--out", "figures/two"])
+    out = capsys.readouterr().out
+    saved = json.loads(Path("figures/two.json").read_text())
+    for bars, (n, top1) in zip(saved, tops.items(), strict=True):
+        plain = collections.Counter(max((step for step, t in zip(steps, top1, strict=True) if t[s]),
+                                        default="never") for s in range(50))
+        assert bars["layer"] == n and plain["never"] > 0
+        assert bars["slots"] == {str(key): count / 50 for key, count in plain.items()}
+        for count in plain.values():
+            assert f"{count / 50:.1%}" in out
+    assert Path("figures/two.png").read_bytes()[1:4] == b"PNG"
+    assert b"<svg" in Path("figures/two.svg").read_bytes()
+
+
+def test_slots_are_those_that_the_contexts_read_most(place, capsys):
+    assert train("--max_steps=2") == 0
+    capsys.readouterr()
+    measure.main(["slots", "out/tiny", "--layer", "2", "--most", "2", "--contexts", "4",
+                  "--device", "cpu", "--out", "s"])
+    most = json.loads(Path("s.json").read_text())
+    assert Path("s.md").read_text() in capsys.readouterr().out
+    model, tokenizer, _ = measure.load_run("out/tiny")
+    ids = torch.from_numpy(measure.cut(prepare_data.Corpus("tiny"), "test", 16, 512))
+    calls = record_search(model)
+    with torch.no_grad():  # sequence by sequence
+        for sequence in ids:
+            model.bert(sequence[None])
+    reads, words = [], []
+    for sequence, (slots, weights) in zip(ids, calls[2], strict=True):
+        tokens = [tokenizer.id_to_token(i) for i in sequence.tolist()]
+        read = zip(slots.flatten(1).tolist(), weights.flatten(1).tolist(), strict=True)
+        for t, (slot, weight) in enumerate(read):
+            reads.append(list(zip(slot, weight, strict=True)))
+            marked = [*tokens[:t], f"«{tokens[t]}»", *tokens[t + 1:]]
+            words.append("".join(marked[max(0, t - 8):t + 9]))
+    counts = collections.Counter(slot for read in reads for slot, _ in read)
+    assert [s["reads"] for s in most] == [n for _, n in counts.most_common(2)]
+    for slot in most:
+        assert slot["reads"] == counts[slot["slot"]]
+        strength = collections.defaultdict(float)
+        for context, read in zip(words, reads, strict=True):
+            weight = sum(w for s, w in read if s == slot["slot"])
+            if weight:
+                strength[context] = max(strength[context], weight)
+        best = sorted(strength.values(), reverse=True)[:4]
+        assert [w for w, _ in slot["contexts"]] == pytest.approx(best, rel=1e-5)
+        for weight, context in slot["contexts"]:
+            assert strength[context.replace(" ", "")] == pytest.approx(weight, rel=1e-5)
+    never = next(s for s in range(64) if s not in counts)
+    measure.main(["slots", "out/tiny", "--layer", "2", "--slot", str(never),
+                  str(most[0]["slot"]), "--data", "tiny", "--contexts", "1", "--device", "cpu"])
+    out = capsys.readouterr().out
+    assert "(never read)" in out and most[0]["contexts"][0][1] in out
+
+
+def test_fill_names_words_slots_and_what_else_reads_them(place, capsys):
     assert train("--max_steps=2") == 0
     capsys.readouterr()
     word = Path("out/tiny/vocab.txt").read_text().splitlines()[-1]
-    measure.main(["fill", "out/tiny", f"{word} [MASK] {word}"])
+    measure.main(["fill", "out/tiny", f"{word} [MASK] {word}", "--contexts", "2", "--device", "cpu"])
     out = capsys.readouterr().out
     assert "[MASK] at token 2:" in out and out.count("%") == 5
-    saved = torch.load("out/tiny/step_000002/model.pt", weights_only=True)["config"]
-    for layer in saved["memory_layers"]:
-        assert f"layer {layer} read" in out
-    assert out.count("head") - out.count("per head") == (
-        len(saved["memory_layers"]) * saved["memory_heads"])
-    for mistake, words in ((["fill", "out/tiny", "no mask"], "no [MASK]"),
-                           (["fill", "out/none", "[MASK]"], "out/none"),
-                           (["fill", "out/tiny", "[MASK] " * 500], "positions"),
-                           (["curves", "out/none"], "out/none")):
-        with pytest.raises(UserError) as error:
-            measure.main(mistake)
-        assert words in str(error.value)
+    assert "layer 2 read" in out and "layer 3 read" in out
+    assert len(re.findall(r"^    head \d: \d+ \(0\.", out, re.MULTILINE)) == 2 * 2  # layers x heads
+    slot = int(re.search(r"head 1: (\d+)", out)[1])
+    measure.main(["slots", "out/tiny", "--layer", "2", "--slot", str(slot), "--contexts", "2",
+                  "--device", "cpu"])
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if "«" in line]
+    assert len(rows) == 2
+    for row in rows:  # the same contexts, with the same weight
+        assert f"({row[4].strip()}) {row[5].strip()}" in out
+    shutil.rmtree("data")  # a run can be used without its corpus
+    measure.main(["fill", "out/tiny", f"{word} [MASK] {word}"])
+    out = capsys.readouterr().out
+    assert "data/tiny: no such corpus" in out and out.count("%") == 5
 
 
 def demo_of_hugging_face(kind, folder, vocab):
@@ -1228,7 +1516,7 @@ def test_a_run_starts_from_hugging_faces_weights(place, capsys):
     batches = measure.heldout(prepare_data.Corpus("tiny"), "val", 16, 2, 8)
     total = 0.0
     with torch.no_grad():
-        for inputs, positions, labels in batches:
+        for inputs, positions, labels, _ in batches:
             logits = theirs.eval()(inputs).logits.gather(
                 1, positions[..., None].expand(-1, -1, 25))
             total += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
@@ -1249,14 +1537,81 @@ def test_a_run_starts_from_hugging_faces_weights(place, capsys):
 
 def test_curves_go_on_where_the_initial_model_ended(place, capsys):
     pytest.importorskip("matplotlib")
-    assert train("--max_steps=4", "--checkpoint_interval=2") == 0
-    assert train("--max_steps=4", "--out=out/more", "--init_from=out/tiny") == 0
+    assert train("--max_steps=4", "--checkpoint_interval=2", "--eval_interval=2") == 0
+    for name in ("more", "pkm"):
+        assert train("--max_steps=4", f"--out=out/{name}", "--init_from=out/tiny") == 0
     capsys.readouterr()
-    measure.main(["curves", "out/tiny", "out/more", "--out", "figures/a.png"])
+    measure.main(["curves", "out/tiny", "out/more", "out/pkm", "--out", "figures/a.png"])
     out = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in out[1:3]] == [["tiny", "4"], ["more", "8"]]
-    assert Path("figures/a.png").read_bytes()[1:4] == b"PNG"
-    assert measure.read_evaluations("out/more")[0]["step"] == 4
+    assert [line.split("|")[1:3] for line in out[2:5]] == [
+        [" out/tiny ", " 4     "], [" out/more ", " 8     "], [" out/pkm  ", " 8     "]]
+    assert sorted(os.listdir("figures")) == ["a.json", "a.md", "a.png", "a.svg"]
+    more = measure.read_evaluations("out/more")
+    assert more[0]["step"] == 4 and json.loads(Path("figures/a.json").read_text())["out/more"] == more
+
+
+def test_curves_show_where_initialized_runs_start(monkeypatch):
+    """However high, and marked; not where the others start. No two runs look alike in grey."""
+    pytest.importorskip("matplotlib")
+
+    def evaluations(first, *perplexities):
+        return [{"step": first + n, "perplexity": p, "layers": {"2": {"top1_mu": 0.5}}}
+                for n, p in enumerate(perplexities)]
+
+    figures = []
+    monkeypatch.setattr(measure, "save_figure", lambda figure, out: figures.append(figure))
+    found = {"base": evaluations(0, 30000, 9, 5), "more": evaluations(2, 5, 4),
+             "pkm": evaluations(2, 70, 6, 3), "resm": evaluations(2, 5.1, 3.5)}
+    measure.draw_curves(found, "")
+    left = figures[0].axes[0]
+    (first, last), (low, high) = left.get_xlim(), left.get_ylim()
+    assert 0 < first < 2 and last > 4 and low < 3 and 70 < high < 30000
+    assert len(left.get_yticks()) > 3 and left.get_yscale() == "log"
+    base, *others = left.lines
+    assert base.get_marker() == "None" and all(line.get_marker() == "o" for line in others)
+    assert len({str(line._dash_pattern) for line in left.lines}) == len(found)
+
+
+@pytest.mark.parametrize("args, words", [
+    (["table", "out/none", "--data", "tiny"], ["out/none", "no weights"]),
+    (["table", "data", "--data", "tiny"], ["data: no weights"]),
+    (["table", "out/tiny", "--data", "tiny", "--repeats", "0"], ["--repeats", "at least 1"]),
+    (["table", "out/tiny", "--data", "pg19"], ["data/pg19", "prepare_data.py"]),
+    (["table", "out/tiny", "--data", "tiny", "--usage_data", "pg19"], ["data/pg19"]),
+    (["table", "out/tiny", "out/foreign", "--data", "tiny"],
+     ["out/foreign", "vocabulary", "data/tiny", "--vocab"]),
+    (["curves", "out/tiny", "out/foreign"], ["out/foreign", "vocabulary", "out/tiny"]),
+    (["curves", "out/none"], ["out/none"]), (["staleness", "data"], ["data/config.json"]),
+    (["staleness", "out/foreign"], ["out/foreign", "without memory"]),
+    (["slots", "out/foreign", "--layer", "2"], ["out/foreign", "no memory"]),
+    (["slots", "out/tiny", "--layer", "1"], ["no memory in layer 1", "2, 3"]),
+    (["slots", "out/tiny", "--layer", "2", "--slot", "3", "64"], ["slot 64", "0 to 63"]),
+    (["slots", "out/tiny", "--layer", "2", "--data", "other"], ["data/other", "vocabulary"]),
+    (["fill", "out/tiny", "no mask"], ["no [MASK]"]), (["fill", "out/none", "[MASK]"], ["out/none"]),
+    (["fill", "out/tiny", "[MASK]", "--data", "nowhere"], ["data/nowhere"]),
+    (["fill", "out/tiny", "[MASK] " * 500], ["positions"])])
+def test_a_mistake_in_measuring_is_one_line(two_runs, capsys, args, words):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        configs.run(lambda: measure.main(args))
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+    assert all(word in error for word in words), error
+
+
+@pytest.fixture(scope="module")
+def two_runs(prepared, tmp_path_factory):
+    """The working directory: data, out/tiny with memory, out/foreign without it on other words."""
+    folder = tmp_path_factory.mktemp("two_runs")
+    shutil.copytree(prepared, folder, dirs_exist_ok=True)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train("--max_steps=2")
+        train("--max_steps=2", "--dataset=other", "--memory_layers=", "--out=out/foreign")
+        yield folder
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def assert_one_line(capsys, *args, words):
