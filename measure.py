@@ -6,6 +6,9 @@ $ python measure.py staleness out/demo_pkm out/demo_resm_init --out results/figu
 $ python measure.py curves out/demo_more out/demo_resm_init --out results/figure3
 $ python measure.py slots out/demo_resm_init --layer 2           # what reads its most read slots
 $ python measure.py fill out/demo_resm_init "Return a new [MASK] of the given shape."
+$ python measure.py glue out/base_sst2 out/base_resm_init_sst2  # Tables 4, 5, 7: fine-tuned runs
+$ python measure.py table out/base_resm_init_sst2               # Table 6
+$ python measure.py by_class out/base_pkm_sst2 out/base_resm_init_sst2 --out results/figure4
 
 --out NAME keeps the table as NAME.md, its numbers as NAME.json, a figure as NAME.png and NAME.svg.
 """
@@ -16,6 +19,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
@@ -24,6 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import tasks
 from configs import Parser, UserError, atomic, run, setup
 from model import MaskedLM, find_weights, load_model, mask_tokens, read_weights, value_tables
 from prepare_data import Corpus, build_tokenizer, read_vocab, special_tokens
@@ -216,6 +221,19 @@ def read_settings(run):
     return settings
 
 
+def check_same_run(config, run, may_change):
+    """Refuse to continue a run under settings (a dataclass) that make it another one; say which of
+    those that may change did."""
+    before, now = read_settings(run), json.loads(json.dumps(asdict(config)))
+    for key in sorted(key for key in now if now[key] != before.get(key)):
+        if key not in may_change:
+            raise UserError(f"{run} was trained with {key} = {before.get(key)!r}, not "
+                            f"{now[key]!r}: give the changed run its own --out=out/NAME")
+        if key not in ("dry_run", "eval_only"):
+            print(f"{key} was {before.get(key)!r}, is now {now[key]!r}"
+                  + ", where the learning rate reaches 0" * (key == "max_steps"))
+
+
 def load_run(path):
     """(model in evaluation mode, tokenizer, where they are) of a run's folder, a checkpoint or
     weights in Hugging Face layout (see find_weights)."""
@@ -259,7 +277,14 @@ def report(header, rows, note, data, out):
 
 
 def table(args):
-    """Table 2: perplexity on each corpus, and the usage of each memory layer on one of them."""
+    """Table 2: perplexity on each corpus, and the usage of each memory layer on one of them. Of
+    fine-tuned runs Table 6: the usage on their own task."""
+    tuned = [path for path in args.runs if find_seeds(path)]
+    if tuned and len(tuned) < len(args.runs) or bool(tuned) == bool(args.data):
+        raise UserError("table takes runs of pretraining with --data NAME, or fine-tuned runs "
+                        "without")
+    if tuned:
+        return table_of_tasks(args)
     usage_data = args.usage_data or args.data[0]
     names = list(dict.fromkeys([*args.data, usage_data]))
     for path in args.runs:  # mistakes come before the long work
@@ -304,6 +329,178 @@ def cells(results, data, usage_data):
         found = [masking["perplexity"] for masking in results[name]]
         spread = f" [{min(found):.2f}, {max(found):.2f}]" if len(found) > 1 else ""
         yield f"{np.mean(found):.2f}{spread}"
+
+
+def find_seeds(path):
+    """The folders of a fine-tuned run's seeds, the folder itself if it is one of them; [] where
+    there is none."""
+    folders = [Path(path), *sorted(Path(path).glob("seed*"), key=lambda p: (len(p.name), p.name))]
+    files = ((p, p / "config.json") for p in folders)
+    return [p for p, file in files if file.is_file() and '"task":' in file.read_text()]
+
+
+def open_task(path, name, split, most):
+    """Of a run and a task, by default the one that it is fine-tuned on: the run's settings, where
+    its (first seed's, best) model is, its tokenizer, Examples of a split, and which to read: `most`
+    at most, evenly spread, in batches of about one length."""
+    run = find_seeds(path)
+    settings = read_settings(run[0]) if run else {}
+    place, vocab = find_weights(run[0] / "best" if run else path)
+    tokenizer, task = build_tokenizer(vocab), tasks.find(name or settings["task"])
+    if task.labels is None and split != "train" and task.name != "squad":
+        tasks.read(task, "train")  # its labels
+    split = split if split == "train" else next(iter(task.dev.values()))
+    examples = tasks.examples(task, split, tokenizer, settings.get("max_len", 128),
+                              settings.get("doc_stride", 128))
+    chosen = np.linspace(0, len(examples.ids) - 1, min(most or math.inf, len(examples.ids)))
+    chosen = chosen.astype(int)
+    batches = [chosen[part] for part in tasks.batches(examples.lengths[chosen], 32)]
+    return settings, place, task, tokenizer, examples, batches
+
+
+@torch.no_grad()
+def read_examples(model, examples, batches, tokenizer, device, what):
+    """count_reads of a model in evaluation mode over batches of Examples."""
+    pad_id, model = tasks.special_ids(tokenizer)[0], model.to(device).eval()
+    with count_reads(model) as counts:
+        for index in progress(batches, what):
+            ids, types, lengths = map(torch.from_numpy, examples.pad(index, pad_id))
+            mask = torch.arange(ids.shape[1]) < lengths[:, None]
+            model.bert(*(part.to(device) for part in (ids, mask, types)))
+    return counts
+
+
+def table_of_tasks(args):
+    """Table 6: usage of the best epoch's model of each run, on its task."""
+    rows, found, (device, _) = [], [], setup(args.device, "float32")
+    for path in args.runs:
+        settings, best, _, tokenizer, examples, batches = open_task(path, None, args.split,
+                                                                    args.sequences)
+        counts = read_examples(load_model(best), examples, batches, tokenizer, device, path)
+        layers = {n: usage_metrics(**layer) for n, layer in counts.items()}
+        n_read = sum(map(len, batches))
+        found.append({"run": path, "checkpoint": str(best), "task": settings["task"],
+                      "examples": n_read, "layers": layers})
+        rows.append([path, settings["task"], f"{n_read:,}", *cells({"": [found[-1]]}, [], "")])
+    report(["run", "task", "examples", "layers", *(name for name, *_ in COLUMNS)], rows,
+           f"After fine-tuning, {args.split} split, nothing masked, padding not counted.",
+           found, args.out)
+
+
+# What Table 4 shows of each task, then what it leaves out; SQuAD's are in percent already.
+SCORES = {"squad": ("SQuAD 1.1 (EM/F1)", ("exact_match", "f1")),
+          "mnli": ("MNLI-(m/mm)", ("accuracy", "accuracy_mm")), "qqp": ("QQP", ("accuracy",)),
+          "qnli": ("QNLI", ("accuracy",)), "sst2": ("SST-2", ("accuracy",)),
+          "cola": ("CoLA (Matt)", ("matthews_correlation",)),
+          "mrpc": ("MRPC (Acc/F1)", ("accuracy", "f1")),
+          "stsb": ("STS-B (P/S)", ("pearson", "spearmanr")), "rte": ("RTE", ("accuracy",))}
+AVERAGED = ("mnli", "qqp", "qnli", "sst2", "cola")  # six columns: MNLI's m and mm are two
+
+
+def glue(args):
+    """Tables 4, 5 and 7: dev scores of fine-tuned runs, medians over their seeds."""
+    runs = {}  # (initial model, was the memory updated): {task: [each seed's eval_results.json]}
+    for path in args.runs:
+        done = [p for p in find_seeds(path) if (p / "eval_results.json").is_file()]
+        if not done:
+            raise UserError(f"{path}: no fine-tuned run that is done")
+        for folder in done:
+            settings = read_settings(folder)
+            task = tasks.name_of(settings["task"])
+            system = settings["init_from"], settings["update_memory"]
+            results = json.loads((folder / "eval_results.json").read_text())
+            runs.setdefault(system, {}).setdefault(task, {})[settings["seed"]] = results
+    others = sorted({task for own in runs.values() for task in own} - SCORES.keys())
+    columns = [*list(SCORES)[:6], *(t for t in [*list(SCORES)[6:], *others]
+                                    if any(t in own for own in runs.values()))]
+    rows, found = [], []
+    for (name, updated), own in runs.items():
+        medians = {}
+        for task, each in own.items():
+            keys = SCORES.get(task, ("", ("accuracy", "pearson")))[1]
+            medians[task] = [(1 if task == "squad" else 100) * float(np.median(
+                [results[f"eval_{key}"] for results in each.values()]))
+                for key in keys if f"eval_{key}" in next(iter(each.values()))]
+        six = [value for task in AVERAGED for value in medians.get(task, [])]
+        average = float(np.mean(six)) if len(six) == 6 else None
+        shown = {task: "/".join(f"{value:.1f}" for value in values)
+                 for task, values in medians.items()}
+        seeds = sorted({len(each) for each in own.values()})
+        found.append({"init_from": name, "update_memory": updated, "median": medians,
+                      "average": average, "seeds": own})
+        rows.append([name, "YN"[not updated], "-".join(map(str, dict.fromkeys(
+            [seeds[0], seeds[-1]]))), *(shown.get(task, "-") for task in columns[:6]),
+            "-" if average is None else f"{average:.1f}",
+            *(shown.get(task, "-") for task in columns[6:])])
+    titles = [SCORES.get(task, (task,))[0] for task in columns]
+    report(["initial model", "memory update", "seeds", *titles[:6], "Avg", *titles[6:]], rows,
+           "Dev splits, median over the seeds of each seed's best epoch; -: not run. Avg: of the "
+           "six columns from MNLI-m to CoLA, once all are there.", found, args.out)
+
+
+def class_distances(positive, negative):
+    """Figure 4 of two (n_slots,) arrays of top-1 counts: KL(positive || negative) in nats, one
+    added to every count so that no slot has share 0, and IOU: the sum of the smaller shares over
+    that of the larger ones. Which direction, and smoothing: our reading."""
+    p, q = ((t + 1) / (t + 1).sum() for t in (positive, negative))
+    kl = float((p * np.log(p / q)).sum())
+    p, q = (t / t.sum() for t in (positive, negative))
+    return {"kl": kl, "iou": float(np.minimum(p, q).sum() / np.maximum(p, q).sum())}
+
+
+def by_class(args):
+    """Figure 4: how much the slots differ that a task's two classes read, before and after
+    fine-tuning."""
+    found, (device, _) = [], setup(args.device, "float32")
+    for path in args.runs:
+        tuned = bool(find_seeds(path))
+        if not (tuned or args.data):
+            raise UserError(f"{path}: not a fine-tuned run: it takes --data TASK")
+        settings, place, task, tokenizer, examples, batches = open_task(
+            path, args.data, args.split, args.sequences)
+        names = task.labels or []
+        if len(names) != 2:
+            raise UserError(f"{task.name} has {len(names)} classes, expected two")
+        initial = settings["init_checkpoint"] if tuned else place
+        for when, weights in [("before", initial), ("after", place)][:2 if tuned else 1]:
+            model, counts = load_model(weights), []
+            for label in (1, 0):
+                own = [index[examples.labels[index] == label] for index in batches]
+                counts.append(read_examples(model, examples, [index for index in own if len(index)],
+                                            tokenizer, device, f"{path}, {when}, {names[label]}"))
+            for n in counts[0]:
+                tops = [each[n]["top1"] for each in counts]
+                found.append({"run": path, "when": when, "layer": n, **class_distances(*tops),
+                              "accesses": [int(top1.sum()) for top1 in tops]})
+    if not found:
+        raise UserError(f"{args.runs[0]}: a model without memory has no slots to compare")
+    report(["run", "layer", "when", "KL", "IOU", "accesses"],
+           [[own["run"], own["layer"], own["when"], f"{own['kl']:.3f}", f"{own['iou']:.3f}",
+             " + ".join(f"{n:,}" for n in own["accesses"])] for own in found],
+           f"Top-1 slots, {args.split} split: KL(class 1 || class 0) in nats with one added to "
+           "every count, IOU of the normalised counts; accesses of class 1 + class 0.", found,
+           args.out)
+    if args.out:
+        draw_classes(found, args.out)
+
+
+def draw_classes(found, out):
+    """Before and after side by side, for every run and layer."""
+    figure, [panels] = subplots(1, 2, figsize=(10, 3.8))
+    bars = list(dict.fromkeys((own["run"], own["layer"]) for own in found))
+    names = [f"{Path(run).name}\nlayer {layer}" for run, layer in bars]
+    for axes, key, label in zip(panels, ("kl", "iou"), ("KL (nats)", "IOU"), strict=True):
+        for shift, when, color in ((-0.2, "before", "white"), (0.2, "after", "C0")):
+            own = [own for own in found if own["when"] == when]
+            places = [bars.index((each["run"], each["layer"])) + shift for each in own]
+            drawn = axes.bar(places, [each[key] for each in own], 0.4, edgecolor="black",
+                             label=f"{when} fine-tuning", color=color)
+            axes.bar_label(drawn, fmt="%.2f", fontsize=7)
+        axes.set_xticks(range(len(bars)), names, fontsize=8)
+        axes.set(ylabel=label)
+        axes.margins(y=0.12)
+    panels[0].legend(fontsize=8)
+    save_figure(figure, out)
 
 
 def last_used(snapshots):
@@ -568,13 +765,20 @@ def main(argv=None):
     one.add_argument("--contexts", type=positive, default=3, metavar="N", help="for a slot (3)")
 
     add = command(table, several, out)
-    add("--data", nargs="+", required=True, metavar="NAME", help="data/NAME: perplexity on it")
+    add("--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it")
+    add("--split", choices=("train", "dev"), default="train", help="of fine-tuned runs (train)")
     add("--usage_data", metavar="NAME", help="where usage is counted (the first of --data)")
     add("--repeats", type=positive, default=1, metavar="N", help="maskings (1)")
     add("--sequences", type=positive, metavar="N", help="a quick look at N, evenly spread (all)")
     add("--batch_size", type=positive, default=8, metavar="N", help="sequences (8)")
     add("--device", default="auto", help="cuda, mps, cpu")
     add("--dtype", default="auto", help="float32, bfloat16, float16")
+    command(glue, several, out)
+    add = command(by_class, several, out)
+    add("--data", metavar="TASK", help="instead of the task that a run is fine-tuned on")
+    add("--split", choices=("train", "dev"), default="train", help="(train)")
+    add("--sequences", type=positive, metavar="N", help="a quick look at N, evenly spread (all)")
+    add("--device", default="auto", help="cuda, mps, cpu")
     command(staleness, several, out)
     command(curves, several, out)
     add = command(slots, one, out)

@@ -11,6 +11,7 @@ $ python model.py export out/RUN DIR                # to Hugging Face's layout
 """
 import argparse
 import json
+import math
 import re
 import shutil
 from dataclasses import asdict, dataclass
@@ -262,6 +263,63 @@ def optimizer_groups(model, weight_decay):
             {"params": [p for p in dense if p.dim() <= 1], "weight_decay": 0.0}]
 
 
+def compiled(model, choice, device):
+    """torch.compile(model), or the model itself, as `choice` ('on', 'off', 'auto') says."""
+    on = {"on": True, "off": False, "auto": device.type == "cuda"}.get(choice)
+    if on is None:
+        raise UserError(f"compile = {choice!r}: expected auto, on or off")
+    return torch.compile(model) if on else model
+
+
+def learning_rate(step, config):
+    """Linear warm-up over warmup_steps, then linear decay to 0 at max_steps; step counts from 0."""
+    decay = (config.max_steps - step) / max(1, config.max_steps - config.warmup_steps)
+    return config.lr * min((step + 1) / max(1, config.warmup_steps), decay, 1.0)
+
+
+def adamw(model, config, device):
+    """AdamW of everything but the value tables; config: has lr and weight_decay."""
+    return torch.optim.AdamW(optimizer_groups(model, config.weight_decay), lr=config.lr,
+                             betas=(0.9, 0.999), eps=1e-6, fused=device.type in ("cpu", "cuda"))
+
+
+def update(optimizer, scaler, tables, config, lr):
+    """One step with the gradients of scaled losses: of the dense parameters at `lr`, clipped to
+    config.grad_clip, and of the value tables at config.value_lr; none where the GradScaler found
+    an inf. Returns the gradient norm of the dense part, a tensor on the device."""
+    scaler.unscale_(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    scale = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    skipped = scaler.get_scale() < scale  # it found an inf
+    for table in tables:  # the scaler knows nothing of their gradient
+        if skipped:
+            table.reads.clear()
+        else:
+            table.step(config.value_lr, grad_scale=scale)
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def check_finite(step, losses, config, dtype):
+    """Stop at the first step whose loss is no number, or whose gradient is none (in float16 the
+    scaler skips such a step). losses: (loss, gradient norm) of the steps up to `step`."""
+    before = "none"
+    for n, (loss, norm) in enumerate(losses, step - len(losses) + 1):
+        if not (math.isfinite(loss) and (math.isfinite(norm) or dtype == torch.float16)):
+            cause = "float16 overflowed, or " if dtype == torch.float16 else ""
+            raise Failure(
+                f"step {n}: the loss is {loss}, the gradient norm {norm}, before that {before}. "
+                f"Likely cause: {cause}lr {learning_rate(n - 1, config):.1e} or value_lr "
+                f"{config.value_lr:.1e} is too high, or the warm-up too short. Checkpoints are as "
+                "they were: --init_from=RUN --out=out/NAME starts from the last one")
+        before = f"{norm:.1e}"
+
+
 # Dense bf16/fp16 tensor-core peaks, FLOP/s, of the SXM cards where there are several, from
 # NVIDIA's data sheets.
 PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12,
@@ -286,18 +344,31 @@ def flops_per_token(model, time):
     return 6 * weights + 12 * config.n_layer * time * config.d_model
 
 
-def save_checkpoint(run, step, model, optimizer, state, keep=2, labels=()):
-    """Write out/<run>/step_<step>/{model,optimizer,state}.pt, the folder whole or not at all, then
-    drop all but the `keep` newest. A model with another head than MaskedLM's says so in `head`,
-    a Classifier also the `labels` of its classes (none for a regression)."""
-    folder = Path(run) / f"step_{step:06d}"
-    moments = {n: table.optimizer_state() for n, table in value_tables(model).items()}
+def model_file(model, labels=()):
+    """What a model.pt holds: sizes and weights; of another model than MaskedLM also its `head`, of a
+    Classifier the `labels` of its classes (none for a regression)."""
     saved = {"config": asdict(model.bert.config), "weights": model.state_dict()}
     if head := next(head for head, kind in HEADS.items() if type(model) is kind):
         saved |= {"head": head} | ({"labels": list(labels)} if head == "classifier" else {})
-    files = {"model": saved,
+    return saved
+
+
+def save_checkpoint(run, step, model, optimizer, state, keep=2, labels=()):
+    """Write out/<run>/step_<step>/{model,optimizer,state}.pt, the folder whole or not at all, then
+    drop all but the `keep` newest. labels: see model_file."""
+    folder = Path(run) / f"step_{step:06d}"
+    moments = {n: table.optimizer_state() for n, table in value_tables(model).items()}
+    files = {"model": model_file(model, labels),
              "optimizer": {"dense": optimizer.state_dict(), "values": moments},
              "state": state}
+    save_files(folder, files)
+    for old in checkpoints(run)[:-keep]:
+        discard(old)
+    return folder
+
+
+def save_files(folder, files):
+    """Write {name: content} as <folder>/<name>.pt, the folder whole or not at all."""
     try:
         with atomic(folder) as temporary:
             temporary.mkdir()
@@ -307,9 +378,6 @@ def save_checkpoint(run, step, model, optimizer, state, keep=2, labels=()):
         reason = str(error).splitlines()[0]
         raise Failure(f"{folder}: not saved, is the disk full? ({reason}); older "
                       "checkpoints are untouched") from None
-    for old in checkpoints(run)[:-keep]:
-        discard(old)
-    return folder
 
 
 def checkpoints(run):
@@ -323,6 +391,21 @@ def find_checkpoint(path):
     if (Path(path) / "model.pt").is_file():
         return Path(path)
     return next(reversed(checkpoints(path)), None)
+
+
+def open_log(out, last_step):
+    """<out>/log.jsonl, one JSON object a line, without what came after the checkpoint, and the half
+    line that a killed process may have left."""
+    path, kept = Path(out) / "log.jsonl", ""
+    if path.exists() and last_step:
+        for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
+            try:
+                kept += f"{line}\n" if json.loads(line)["step"] <= last_step else ""
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"{path}:{number}: not a record: remove the line") from None
+    with atomic(path) as temporary:
+        temporary.write_text(kept)
+    return path.open("a", buffering=1)
 
 
 def find_weights(path):

@@ -869,20 +869,46 @@ def _unpack(path, folder):
 def prepare_docs(root="data", vocab=4096):
     """The docstrings of the standard library, torch and numpy as installed: about 9 MB, found in
     their source, nothing imported. A document is a source file, a line of it a docstring."""
+    source, files = _read_docs()
+    documents = [line for _, texts in files for line in [*(f"{text}\n" for text in texts), None]]
+    write_corpus("docs", source, [(source, None, lambda: documents)], vocab, 20, root)
+
+
+def prepare_docs_task(root="data"):
+    """data/docs_task/{train,dev,test}.tsv: which package is a docstring of? Only its first
+    paragraph is given. What is dev here is val in the corpus."""
+    _, files = _read_docs()
+    rows = {"train": ["sentence\tlabel"], "dev": ["sentence\tlabel"], "test": ["index\tsentence"]}
+    for number, (package, texts) in enumerate(files):
+        split = {18: "dev", 19: "test"}.get(number % 20, "train")
+        for text in texts:
+            text = " ".join(text.split("\n\n")[0].split())
+            rows[split].append(f"{len(rows[split]) - 1}\t{text}" if split == "test" else
+                               f"{text}\t{package}")
+    with atomic(Path(root, "docs_task")) as temporary:
+        temporary.mkdir()
+        for split, lines in rows.items():
+            (temporary / f"{split}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _read_docs():
+    """Where the docstrings are from, and the (package, docstrings) of every file that has some;
+    each docstring once."""
     folders = {f"Python {sys.version.split()[0]}": sysconfig.get_path("stdlib")}
     for package in ("torch", "numpy"):
         folder = Path(importlib.util.find_spec(package).origin).parent
         folders[f"{package} {importlib.metadata.version(package)}"] = folder
     # not other packages, and no tests, whose docstrings are mostly one-line labels
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    files = [file for folder in folders.values() for file in sorted(Path(folder).rglob("*.py"))
+    files = [(name.split()[0], file) for name, folder in folders.items()
+             for file in sorted(Path(folder).rglob("*.py"))
              if skip.isdisjoint(file.relative_to(folder).parts)]
     source = f"docstrings of {', '.join(folders)}"
-    progress = Progress(source, sum(file.stat().st_size for file in files))
+    progress = Progress(source, sum(file.stat().st_size for _, file in files))
     documents, seen = [], set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in other people's strings
-        for file in files:
+        for package, file in files:
             code = file.read_bytes()
             progress(len(code))
             try:
@@ -892,10 +918,10 @@ def prepare_docs(root="data", vocab=4096):
             new = [text for text in found if text and text not in seen]
             seen.update(new)
             if new:  # a lone surrogate has no UTF-8
-                documents += [text.encode("utf-8", "replace").decode() + "\n" for text in new]
-                documents.append(None)
+                documents.append((package, [text.encode("utf-8", "replace").decode()
+                                            for text in new]))
     progress(last=True)
-    write_corpus("docs", source, [(source, None, lambda: documents)], vocab, 20, root)
+    return source, documents
 
 
 def _docstrings(node):

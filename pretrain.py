@@ -8,11 +8,9 @@ $ python pretrain.py configs/base_resm_init.py        # the paper's system, on a
 The same command goes on where a stopped run left off; --key=value overrides any setting below.
 """
 import json
-import math
 import os
 import shlex
 import shutil
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -27,14 +25,17 @@ import prepare_data
 from configs import (
     Failure,
     UserError,
+    at_least,
     atomic,
+    catch_signals,
     discard,
     keep_freed_memory,
     load,
     run,
     setup,
 )
-from measure import describe, evaluate, heldout, pack, read_settings, write_usage
+from measure import check_same_run, describe, evaluate, heldout, pack, read_settings, write_usage
+from model import check_finite, learning_rate, open_log
 
 
 @dataclass
@@ -87,12 +88,6 @@ MAY_CHANGE = {"out", "max_steps", "log_interval", "eval_interval", "eval_sequenc
               "eval_only"}
 
 
-def learning_rate(step, config):
-    """Linear warm-up over warmup_steps, then linear decay to 0 at max_steps; step counts from 0."""
-    decay = (config.max_steps - step) / max(1, config.max_steps - config.warmup_steps)
-    return config.lr * min((step + 1) / max(1, config.warmup_steps), decay, 1.0)
-
-
 class Batches:
     """Training batches: which sequences, in which order, masked where, is a function of
     (seed, step), so a resumed run needs no data position. Every epoch cuts the text at another
@@ -130,21 +125,6 @@ class Batches:
         return [part.to(self.device) for part in batch]
 
 
-def open_log(out, last_step):
-    """<out>/log.jsonl, one JSON object a line, without what came after the checkpoint, and the half
-    line that a killed process may have left."""
-    path, kept = Path(out) / "log.jsonl", ""
-    if path.exists() and last_step:
-        for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
-            try:
-                kept += f"{line}\n" if json.loads(line)["step"] <= last_step else ""
-            except (ValueError, KeyError, TypeError):
-                raise UserError(f"{path}:{number}: not a record: remove the line") from None
-    with atomic(path) as temporary:
-        temporary.write_text(kept)
-    return path.open("a", buffering=1)
-
-
 def start_model(config, sizes, corpus, checkpoint):
     """A model with the checkpoint's weights, with init_from's, or with random ones. Returns it and
     what config.json keeps of where the run started: init_checkpoint, a path or '', and first_step,
@@ -178,19 +158,6 @@ def check_vocabulary(source, vocab, corpus):
                         "vocabulary with --init_from")
 
 
-def check_same_run(config, run, corpus):
-    """Refuse to continue a run under settings that make it another one."""
-    check_vocabulary(run, run / "vocab.txt", corpus)
-    before, now = read_settings(run), json.loads(json.dumps(asdict(config)))
-    for key in sorted(key for key in now if now[key] != before.get(key)):
-        if key not in MAY_CHANGE:
-            raise UserError(f"{run} was trained with {key} = {before.get(key)!r}, not "
-                            f"{now[key]!r}: give the changed run its own --out=out/NAME")
-        if key not in ("dry_run", "eval_only"):
-            print(f"{key} was {before.get(key)!r}, is now {now[key]!r}"
-                  + ", where the learning rate reaches 0" * (key == "max_steps"))
-
-
 class Trainer:
     """Model, optimizer and data of a run, and one training step over them."""
 
@@ -198,39 +165,23 @@ class Trainer:
         self.config, self.model, self.device, self.dtype = config, model.to(device), device, dtype
         self.batches = Batches(corpus, config, device)
         self.tables = bert.value_tables(model).values()
-        self.optimizer = torch.optim.AdamW(bert.optimizer_groups(model, config.weight_decay),
-                                           lr=config.lr, betas=(0.9, 0.999), eps=1e-6,
-                                           fused=device.type in ("cpu", "cuda"))
+        self.optimizer = bert.adamw(model, config, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        on = {"on": True, "off": False, "auto": device.type == "cuda"}[config.compile]
-        self.compiled = torch.compile(model) if on else model
+        self.compiled = bert.compiled(model, config.compile, device)
 
     def step(self, step):
         """One update. Returns the mean loss over its micro-batches, and the gradient norm, as
         tensors on the device: nothing waits for it."""
         config, total = self.config, 0.0
         torch.manual_seed(int(np.random.SeedSequence([config.seed, 3, step]).generate_state(1)[0]))
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, config)
         for micro in range(config.accumulation):
             inputs, positions, labels = self.batches.get(step, micro)
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
                 loss = self.compiled(inputs, positions, labels) / config.accumulation
             self.scaler.scale(loss).backward()
             total += loss.detach()
-        self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(
-            [p for group in self.optimizer.param_groups for p in group["params"]], config.grad_clip)
-        scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        skipped = self.scaler.get_scale() < scale  # it found an inf
-        for table in self.tables:  # the scaler knows nothing of their gradient
-            if skipped:
-                table.reads.clear()
-            else:
-                table.step(config.value_lr, grad_scale=scale)
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = bert.update(self.optimizer, self.scaler, self.tables, config,
+                           learning_rate(step, config))
         return total, norm
 
     def interval(self, state, norm):
@@ -256,21 +207,6 @@ class Trainer:
         return state
 
 
-def check_finite(step, losses, config, dtype):
-    """Stop at the first step whose loss is no number, or whose gradient is none (in float16 the
-    scaler skips such a step). losses: (loss, gradient norm) of the steps up to `step`."""
-    before = "none"
-    for n, (loss, norm) in enumerate(losses, step - len(losses) + 1):
-        if not (math.isfinite(loss) and (math.isfinite(norm) or dtype == torch.float16)):
-            cause = "float16 overflowed, or " if dtype == torch.float16 else ""
-            raise Failure(
-                f"step {n}: the loss is {loss}, the gradient norm {norm}, before that {before}. "
-                f"Likely cause: {cause}lr {learning_rate(n - 1, config):.1e} or value_lr "
-                f"{config.value_lr:.1e} is too high, or the warm-up too short. Checkpoints are as "
-                "they were: --init_from=RUN --out=out/NAME starts from the last one")
-        before = f"{norm:.1e}"
-
-
 def due(step, config):
     """What is to be done after `step` steps: a set of 'log', 'eval', 'usage', 'save'."""
     every = {"log": config.log_interval, "eval": config.eval_interval,
@@ -283,20 +219,13 @@ def due(step, config):
 def train(config, out, trainer, held_out, state):
     """The training loop, from state["step"] on; everything is written to the folder `out`.
     Returns the number of the signal that stopped it, or None."""
-    def on_signal(number, frame):
-        os.write(1, b"\nfinishing the step, then saving; once more quits at once, unsaved\n")
-        signal.signal(number, signal.SIG_DFL)
-        signals.append(number)
-
     def evaluation(step):
         results, counts = evaluate(trainer.model, held_out, trainer.device, trainer.dtype)
         print(json.dumps({"step": step, **results}), file=log)
         print(f"step {step:,}: " + "\n  ".join(describe(results)), flush=True)
         return counts
 
-    signals, log = [], open_log(out, state["step"])
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+    signals, log = catch_signals(), open_log(out, state["step"])
     if state["step"] == 0:
         evaluation(0)
     new, mark = [], time.perf_counter()  # new: (loss, norm) on the device, not looked at yet
@@ -365,11 +294,7 @@ def validate(config):
               "warmup_steps": 0, "lr": 0, "value_lr": 0, "weight_decay": 0, "grad_clip": 1e-9,
               "log_interval": 1, "eval_interval": 1, "eval_sequences": 1, "usage_interval": 0,
               "checkpoint_interval": 1, "keep_checkpoints": 1}
-    for key, least in lowest.items():
-        if not least <= getattr(config, key) < 2**63:  # nan is in no range
-            raise UserError(f"{key} = {getattr(config, key)}: expected at least {least}")
-    if config.compile not in ("auto", "on", "off"):
-        raise UserError(f"compile = {config.compile!r}: expected auto, on or off")
+    at_least(config, lowest)
     if config.reinit_ffn and not config.init_from:
         raise UserError("reinit_ffn = True: it goes with init_from, without it every FFN is new")
     if config.model not in bert.SIZES:
@@ -400,7 +325,8 @@ def main(argv):
     corpus = prepare_data.Corpus(config.dataset)
     checkpoint = None if config.dry_run else bert.find_checkpoint(out)
     if checkpoint:
-        check_same_run(config, out, corpus)
+        check_vocabulary(out, out / "vocab.txt", corpus)
+        check_same_run(config, out, MAY_CHANGE)
     model, origin = start_model(config, sizes, corpus, checkpoint)
     trainer = Trainer(config, corpus, model, device, dtype)
     held_out = heldout(corpus, "val", config.seq_len, config.batch_size, config.eval_sequences)

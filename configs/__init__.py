@@ -14,6 +14,7 @@ import importlib
 import os
 import runpy
 import shutil
+import signal
 import sys
 import types
 from pathlib import Path
@@ -126,6 +127,13 @@ def _typed(where, known, key, value):
     raise UserError(f"{where}: {key} = {value!r}: expected {name}, found {type(value).__name__}")
 
 
+def at_least(config, lowest):
+    """UserError for a setting that is below its least value; lowest: {key: value}."""
+    for key, least in lowest.items():
+        if not least <= getattr(config, key) < 2**63:  # nan is in no range
+            raise UserError(f"{key} = {getattr(config, key)}: expected at least {least}")
+
+
 def setup(device="auto", dtype="auto", seed=0):
     """Choose the device and the dtype of the matrix products, say why, seed torch.
 
@@ -159,6 +167,20 @@ def setup(device="auto", dtype="auto", seed=0):
     card = f" ({torch.cuda.get_device_name(chosen)})" if chosen.type == "cuda" else ""
     print(f"device {chosen}{card}, torch {torch.__version__}, dtype {dtype}: {reason}")
     return chosen, getattr(torch, dtype)
+
+
+def catch_signals():
+    """From now on SIGINT and SIGTERM are put into the returned list, for the loop to see; a second
+    one ends the process at once."""
+    def on_signal(number, frame):
+        os.write(1, b"\nfinishing the step, then saving; once more quits at once, unsaved\n")
+        signal.signal(number, signal.SIG_DFL)
+        signals.append(number)
+
+    signals = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    return signals
 
 
 def keep_freed_memory():
