@@ -296,12 +296,12 @@ def update(optimizer, scaler, tables, config, lr):
     scaler.step(optimizer)
     scaler.update()
     skipped = scaler.get_scale() < scale  # it found an inf
+    optimizer.zero_grad(set_to_none=True)  # frees what the tables' step can use
     for table in tables:  # the scaler knows nothing of their gradient
         if skipped:
             table.reads.clear()
         else:
             table.step(config.value_lr, grad_scale=scale)
-    optimizer.zero_grad(set_to_none=True)
     return norm
 
 
