@@ -9,7 +9,6 @@ x' = LN(x + alpha * FFN(x) + beta * PKM(x))      Kim & Jung (2020), section 4.2
 
 $ python model.py export out/RUN DIR                # to Hugging Face's layout
 """
-import argparse
 import json
 import math
 import re
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from tokenizers import processors
 from torch import nn
 
-from configs import Failure, UserError, atomic, discard, need, run
+from configs import Failure, Parser, UserError, atomic, discard, need, run
 from pkm import PKM
 from prepare_data import WEIGHTS, build_tokenizer, read_vocab, special_tokens, unknown_weights
 
@@ -687,7 +686,7 @@ memory of layer 4 are under `bert.encoder.layer.3.memory.`
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser = Parser(description=__doc__.splitlines()[1])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("export", help=export.__doc__.split(":")[0])
     command.add_argument("path", help="out/<run>, or one of its checkpoints")

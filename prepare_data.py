@@ -41,7 +41,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from configs import Failure, UserError, atomic, discard, need, run
+from configs import Failure, Parser, UserError, atomic, discard, need, run
 
 SPLITS = ("train", "val", "test")
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -948,8 +948,8 @@ def parse_arguments():
     either.add_argument("--vocab_size", type=int, metavar="N",
                         help="train a vocabulary of N tokens (4096 for docs, else 8192)")
     either.add_argument("--tokenizer", choices=["gpt2"], help="GPT-2's byte-level BPE (RoBERTa's)")
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("docs", parents=[shared], help="docstrings: Python, torch, numpy")
     for name in ("wikitext2", "wikitext103"):
