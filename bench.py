@@ -7,8 +7,8 @@ $ python bench.py layer                    # one memory layer, stage by stage
 $ python bench.py train                    # a pretraining step of base, +PKM and +ResM
 $ python bench.py against_transformers     # ours and Hugging Face's, in turn
 
-What is compared is timed in turn, in one process: figures are medians with [lowest, highest], ratios
-medians over the rounds. The last line is JSON; --out results/NAME.json keeps it.
+What is compared is timed in turn, in one process: figures are medians with [lowest, highest],
+ratios medians over the rounds. The last line is JSON; --out results/NAME.json keeps it.
 """
 import argparse
 import json
@@ -105,9 +105,10 @@ def in_turn(what, functions, args, more=1, warmup=2):
             synchronize(device)
             times[name].append(time.perf_counter() - start)
         if done >= warmup and sys.stderr.isatty():
-            left = (time.perf_counter() - begin) / (done + 1 - warmup) * (warmup + rounds - 1 - done)
-            print(f"\r{what}: {done + 1 - warmup}/{rounds}, ETA {left:.0f} s  ", file=sys.stderr,
-                  end="\n" if done == warmup + rounds - 1 else "", flush=True)
+            timed = done + 1 - warmup
+            left = (time.perf_counter() - begin) * (rounds / timed - 1)
+            print(f"\r{what}: {timed}/{rounds}, ETA {left:.0f} s  ", file=sys.stderr,
+                  end="\n" if timed == rounds else "", flush=True)
     return {name: seconds[warmup:] for name, seconds in times.items()}
 
 
@@ -118,12 +119,14 @@ def times_as_long(times, name, base):
 
 def spread(seconds):
     """'median [lowest, highest]' in milliseconds."""
-    return "{:.4g} [{:.4g}, {:.4g}]".format(
+    return seconds and "{:.4g} [{:.4g}, {:.4g}]".format(
         *(1e3 * value for value in (median(seconds), min(seconds), max(seconds))))
 
 
 def show(header, rows):
-    rows = [[str(cell) for cell in row] for row in (header, *rows)]
+    """A table, its columns aligned; a float has two decimals, None is an empty cell."""
+    rows = [["" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell)
+             for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
@@ -136,8 +139,8 @@ def machine(device):
     name = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as file:
-            name = dict(line.split(":", 1) for line in file if ":" in line).get("model name\t", name)
-    return f"{name.strip()}, {torch.get_num_threads()} threads"
+            name = next((line.split(":")[1].strip() for line in file if "model name" in line), name)
+    return f"{name}, {torch.get_num_threads()} threads"
 
 
 def fits(what, size, device):
@@ -196,16 +199,17 @@ def inference(args):
                     table.to(getattr(torch, args.values_dtype))
         for length in args.lengths:
             ids = words(args, 1, length)
+            torch.compiler.reset()  # or what was compiled before counts towards its limit
             times = in_turn(f"{size}, {length} tokens", {
                 (system, mode): quietly(args, fast(model), ids) for system, model in models.items()
-                for mode, fast in modes.items()}, args, 5)
+                for mode, fast in modes.items()}, args, 5, warmup=3)
             for (system, mode), seconds in times.items():
                 number = sum(p.numel() for p in models[system].parameters())
                 relative = 1 / times_as_long(times, (system, mode), ("plain", mode))
                 paper = dict(zip(SYSTEMS, TABLE_1.get(size, ()), strict=False))
                 rows.append((f"{size} {system}", f"{number / 1e6:.1f}", length, mode,
-                             spread(seconds), f"{1 / median(seconds):.2f}", f"{relative:.3f}",
-                             f"{paper[system] / paper['plain']:.3f}" if paper else ""))
+                             spread(seconds), 1 / median(seconds), f"{relative:.3f}",
+                             f"{paper[system] / paper['plain']:.3f}" if paper else None))
                 results.append({"model": f"{size} {system}", "parameters": number, "length": length,
                                 "mode": mode, "seconds": seconds, "ratio": relative})
     show(("model", "M parameters", "tokens", "mode", "ms", "batches/s", "ratio to plain",
@@ -233,7 +237,7 @@ def by_slots(args, sides):
             call()
         return function
 
-    times = in_turn("slots", {key: with_memory(memory) for key, memory in memories.items()}, args, 3)
+    times = in_turn("slots", {key: with_memory(m) for key, m in memories.items()}, args, 3)
     for name, n in times:
         relative = times_as_long(times, (name, n), ("product", sides[0]))
         results.append({"keys": name, "slots": n * n, "seconds": times[name, n], "ratio": relative})
@@ -251,47 +255,39 @@ def layer(args):
     for other in (half, plain):
         other.load_state_dict(ours.state_dict())
     half.values.to(torch.bfloat16)
-    updates = {"ours": lambda: ours.values.step(1e-3),
-               "plain": torch.optim.SparseAdam(plain.values.parameters(), lr=1e-3).step}
+    sparse_adam = torch.optim.SparseAdam(plain.values.parameters(), lr=1e-3)
     block = torch.empty(2, 2**26, device=device)
     copy = in_turn("copy", {0: lambda: block[0].copy_(block[1])}, args)[0]
     copy = 2 * block[0].nbytes / median(copy)  # bytes/s, read and written
+
     for tokens in args.tokens:
         x, grad = torch.randn(2, tokens, width, device=device)
-        reads = tokens * ours.heads * ours.topk
         models = {"ours": ours, "bf16": half, "plain": plain}
+        reads = tokens * ours.heads * ours.topk
         if not fits(f"plain baseline, {tokens} tokens", 12 * reads * width, device):
             del models["plain"]  # its gradient is a row a read, and is copied to be coalesced
         forward = in_turn(f"{tokens} tokens, forward", {
             name: quietly(args, model.eval(), x) for name, model in models.items()}, args, 3)
-        marks = {name: [] for name in models.keys() & updates.keys()}
-
-        def step(name, models=models, marks=marks, x=x, grad=grad):
-            mark, y = [time.perf_counter()], models[name].train()(x)
-            for call in (lambda: y.backward(grad), updates[name], models[name].zero_grad):
-                synchronize(device)
-                mark.append(time.perf_counter())
-                call()
-            marks[name].append(np.diff(mark))
-
-        steps = in_turn(f"{tokens} tokens, training step",
-                        {name: lambda name=name, step=step: step(name) for name in marks}, args)
-        parts = stage_times(args, ours.eval(), x)
-        parts |= dict(zip(("forward", "backward", "update"),
-                          np.array(marks["ours"][-args.rounds:]).T.tolist(), strict=True))
+        parts = stage_times(args, ours, x)
+        functions = training_phases("ours", ours, x, grad, lambda: ours.values.step(1e-3))
+        if "plain" in models:
+            functions |= training_phases("plain", plain, x, grad, sparse_adam.step)
+        phases = in_turn(f"{tokens} tokens, training step", functions, args)
+        steps = {name: [sum(part) for part in zip(*(seconds for (of, _), seconds in phases.items()
+                                                    if of == name), strict=True)]
+                 for name in models if name != "bf16"}
+        parts |= {phase: phases["ours", phase] for phase in ("forward", "backward", "update")}
         faster = {"forward": times_as_long(forward, "plain", "ours"),
                   "bf16": times_as_long(forward, "plain", "bf16"),
                   "step": times_as_long(steps, "plain", "ours")} if "plain" in models else {}
-        cell = {**{f"{k} {name}": spread(v) for k, t in (("forward", forward), ("step", steps))
-                   for name, v in t.items()}, **{k: f"{v:.2f}" for k, v in faster.items()}}
-        rows.append((tokens, *(cell.get(key, "") for key in (
-            "forward ours", "forward bf16", "forward plain", "forward", "bf16", "step ours",
-            "step plain", "step"))))
+        rows.append((tokens, *(spread(forward.get(name)) for name in ("ours", "bf16", "plain")),
+                     faster.get("forward"), faster.get("bf16"),
+                     spread(steps["ours"]), spread(steps.get("plain")), faster.get("step")))
         moved = bytes_moved(ours, x)
-        stages += [(tokens, name, spread(seconds), *(
-            (f"{moved[name] / 1e6:.0f}", f"{moved[name] / median(seconds) / 1e9:.1f}",
-             f"{moved[name] / median(seconds) / copy:.0%}") if name in moved else ("", "", "")))
-            for name, seconds in parts.items()]
+        for name, seconds in parts.items():
+            rate = moved[name] / median(seconds) if name in moved else None
+            stages.append((tokens, name, spread(seconds), rate and f"{moved[name] / 1e6:.0f}",
+                           rate and f"{rate / 1e9:.1f}", rate and f"{rate / copy:.0%}"))
         results.append({"tokens": tokens, "times_faster": faster, "forward": forward,
                         "step": steps, "stages": parts, "bytes": moved, "copy": copy})
     show(("tokens", "forward, ms", "bf16 values", "plain", "times faster", "bf16",
@@ -315,6 +311,21 @@ def stage_times(args, memory, x):
     times["candidates"] = [max(0.0, a - b) for a, b in
                            zip(times["candidates"], times["sub-keys"], strict=True)]
     return times
+
+
+def training_phases(name, memory, x, grad, update):
+    """{(name, phase): function}, to be called in this order: the parts of a training step."""
+    outputs = []
+
+    def backward():
+        outputs.pop().backward(grad)
+
+    def updates():
+        update()
+        memory.zero_grad()
+
+    return {(name, "forward"): lambda: outputs.append(memory.train()(x)),
+            (name, "backward"): backward, (name, "update"): updates}
 
 
 @torch.no_grad()
@@ -375,6 +386,8 @@ def train(args):
             batch, steps = batch // 2, {}
             if not batch:
                 raise
+            for values in value_tables(model).values():
+                values.reads.clear()
     for system, seconds in times.items():
         model, rate = models[system], batch * args.length / median(seconds)
         peak = peak_flops(device) if args.dtype != torch.float32 else None
@@ -383,8 +396,8 @@ def train(args):
         longer = times_as_long(times, system, "plain") if "plain" in times else None
         count = sum(p.numel() for p in model.parameters())
         rows.append((f"{args.size} {system}", f"{count / 1e6:.1f}", spread(seconds), f"{rate:,.0f}",
-                     f"{mfu:.1%}" if mfu else "", f"{used / 1e9:.1f}" if used else "",
-                     f"{longer:.3f}" if longer else "", "1.82" if SYSTEMS[system] else ""))
+                     mfu and f"{mfu:.1%}", used and used / 1e9, longer and f"{longer:.3f}",
+                     1.82 if SYSTEMS[system] else None))
         results.append({"model": f"{args.size} {system}", "parameters": count,
                         "tokens": batch * args.length, "seconds": seconds, "mfu": mfu,
                         "peak_bytes": used, "times_plain": longer})
@@ -438,7 +451,7 @@ def against_transformers(args):
         args, theirs.parameters(), lambda: theirs(inputs, labels=everywhere).loss))
     show((f"BERT {args.size}", "ours, ms", f"transformers {transformers.__version__}, ms",
           "throughput, ours / theirs"),
-         [(r["what"], spread(r["ours"]), spread(r["theirs"]), f"{r['ratio']:.3f}") for r in results])
+         [(r["what"], spread(r["ours"]), spread(r["theirs"]), r["ratio"]) for r in results])
     return results
 
 
@@ -465,11 +478,12 @@ def main():
     option("--values_dtype", choices=["float32", "bfloat16"], default="float32")
     option("--slots", type=side, nargs="*", metavar="N", help="latency at N^2 slots, also with "
            "flat keys, instead (64 128 256 512 1024)")
-    options["layer"]("--tokens", type=count, nargs="+", default=[128, 512, 2048, 8192, 32768, 65536])
+    options["layer"]("--tokens", type=count, nargs="+",
+                     default=[128, 512, 2048, 8192, 32768, 65536])
     for name in ("train", "against_transformers"):
         options[name]("--size", choices=list(SIZES), default="base")
         options[name]("--length", type=count, default=512, help="tokens a sequence")
-        options[name]("--batch_size", type=count, help="sequences (train on CUDA: what fits; else 8)")
+        options[name]("--batch_size", type=count, help="sequences (8; train on CUDA: fits)")
         options[name]("--dropout", type=float, default=0.1)
     options["train"]("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
 
@@ -478,8 +492,8 @@ def main():
         argv = ["inference", *argv]
     args = parser.parse_args(argv)
     args.device, args.dtype = setup(args.device, args.dtype)
-    if args.dtype == torch.float16:
-        raise UserError("dtype = 'float16': bench.py times float32 and bfloat16")
+    if args.dtype == torch.float16 and args.command in ("train", "against_transformers"):
+        raise UserError("dtype = 'float16': training is timed in float32 and bfloat16")
     if args.keep_freed or args.command == "train":
         keep_freed_memory()
     args.compile = args.compile or args.device.type == "cuda"

@@ -30,8 +30,8 @@ import torch.nn.functional as F
 
 import tasks
 from configs import Parser, UserError, atomic, run, setup
-from model import MaskedLM, find_weights, load_model, mask_tokens, value_tables
-from prepare_data import Corpus, build_tokenizer, special_tokens
+from model import MaskedLM, find_weights, load_model, mask_tokens, read_weights, value_tables
+from prepare_data import Corpus, build_tokenizer, read_vocab, special_tokens
 
 
 def pack(corpus, tokens, starts, time):
@@ -234,28 +234,29 @@ def check_same_run(config, run, may_change):
                   + ", where the learning rate reaches 0" * (key == "max_steps"))
 
 
-def find_run(path):
-    """(where the weights are, settings of their run, tokenizer) of a run's folder, a checkpoint, or
-    weights in Hugging Face layout (see find_weights), whose one setting is the longest sequence."""
-    place, vocab = find_weights(path)
-    if (place / "model.pt").is_file():
-        return place, read_settings(vocab.parent), build_tokenizer(vocab)
-    longest = json.loads((place / "config.json").read_text())["max_position_embeddings"]
-    return place, {"dataset": "", "seq_len": longest}, build_tokenizer(vocab)
-
-
 def load_run(path):
-    """(model in evaluation mode, tokenizer, where it is) of what find_run finds."""
-    place, _, tokenizer = find_run(path)
-    return load_model(place).eval(), tokenizer, place
+    """(model in evaluation mode, tokenizer, where they are) of a run's folder, a checkpoint or
+    weights in Hugging Face layout (see find_weights)."""
+    place, vocab = find_weights(path)
+    return load_model(place).eval(), build_tokenizer(vocab), place
+
+
+def trained_on(path):
+    """The length of the sequences that a model was trained on, and the name of the corpus; of
+    weights in Hugging Face layout the number of positions, and None."""
+    place, _ = find_weights(path)
+    if (place / "model.pt").is_file():
+        settings = read_settings(place.parent)
+        return settings["seq_len"], settings["dataset"]
+    return read_weights(place)["config"]["max_len"], None
 
 
 def open_corpus(name, path):
     """The corpus data/<name>, which must have the vocabulary of the run `path`."""
-    corpus, (checkpoint, _, tokenizer) = Corpus(name), find_run(path)
-    if corpus.tokenizer().get_vocab() != tokenizer.get_vocab():
+    corpus, (_, vocab) = Corpus(name), find_weights(path)
+    if read_vocab(corpus.folder) != read_vocab(vocab):
         raise UserError(f"{path} has another vocabulary than data/{name}: prepare the corpus with "
-                        f"--vocab {checkpoint.parent}/vocab.txt, or leave one of them out")
+                        f"--vocab {vocab}, or leave one of them out")
     return corpus
 
 
@@ -286,9 +287,12 @@ def table(args):
         return table_of_tasks(args)
     usage_data = args.usage_data or args.data[0]
     names = list(dict.fromkeys([*args.data, usage_data]))
-    for path, name in itertools.product(args.runs, names):
-        open_corpus(name, path)  # mistakes come before the long work
-    time = min(find_run(path)[1]["seq_len"] for path in args.runs)
+    for path in args.runs:  # mistakes come before the long work
+        if read_weights(path).get("head"):
+            raise UserError(f"{path}: fine-tuned: it guesses no words any more")
+        for name in names:
+            open_corpus(name, path)
+    time = min(trained_on(path)[0] for path in args.runs)
     device, dtype = setup(args.device, args.dtype)
     runs, rows = [], []
     for number, path in enumerate(args.runs, 1):
@@ -331,7 +335,8 @@ def find_seeds(path):
     """The folders of a fine-tuned run's seeds, the folder itself if it is one of them; [] where
     there is none."""
     folders = [Path(path), *sorted(Path(path).glob("seed*"), key=lambda p: (len(p.name), p.name))]
-    return [p for p in folders if (p / "config.json").is_file() and "task" in read_settings(p)]
+    files = ((p, p / "config.json") for p in folders)
+    return [p for p, file in files if file.is_file() and '"task":' in file.read_text()]
 
 
 def open_task(path, name, split, most):
@@ -339,8 +344,9 @@ def open_task(path, name, split, most):
     its (first seed's, best) model is, its tokenizer, Examples of a split, and which to read: `most`
     at most, evenly spread, in batches of about one length."""
     run = find_seeds(path)
-    place, settings, tokenizer = find_run(run[0] / "best" if run else path)
-    task = tasks.find(name or settings["task"])
+    settings = read_settings(run[0]) if run else {}
+    place, vocab = find_weights(run[0] / "best" if run else path)
+    tokenizer, task = build_tokenizer(vocab), tasks.find(name or settings["task"])
     if task.labels is None and split != "train" and task.name != "squad":
         tasks.read(task, "train")  # its labels
     split = split if split == "train" else next(iter(task.dev.values()))
@@ -638,9 +644,12 @@ class Text:
 
     @torch.no_grad()
     def __init__(self, args, model):
-        _, settings, self.tokenizer = find_run(args.run)
-        corpus, reads = open_corpus(args.data or settings["dataset"], args.run), {}
-        self.name, self.ids = corpus.name, cut(corpus, "test", settings["seq_len"], args.sequences)
+        time, dataset = trained_on(args.run)
+        if not (args.data or dataset):
+            raise UserError(f"{args.run}: its corpus is not known: --data NAME")
+        corpus, reads = open_corpus(args.data or dataset, args.run), {}
+        self.name, self.tokenizer = corpus.name, corpus.tokenizer()
+        self.ids = cut(corpus, "test", time, args.sequences)
         device, _ = setup(args.device, "float32")
         model = model.to(device)
         with watch(model, lambda layer, *read: reads.setdefault(layer, []).append(
@@ -658,10 +667,11 @@ class Text:
         weight, found = np.bincount(at[0], weights[at]), {}
         for token in np.argsort(-weight, kind="stable")[:np.count_nonzero(weight)]:
             row, place = divmod(token, self.ids.shape[1])
-            words = [self.tokenizer.id_to_token(i) for i in self.ids[row].tolist()]
-            words[place] = f"«{words[place]}»"
-            words = " ".join(words[max(0, place - width):place + width + 1])
-            found.setdefault(words.replace(" ##", ""), weight[token].item())
+            parts = np.split(self.ids[row, max(0, place - width):place + width + 1],
+                             [min(place, width), min(place, width) + 1])
+            left, word, right = (self.tokenizer.decode(part, skip_special_tokens=False)
+                                 for part in parts)
+            found.setdefault(f"{left} «{word.strip()}» {right}".strip(), weight[token].item())
             if len(found) == most:
                 break
         return [(weight, words) for words, weight in found.items()]

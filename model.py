@@ -9,7 +9,6 @@ x' = LN(x + alpha * FFN(x) + beta * PKM(x))      Kim & Jung (2020), section 4.2
 
 $ python model.py export out/RUN DIR                # to Hugging Face's layout
 """
-import argparse
 import json
 import math
 import re
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from tokenizers import processors
 from torch import nn
 
-from configs import Failure, UserError, atomic, discard, need, run
+from configs import Failure, Parser, UserError, atomic, discard, need, run
 from pkm import PKM
 from prepare_data import WEIGHTS, build_tokenizer, read_vocab, special_tokens, unknown_weights
 
@@ -296,12 +295,12 @@ def update(optimizer, scaler, tables, config, lr):
     scaler.step(optimizer)
     scaler.update()
     skipped = scaler.get_scale() < scale  # it found an inf
+    optimizer.zero_grad(set_to_none=True)  # frees what the tables' step can use
     for table in tables:  # the scaler knows nothing of their gradient
         if skipped:
             table.reads.clear()
         else:
             table.step(config.value_lr, grad_scale=scale)
-    optimizer.zero_grad(set_to_none=True)
     return norm
 
 
@@ -432,20 +431,20 @@ def read_weights(path):
 
 
 def load_model(path):
-    """The MaskedLM, Classifier or SpanReader of `path` (see find_weights), whose file it maps:
-    never two copies in memory."""
+    """The MaskedLM, Classifier or SpanReader of `path` (see find_weights). It maps a checkpoint's
+    file, and has no second copy in memory; writing to the model does not change the file."""
     saved = read_weights(path)
     model = build_model(BertConfig(**saved["config"]), saved.get("head"), saved.get("labels", ()))
     # Hugging Face leaves the pooler out where the head has no use for it
     spare = {} if isinstance(model, Classifier) else {
         name: w for name, w in model.state_dict().items() if name.startswith("bert.pooler.")}
-    load_weights(model, spare | saved["weights"], path, assign=True)
+    load_weights(model, spare | saved["weights"], path, assign=find_checkpoint(path) is not None)
     return model
 
 
 def load_file(path, hint="remove its folder to use an older checkpoint", mmap=False):
-    """torch.load(weights_only=True): tensors and plain Python, nothing that runs. With mmap the
-    tensors stay on disk until they are looked at; writing to them does not change the file."""
+    """torch.load(weights_only=True): tensors and plain Python, nothing that runs. With mmap, a
+    tensor is read from disk when it is first used."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
@@ -465,9 +464,9 @@ def load_optimizer(checkpoint, model, optimizer):
 
 
 def load_weights(model, weights, source, partial=False, assign=False):
-    """Copy a state dict into the model, or with `assign` make it the model's own. Every tensor must
-    be there in the model's shape; with `partial` it may lack some, or bring more. Returns the names
-    that were copied."""
+    """Copy a state dict into the model, or with `assign` let the model have its tensors. Each must
+    be there in the model's shape; with `partial` it may lack some, or bring more. Returns the
+    names that were copied."""
     own = model.state_dict()
     for name in sorted(own.keys() & weights.keys()):
         if own[name].shape != weights[name].shape:
@@ -687,7 +686,7 @@ memory of layer 4 are under `bert.encoder.layer.3.memory.`
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser = Parser(description=__doc__.splitlines()[1])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("export", help=export.__doc__.split(":")[0])
     command.add_argument("path", help="out/<run>, or one of its checkpoints")

@@ -41,7 +41,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from configs import Failure, UserError, atomic, discard, need, run
+from configs import Failure, Parser, UserError, atomic, discard, need, run
 
 SPLITS = ("train", "val", "test")
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -678,13 +678,15 @@ def _bookcorpus():
 def _pg19():
     """The 100 books of PG-19's test split."""
     listing, = fetch(SOURCES["pg19"][1], DOWNLOADS / "pg19")
-    ids = re.findall(r"test/(\d+)\.txt", listing.read_text())
+    ids = re.findall(r"test/(\d+)\.txt", listing.read_text(errors="replace"))
+    if not ids:
+        raise Failure(f"{listing}: no list of books: remove it to download it again")
     return fetch([(f"{PG19}{n}.txt", 0, "") for n in ids], DOWNLOADS / "pg19" / "test")[0].parent
 
 
 def _untar(path):
-    """The folder with a tar's files, beside it."""
-    folder = path.with_name(path.name.split(".")[0])
+    """The folder in data/downloads/ with a tar's files."""
+    folder = DOWNLOADS / path.name.split(".")[0]
     if not folder.exists():
         print(f"{path}: unpacking", flush=True)
         try:
@@ -946,8 +948,8 @@ def parse_arguments():
     either.add_argument("--vocab_size", type=int, metavar="N",
                         help="train a vocabulary of N tokens (4096 for docs, else 8192)")
     either.add_argument("--tokenizer", choices=["gpt2"], help="GPT-2's byte-level BPE (RoBERTa's)")
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("docs", parents=[shared], help="docstrings: Python, torch, numpy")
     for name in ("wikitext2", "wikitext103"):
