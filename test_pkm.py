@@ -1393,6 +1393,8 @@ def test_a_weights_folder_is_measured_like_a_run(place, capsys):
     assert {p.dtype for p in bert.load_model("folder").parameters()} == {torch.float32}
     capsys.readouterr()
     measure.main(["table", "out/tiny", "folder", "--data", "tiny", "--device", "cpu", "--out", "t"])
+    assert "all sequences of 16;" in Path("t.md").read_text()  # the shortest that one is for
+    assert [measure.trained_on(path)[0] for path in ("out/tiny", "folder")] == [16, 128]
     ours, theirs = (run["results"]["tiny"][0] for run in json.loads(Path("t.json").read_text())["runs"])
     assert theirs["perplexity"] == pytest.approx(ours["perplexity"], rel=1e-3)
     assert theirs["masked_tokens"] == ours["masked_tokens"] and theirs["layers"] == {}
