@@ -2797,6 +2797,7 @@ def test_answers_come_back_through_windows(fox, answer, fate):
     assert len(labelled) > 0 or fate not in ("exact", "cuts a token")
     for n in labelled:
         only = np.where(np.arange(len(found.ids)) == n, 0, -np.inf)
+        assert found.labels[n, 1] < found.lengths[n] - 1  # not on the [SEP]
         assert (tasks.answers(found, only, found.labels)["q"] == answer) == (fate == "exact")
     question.answers = [(FOX.index(answer) + 1, answer)]
     found, fates = tasks.windows(fox, [FOX], [question], 13, 2, train=True)
@@ -3234,8 +3235,9 @@ def test_a_signal_saves_and_fine_tuning_goes_on(tuned, monkeypatch, capsys, at):
     assert steps_saved("out/tiny_own/seed0") == at and not Path("out/tiny_own/seed1").exists()
     assert f"python finetune.py tune.py {' '.join(args)}" in capsys.readouterr().out
     assert tune(*args) == 0
-    assert tune("--seed=1", args[1], "--out=out/whole") == 0
-    assert_same_tuning("out/tiny_own/seed1", "out/whole/seed1")
+    assert tune(*args, "--out=out/whole") == 0
+    for seed in ("seed0", "seed1"):
+        assert_same_tuning(f"out/tiny_own/{seed}", f"out/whole/{seed}")
 
 
 def test_bfloat16_fine_tuning(tuned):
