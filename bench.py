@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import pkm
-from configs import Parser, UserError, atomic, keep_freed_memory, run, setup
+from configs import Parser, UserError, atomic, keep_freed_memory, need, run, setup, whole
 from model import (
     SIZES,
     BertConfig,
@@ -157,7 +157,7 @@ def fits(what, size, device):
     return size <= 0.9 * free
 
 
-def build(head, size, system, device, n_keys, dropout=0.0):
+def build(head, size, system, device, n_keys=512, dropout=0.0):
     """A model with random weights."""
     config = BertConfig(**SIZES[size], **SYSTEMS[system], dropout=dropout, n_keys=n_keys,
                         memory_layers=LAYERS[size] if SYSTEMS[system] else ())
@@ -166,7 +166,7 @@ def build(head, size, system, device, n_keys, dropout=0.0):
 
 
 def quietly(args, function, *inputs):
-    """function(*inputs) as inference does it, to be called later."""
+    """function(*inputs) without gradients, under autocast, to be called later."""
     @torch.no_grad()
     def call():
         with torch.autocast(args.device.type, args.dtype, enabled=args.dtype != torch.float32):
@@ -205,10 +205,11 @@ def inference(args):
                 for mode, fast in modes.items()}, args, 5, warmup=3)
             for (system, mode), seconds in times.items():
                 number = sum(p.numel() for p in models[system].parameters())
-                relative = 1 / times_as_long(times, (system, mode), ("plain", mode))
+                relative = (1 / times_as_long(times, (system, mode), ("plain", mode))
+                            if "plain" in models else None)
                 paper = dict(zip(SYSTEMS, TABLE_1.get(size, ()), strict=False))
                 rows.append((f"{size} {system}", f"{number / 1e6:.1f}", length, mode,
-                             spread(seconds), 1 / median(seconds), f"{relative:.3f}",
+                             spread(seconds), 1 / median(seconds), relative and f"{relative:.3f}",
                              f"{paper[system] / paper['plain']:.3f}" if paper else None))
                 results.append({"model": f"{size} {system}", "parameters": number, "length": length,
                                 "mode": mode, "seconds": seconds, "ratio": relative})
@@ -238,10 +239,11 @@ def by_slots(args, sides):
         return function
 
     times = in_turn("slots", {key: with_memory(m) for key, m in memories.items()}, args, 3)
+    first = next(iter(times))
     for name, n in times:
-        relative = times_as_long(times, (name, n), ("product", sides[0]))
+        relative = times_as_long(times, (name, n), first)
         results.append({"keys": name, "slots": n * n, "seconds": times[name, n], "ratio": relative})
-    show(("keys", "slots", "ms", f"times product keys, {sides[0]}^2 slots"),
+    show(("keys", "slots", "ms", f"times {first[0]} keys, {first[1]}^2 slots"),
          [(r["keys"], f"{r['slots']:,}", spread(r["seconds"]), f"{r['ratio']:.3f}")
           for r in results])
     return results
@@ -374,6 +376,11 @@ def train(args):
             models[system].bert.layers[n - 1].memory.values = values  # shared, so that all fit
     batch = args.batch_size or (8 if device.type == "cpu" else 128)
     while not steps:
+        torch.compiler.reset()  # or a second batch size would be compiled as a dynamic one
+        for model in models.values():
+            model.zero_grad(set_to_none=True)
+            for values in value_tables(model).values():
+                values.reads.clear()
         data = masked(args, batch)
         for system, model in models.items():
             fast = torch.compile(model) if args.compile else model
@@ -386,8 +393,6 @@ def train(args):
             batch, steps = batch // 2, {}
             if not batch:
                 raise
-            for values in value_tables(model).values():
-                values.reads.clear()
     for system, seconds in times.items():
         model, rate = models[system], batch * args.length / median(seconds)
         peak = peak_flops(device) if args.dtype != torch.float32 else None
@@ -420,10 +425,7 @@ def peak_bytes(step, device, alone):
 
 def against_transformers(args):
     """Ours and Hugging Face's BERT in turn: classification at batch size 1, an MLM training step"""
-    try:
-        import transformers
-    except ImportError:
-        raise UserError("needs transformers: pip install transformers") from None
+    transformers = need("transformers", "a comparison with it")
     size, results = SIZES[args.size], []
     config = transformers.BertConfig(
         hidden_size=size["d_model"], num_hidden_layers=size["n_layer"],
@@ -436,13 +438,13 @@ def against_transformers(args):
 
     with torch.device(args.device):
         theirs = transformers.BertForSequenceClassification(config).eval()
-    ours = build(Classifier, args.size, "plain", args.device, args.n_keys).eval()
+    ours = build(Classifier, args.size, "plain", args.device).eval()
     for length in args.lengths:
         ids = words(args, 1, length)
         compare(f"inference, 1 x {length}", quietly(args, ours, ids), quietly(args, theirs, ids), 9)
     with torch.device(args.device):
         theirs = transformers.BertForMaskedLM(config).train()
-    ours = build(MaskedLM, args.size, "plain", args.device, args.n_keys, args.dropout)
+    ours = build(MaskedLM, args.size, "plain", args.device, dropout=args.dropout)
     batch = args.batch_size or 8
     inputs, positions, labels = masked(args, batch)
     everywhere = torch.full_like(inputs, -100).scatter(1, positions, labels)
@@ -463,27 +465,29 @@ def main():
         command = commands.add_parser(function.__name__, help=function.__doc__)
         command.set_defaults(call=function)
         command.add_argument("--device", default="auto", help="cuda, mps or cpu")
-        command.add_argument("--dtype", default="auto", help="bfloat16 on CUDA, else float32")
-        command.add_argument("--rounds", type=count, default=7, help="timed, after two of warm-up")
-        command.add_argument("--n_keys", type=side, default=512, help="n_keys^2 slots")
+        command.add_argument("--dtype", default="auto", help="float32; of training on CUDA bfloat16")
+        command.add_argument("--rounds", type=whole, default=7, help="timed, after two of warm-up")
         command.add_argument("--out", metavar="results/NAME.json", help="keep the JSON line there")
-        command.add_argument("--compile", action="store_true", help="on CUDA it is always on")
         command.add_argument("--keep_freed", action="store_true",
                              help="keep freed memory as pretrain.py does; train always does")
         options[function.__name__] = command.add_argument
+    for name in ("inference", "layer", "train"):
+        options[name]("--n_keys", type=side, default=512, help="n_keys^2 slots")
+    for name in ("inference", "train"):
+        options[name]("--compile", action="store_true", help="on CUDA it is always on")
     for name in ("inference", "against_transformers"):
-        options[name]("--lengths", type=count, nargs="+", default=[128, 512])
+        options[name]("--lengths", type=whole, nargs="+", default=[128, 512])
     option = options["inference"]
     option("--sizes", nargs="+", choices=list(SIZES), default=["base", "large"])
     option("--values_dtype", choices=["float32", "bfloat16"], default="float32")
     option("--slots", type=side, nargs="*", metavar="N", help="latency at N^2 slots, also with "
            "flat keys, instead (64 128 256 512 1024)")
-    options["layer"]("--tokens", type=count, nargs="+",
+    options["layer"]("--tokens", type=whole, nargs="+",
                      default=[128, 512, 2048, 8192, 32768, 65536])
     for name in ("train", "against_transformers"):
         options[name]("--size", choices=list(SIZES), default="base")
-        options[name]("--length", type=count, default=512, help="tokens a sequence")
-        options[name]("--batch_size", type=count, help="sequences (8; train on CUDA: fits)")
+        options[name]("--length", type=whole, default=512, help="tokens a sequence")
+        options[name]("--batch_size", type=whole, help="sequences (8; train on CUDA: fits)")
         options[name]("--dropout", type=float, default=0.1)
     options["train"]("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
 
@@ -491,12 +495,16 @@ def main():
     if not argv or argv[0].startswith("--") and argv[0] != "--help":
         argv = ["inference", *argv]
     args = parser.parse_args(argv)
+    if args.command in ("inference", "layer") and args.dtype == "auto":
+        args.dtype = "float32"  # as the paper; autocast would cast all weights for every batch
     args.device, args.dtype = setup(args.device, args.dtype)
+    if args.command == "layer" and args.dtype != torch.float32:
+        raise UserError(f"dtype = {args.dtype}: a memory works in float32, under autocast too")
     if args.dtype == torch.float16 and args.command in ("train", "against_transformers"):
         raise UserError("dtype = 'float16': training is timed in float32 and bfloat16")
     if args.keep_freed or args.command == "train":
-        keep_freed_memory()
-    args.compile = args.compile or args.device.type == "cuda"
+        keep_freed_memory(args.device)
+    args.compile = args.device.type == "cuda" or getattr(args, "compile", False)
     facts = {"command": shlex.join(["python", "bench.py", *argv]), "machine": machine(args.device),
              "torch": torch.__version__, "dtype": str(args.dtype)[6:], "rounds": args.rounds}
     print(", ".join(f"{key}: {value}" for key, value in facts.items()))
@@ -507,16 +515,9 @@ def main():
     print(line)
 
 
-def count(text, least=1):
-    """An argument that is a whole number."""
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least {least}")
-    return int(text)
-
-
 def side(text):
     """Of the square of slots: a head reads 32."""
-    return count(text, least=32)
+    return whole(text, least=32)
 
 
 if __name__ == "__main__":

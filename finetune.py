@@ -202,7 +202,7 @@ def loss_of(logits, labels, mask):
     """Cross-entropy of classes (batch,), of starts and ends (batch, 2) among the real tokens, or
     the mean squared error of scores."""
     if labels.is_floating_point():
-        return F.mse_loss(logits[:, 0], labels.float())
+        return F.mse_loss(logits[:, 0], labels)
     if labels.dim() == 2:
         logits = logits.masked_fill(~mask[..., None], -torch.inf)  # (batch, time, 2)
     return F.cross_entropy(logits, labels)
@@ -339,6 +339,7 @@ def run_seed(config, out, data, initial, vocab, device, dtype, signals):
     sizes = bert.BertConfig(**{**saved["config"], "dropout": config.dropout})
     if config.max_len > sizes.max_len:
         raise UserError(f"max_len = {config.max_len}: {initial} has {sizes.max_len} positions")
+    torch.compiler.reset()  # what an earlier seed compiled counts towards a limit
     torch.manual_seed(config.seed)  # of the head
     labels = data.task.labels
     model = bert.build_model(sizes, "span" if data.task.name == "squad" else "classifier", labels)
@@ -399,7 +400,7 @@ def main(argv):
     name = f"{vocab.parent.name}_{tasks.name_of(config.task)}"
     out = Path(config.out or f"out/{name}{'' if config.update_memory else '_fixed'}")
     device, dtype = setup(config.device, config.dtype, config.seed)
-    keep_freed_memory()
+    keep_freed_memory(device)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
     tokenizer = build_tokenizer(vocab)
     tokenizer.encode_special_tokens = True  # a "[SEP]" in a text is text, not the token

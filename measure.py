@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 import tasks
-from configs import Parser, UserError, atomic, run, setup
+from configs import Parser, UserError, atomic, need, run, setup, whole
 from model import MaskedLM, find_weights, load_model, mask_tokens, read_weights, value_tables
 from prepare_data import Corpus, build_tokenizer, read_vocab, special_tokens
 
@@ -148,7 +148,7 @@ def write_usage(run, step, counts):
 
 def read_usage(run):
     """What write_usage wrote, oldest first: {step: {"layer2_top1": (n_slots,) counts, ...}}."""
-    if not read_settings(run)["memory_layers"]:
+    if not read_settings(run, ["memory_layers"])["memory_layers"]:
         raise UserError(f"{run}: a run without memory has no usage snapshots")
     files = sorted(Path(run, "usage").glob("step_*.npz"), key=lambda path: int(path.stem[5:]))
     if not files:
@@ -210,14 +210,17 @@ def describe(results):
                f"KL_w {m['kl_w']:.2f}, {m['accesses']:,} accesses")
 
 
-def read_settings(run):
-    """config.json of a run: its resolved settings, and where it started."""
+def read_settings(run, needed=()):
+    """config.json of a run: its resolved settings, and where it started. UserError where it lacks
+    one of the `needed`, as a fine-tuned run does those of pretraining."""
     try:
         settings = json.loads((Path(run) / "config.json").read_text())
         if not {"tokenizer_hash", "init_checkpoint", "first_step"} <= settings.keys():
             raise ValueError("not pretrain.py's")
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{run}/config.json: not readable ({error}): is {run} a run?") from None
+    if lacking := [key for key in needed if key not in settings]:
+        raise UserError(f"{run}: a fine-tuned run has no {lacking[0]}: expected one of pretraining")
     return settings
 
 
@@ -246,7 +249,7 @@ def trained_on(path):
     weights in Hugging Face layout the number of positions, and None."""
     place, _ = find_weights(path)
     if (place / "model.pt").is_file():
-        settings = read_settings(place.parent)
+        settings = read_settings(place.parent, ["seq_len", "dataset"])
         return settings["seq_len"], settings["dataset"]
     return read_weights(place)["config"]["max_len"], None
 
@@ -534,12 +537,8 @@ def staleness(args):
 
 
 def subplots(*shape, **settings):
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("figures need matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    need("matplotlib", "a figure").use("Agg")
+    pyplot = need("matplotlib.pyplot", "a figure")
     return pyplot.subplots(*shape, squeeze=False, layout="constrained", **settings)
 
 
@@ -584,7 +583,7 @@ def read_evaluations(run):
 
 def curves(args):
     """Figure 3: perplexity against step, and beside it top-1 usage, for several runs."""
-    settings = [read_settings(path) for path in args.runs]
+    settings = [read_settings(path, ["dataset"]) for path in args.runs]
     for path, own in zip(args.runs, settings, strict=True):
         if any(own[key] != settings[0][key] for key in ("tokenizer_hash", "dataset")):
             raise UserError(f"{path} has another vocabulary or corpus than {args.runs[0]}: their "
@@ -737,12 +736,6 @@ def fill(args):
                     print(f"      ({w:.2f}) {words}")
 
 
-def positive(text):
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected at least 1")
-    return int(text)
-
-
 def main(argv=None):
     parser = Parser(description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -759,32 +752,32 @@ def main(argv=None):
     several.add_argument("runs", nargs="+", metavar="RUN", help="out/<run>")
     one.add_argument("run", metavar="RUN", help="out/<run>, or one of its checkpoints")
     one.add_argument("--data", metavar="NAME", help="data/NAME instead of the run's own corpus")
-    one.add_argument("--sequences", type=positive, default=512, metavar="N",
+    one.add_argument("--sequences", type=whole, default=512, metavar="N",
                      help="how many of its test split at most, evenly spread (512)")
     one.add_argument("--device", default="auto", help="cuda, mps, cpu")
-    one.add_argument("--contexts", type=positive, default=3, metavar="N", help="for a slot (3)")
+    one.add_argument("--contexts", type=whole, default=3, metavar="N", help="for a slot (3)")
 
     add = command(table, several, out)
     add("--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it")
     add("--split", choices=("train", "dev"), default="train", help="of fine-tuned runs (train)")
     add("--usage_data", metavar="NAME", help="where usage is counted (the first of --data)")
-    add("--repeats", type=positive, default=1, metavar="N", help="maskings (1)")
-    add("--sequences", type=positive, metavar="N", help="a quick look at N, evenly spread (all)")
-    add("--batch_size", type=positive, default=8, metavar="N", help="sequences (8)")
+    add("--repeats", type=whole, default=1, metavar="N", help="maskings (1)")
+    add("--sequences", type=whole, metavar="N", help="a quick look at N, evenly spread (all)")
+    add("--batch_size", type=whole, default=8, metavar="N", help="sequences (8)")
     add("--device", default="auto", help="cuda, mps, cpu")
     add("--dtype", default="auto", help="float32, bfloat16, float16")
     command(glue, several, out)
     add = command(by_class, several, out)
     add("--data", metavar="TASK", help="instead of the task that a run is fine-tuned on")
     add("--split", choices=("train", "dev"), default="train", help="(train)")
-    add("--sequences", type=positive, metavar="N", help="a quick look at N, evenly spread (all)")
+    add("--sequences", type=whole, metavar="N", help="a quick look at N, evenly spread (all)")
     add("--device", default="auto", help="cuda, mps, cpu")
     command(staleness, several, out)
     command(curves, several, out)
     add = command(slots, one, out)
     add("--layer", type=int, required=True, help="counted from 1")
     add("--slot", type=int, nargs="+", default=[], metavar="N", help="these slots")
-    add("--most", type=positive, default=10, metavar="N", help="or the N most read (10)")
+    add("--most", type=whole, default=10, metavar="N", help="or the N most read (10)")
     command(fill, one)("text", help="a text with [MASK] in it")
     args = parser.parse_args(argv)
     args.call(args)

@@ -98,9 +98,9 @@ class Layer(nn.Module):
         y = x
         if self.alpha:
             ffn = self.down(F.gelu(self.up(x)))
-            y = y.add(F.dropout(ffn, self.dropout, self.training), alpha=self.alpha)
+            y = torch.add(y, F.dropout(ffn, self.dropout, self.training), alpha=self.alpha)
         if self.beta:  # without dropout, as in XLM's memory layers: our reading
-            y = y.add(self.memory(x, mask), alpha=self.beta)
+            y = torch.add(y, self.memory(x, mask), alpha=self.beta)
         return self.norm(y)
 
 
@@ -216,7 +216,7 @@ HEADS = {None: MaskedLM, "classifier": Classifier, "span": SpanReader}  # as che
 
 
 def build_model(config, head=None, labels=()):
-    """A model of a BertConfig. head: a key of HEADS; labels: of a classifier, none of a regression."""
+    """A model of a BertConfig. head: a key of HEADS; labels: a classifier's, none of a regression's."""
     return Classifier(config, max(1, len(labels))) if head == "classifier" else HEADS[head](config)
 
 
@@ -483,9 +483,10 @@ def load_weights(model, weights, source, partial=False, assign=False):
 def init_from(model, path, reinit_ffn=False):
     """Start from a trained model (section 4.1), of a `path` as for find_weights: copy everything
     that fits, and say group by group what was loaded, left random or dropped. With reinit_ffn
-    (ResM') the FFN of memory layers stays random."""
+    (ResM') the FFN of memory layers stays random, another task's head always."""
     weights = read_weights(path)["weights"]
     random = {("FFN", n) for n in model.bert.config.memory_layers if reinit_ffn}
+    random.add(("task head", None))
     loaded = load_weights(model, {name: w for name, w in weights.items()
                                   if _group(name) not in random}, path, partial=True)
     own, groups = dict(model.named_parameters()), {}

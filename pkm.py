@@ -11,24 +11,27 @@ scores are the best slots among all n_keys^2. The softmax of their scores weighs
 >>> memory.values.step(lr=1e-3)                     # Adam on the rows that were read
 """
 import math
+import platform
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+X86 = platform.machine() in ("x86_64", "AMD64")
+
 
 def topk(scores, k):
     """scores.topk(k) of finite scores: the k largest of the last dimension, best first, and their
     indices.
 
-    On a CPU of few cores numpy finds them: its partition is vectorized, 4.6 times faster a thread
+    On few x86 cores numpy finds them: its partition is vectorized there, 4.6 times faster a thread
     at 32 of 512. A float32 leaves 29 bits of a float64 free: there the index travels with its
     score, and decides only between equal ones.
     """
     n = scores.shape[-1]
-    if (not scores.is_cpu or scores.dtype != torch.float32 or torch.get_num_threads() > 4
-            or torch.compiler.is_compiling()):
+    if (torch.compiler.is_compiling() or not scores.is_cpu or scores.dtype != torch.float32
+            or torch.get_num_threads() > 4 or not X86):
         return scores.topk(k)
     rows = scores.detach().numpy().reshape(-1, n)
     best = np.empty((len(rows), k))
@@ -65,17 +68,17 @@ class ValueTable(nn.Module):
     def forward(self, slots, weights, dtype=None):
         """Weighted sum of rows: slots (int) and weights, both (tokens, heads, topk), to
         (tokens, dim) in `dtype` (default: the table's). A forward hook sees every read."""
-        slots, weights = slots.flatten(1), weights.flatten(1)
-        out = self._kept(slots, weights) if torch.is_grad_enabled() else self._sum(slots, weights)
-        return out.to(dtype or out.dtype)
+        read = self._kept if torch.is_grad_enabled() else self._sum
+        return read(slots.flatten(1), weights.flatten(1), dtype or self.weight.dtype)
 
-    def _sum(self, slots, weights):
+    def _sum(self, slots, weights, dtype):
         table = self.weight.detach()  # its gradient is not autograd's business
-        return F.embedding_bag(slots, table, per_sample_weights=weights.to(table.dtype), mode="sum")
+        weights = weights.to(table.dtype)
+        return F.embedding_bag(slots, table, per_sample_weights=weights, mode="sum").to(dtype)
 
     @torch.compiler.disable  # a compiled graph has no `reads`
-    def _kept(self, slots, weights):
-        return Read.apply(self.weight, slots, weights, self)
+    def _kept(self, slots, weights, dtype):
+        return Read.apply(self.weight, slots, weights, self, dtype)
 
     def _by_row(self, slots, chunk=None):
         """Reads, side by side by the row that they read: their order (reads,), and for each
@@ -84,7 +87,7 @@ class ValueTable(nn.Module):
         slots, order = slots.flatten().sort(stable=True)
         rows, counts = slots.unique_consecutive(return_counts=True)
         starts = counts.cumsum(0) - counts
-        chunk = chunk or (2**16 if slots.is_cuda else max(1, 2**18 // self.weight.shape[1]))
+        chunk = chunk or (max(1, 2**18 // self.weight.shape[1]) if slots.is_cpu else 2**16)
         bounds = [*starts[::chunk].tolist(), len(slots)]  # waits for the device, once
         return order, [(slice(start, stop), row, offsets - start) for start, stop, row, offsets in
                        zip(bounds, bounds[1:], rows.long().split(chunk), starts.split(chunk),
@@ -116,7 +119,8 @@ class ValueTable(nn.Module):
         slots, weights, grad_out = (torch.cat(parts) for parts in zip(*self.reads, strict=True))
         self.reads.clear()
         seen = grad_out.any(1)  # padding, and all else that the loss does not see, moves no row
-        slots, weights, grad_out = slots[seen], weights[seen], grad_out[seen]
+        if not seen.all():
+            slots, weights, grad_out = slots[seen], weights[seen], grad_out[seen]
         if not len(slots):
             return
         table = self.weight
@@ -158,10 +162,10 @@ class Read(torch.autograd.Function):
     """A weighted sum of rows whose backward keeps, for step(), what the table's gradient is of."""
 
     @staticmethod
-    def forward(ctx, table, slots, weights, values):
+    def forward(ctx, table, slots, weights, values, dtype):
         ctx.save_for_backward(slots, weights)
         ctx.values = values
-        return values._sum(slots, weights)
+        return values._sum(slots, weights, dtype)  # in dtype: so is the grad_out that is kept
 
     @staticmethod
     def backward(ctx, grad_out):
@@ -169,7 +173,7 @@ class Read(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             ctx.values.reads.append((slots, weights, grad_out))
         grad = ctx.values.weights_grad(slots, grad_out) if ctx.needs_input_grad[2] else None
-        return None, None, grad, None
+        return None, None, grad, None, None
 
 
 class Scores(torch.autograd.Function):
@@ -230,12 +234,18 @@ class PKM(nn.Module):
         """x: (..., d_model); mask: (...) bool, True at real tokens, or None. Returns x's shape,
         in autocast's dtype where that is on. Padded tokens are not looked up, nor are they in the
         batch norm's statistics; their output is 0."""
-        query = self.query(x.flatten(0, -2) if mask is None else x[mask])  # (tokens, ...)
+        if mask is not None:
+            return self._real(x, mask)
+        query = self.query(x.flatten(0, -2))  # (tokens, heads * key_dim)
         dtype = query.dtype  # autocast's: the output has it, as an FFN's would
         with torch.autocast(x.device.type, enabled=False):  # 8 bits of a score: neighbours tie
             query = self.query_norm(query.to(torch.promote_types(dtype, torch.float32)))
-            y = self.values(*self.search(query), dtype)  # (tokens, d_model)
-        return y.view_as(x) if mask is None else y.new_zeros(x.shape).index_put((mask,), y)
+            return self.values(*self.search(query), dtype).view_as(x)
+
+    @torch.compiler.disable  # the number of real tokens is another one in every batch
+    def _real(self, x, mask):
+        y = self(x[mask])
+        return y.new_zeros(x.shape).index_put((mask,), y)
 
     def search(self, query):
         """The exact topk slots of each head and the softmax of their scores.

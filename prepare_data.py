@@ -756,8 +756,7 @@ def download(url, path, size=0, sha256=""):
     SHA-256 itself. HF_ENDPOINT takes the hub's place, HTTPS_PROXY and the like are honoured.
     Failure when it cannot be had.
     """
-    import requests  # only here: nothing else needs the network
-
+    requests = need("requests", "a download")
     url = url.replace(HUB, os.environ.get("HF_ENDPOINT", HUB).rstrip("/"))
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
@@ -815,21 +814,23 @@ def _receive(requests, url, part):
         return told
 
 
-def prepare_task(folder, sources, place, force):
+def prepare_task(folder, sources, place, force, alone=True):
     """data/glue/TASK/ or data/squad/ with the official files, as the official archive unpacks.
-    place: a folder that holds the downloads, or what they unpack to, or that archive."""
+    place: a folder that holds the downloads, or what they unpack to; where the task is asked for
+    `alone` also that archive, or a folder with just its files."""
     if folder.exists() and not force:
         print(f"{folder} exists already (--force replaces it)")
         return
     names = [Path(url).name for url, _, _ in sources]
     if place is None:
         files = fetch(sources)
-    elif place.is_file() and names[0].endswith(".zip"):
+    elif place.is_file() and names[0].endswith(".zip") and alone:
         files = [place]
     else:
         wanted = [names, ["train.tsv"]] if names[0].endswith(".zip") else [names]
         found = [[home / name for name in some] for home in (place / folder.name, place)
-                 for some in wanted if all((home / name).is_file() for name in some)]
+                 for some in wanted if all((home / name).is_file() for name in some)
+                 and (alone or home != place or some is names)]
         if not found:
             raise UserError(f"{place}: no {' or '.join(map(', '.join, wanted))} in it")
         files = found[0]
@@ -992,8 +993,11 @@ def main():
         if unknown := sorted(set(args.names) - GLUE.keys()):
             raise UserError(f"{unknown[0]}: no task of GLUE: expected {', '.join(GLUE)}")
         for task in args.names or GLUE:
-            prepare_task(Path("data/glue", task), GLUE[task], args.place, args.force)
+            prepare_task(Path("data/glue", task), GLUE[task], args.place, args.force,
+                         alone=len(args.names) == 1)
     elif args.command == "weights":
+        if args.place and len(args.names) > 1:
+            raise UserError("--from PATH has the files of one model: give one NAME")
         for name in args.names:
             print(f"{prepare_weights(name, args.place)}: there")
     else:

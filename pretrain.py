@@ -318,7 +318,7 @@ def main(argv):
     if out.exists() and not out.is_dir():
         raise UserError(f"out = {out}: a file is there, expected a folder")
     device, dtype = setup(config.device, config.dtype, config.seed)
-    keep_freed_memory()
+    keep_freed_memory(device)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
     if config.dataset == "docs" and not Path("data/docs").exists():
         prepare_data.prepare_docs()

@@ -75,9 +75,10 @@ def find(name, root="data"):
 
 
 def name_of(task):
-    """What a task is called in tables: "sst2" for "SST-2", the last part of a path."""
-    key = task.lower().replace("-", "")
-    return key if key in GLUE else Path(task).name
+    """What a task is called in tables: "sst2" for "SST-2"; of a path the last part, "own_rte" where
+    GLUE has a task called so."""
+    key, last = (name.lower().replace("-", "") for name in (task, Path(task).name))
+    return key if key in GLUE else f"own_{last}" if last in GLUE else Path(task).name
 
 
 @dataclass
@@ -216,7 +217,10 @@ def encode(tokenizer, rows, max_len, what="encoding"):
             tail = [*b, sep] if len(pieces) == 2 else []
             ids.append(np.array([cls, *a, sep, *tail], np.uint16))
             first.append(len(a) + 2)
-    return Examples(ids, np.array(first), np.array([row.label for row in rows]))
+    labels = np.array([row.label for row in rows])
+    if labels.dtype == np.float64:
+        labels = labels.astype(np.float32)  # MPS has no other
+    return Examples(ids, np.array(first), labels)
 
 
 def _chunks(texts, progress):

@@ -329,12 +329,38 @@ def test_padding_changes_no_real_token_and_no_value():
             torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-9)
 
 
-def test_compiled_inference_is_one_graph():
-    memory = small_memory().eval()
-    x = torch.randn(2, 5, 6, dtype=torch.float64)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_compiled_inference_is_one_graph(dtype, tolerance):
+    memory, x = small_memory(dtype).eval(), torch.randn(2, 5, 6, dtype=dtype)
     with torch.no_grad():
         compiled = torch.compile(memory, fullgraph=True)
-        torch.testing.assert_close(compiled(x), memory(x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(compiled(x), memory(x), rtol=tolerance, atol=tolerance)
+
+
+def test_padded_batches_compile_but_once():
+    """Each has another number of real tokens: that must not be compiled into a graph."""
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model, ids = tiny_bert(memory_layers=(2,)), torch.randint(5, 20, (2, 12))
+    compiled = torch.compile(model, backend=backend)
+    for real in range(2, 12):
+        mask = torch.arange(12) < torch.tensor([[12], [real]])
+        compiled(ids, mask=mask).sum().backward()
+        if real == 4:
+            before = len(graphs)
+    assert len(graphs) == before
+
+
+def test_grad_out_is_kept_in_autocasts_dtype():
+    memory, x = PKM(8, n_keys=16, heads=2, topk=4, key_dim=8), torch.randn(9, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        memory(x).sum().backward()
+    assert [read[2].dtype for read in memory.values.reads] == [torch.bfloat16]
 
 
 def closed_form(size, vocab, memory_layers=(), ffn_in_them=True):
@@ -1393,6 +1419,8 @@ def test_a_weights_folder_is_measured_like_a_run(place, capsys):
     assert {p.dtype for p in bert.load_model("folder").parameters()} == {torch.float32}
     capsys.readouterr()
     measure.main(["table", "out/tiny", "folder", "--data", "tiny", "--device", "cpu", "--out", "t"])
+    assert "all sequences of 16;" in Path("t.md").read_text()  # the shortest that one is for
+    assert [measure.trained_on(path)[0] for path in ("out/tiny", "folder")] == [16, 128]
     ours, theirs = (run["results"]["tiny"][0] for run in json.loads(Path("t.json").read_text())["runs"])
     assert theirs["perplexity"] == pytest.approx(ours["perplexity"], rel=1e-3)
     assert theirs["masked_tokens"] == ours["masked_tokens"] and theirs["layers"] == {}
@@ -1702,7 +1730,8 @@ def test_bench(tmp_path, monkeypatch, capsys, args):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(bench.SIZES, "base", bench.SIZES["demo"])  # of --slots and layer
     monkeypatch.setitem(bench.LAYERS, "base", (2, 3))
-    monkeypatch.setattr(sys, "argv", ["bench.py", *args, "--rounds", "2", "--n_keys", "32",
+    n_keys = [] if "against_transformers" in args else ["--n_keys", "32"]
+    monkeypatch.setattr(sys, "argv", ["bench.py", *args, "--rounds", "2", *n_keys,
                                       "--out", "results/x.json"])
     bench.main()
     line = capsys.readouterr().out.splitlines()[-1]
@@ -2486,6 +2515,8 @@ def test_glue_and_squad(workdir, hub, monkeypatch, capsys):
     for args, words in ((["glue", "SST2"], "SST-2"), (["glue", "RTE", "--from", "."], "RTE.zip"),
                         (["glue", "RTE", "--from", "bad.zip"], "bad.zip: damaged"),
                         (["glue", "RTE", "--from", "out.zip"], "outside"),
+                        (["glue", "RTE", "QNLI", "--from", "data/downloads/SST-2.zip"], "RTE.zip"),
+                        (["glue", "RTE", "QNLI", "--from", "data/glue/SST-2"], "RTE.zip"),
                         (["squad", "--force", "--from", "data/glue"], "train-v1.1")):
         with pytest.raises(UserError, match=words):
             prepare(*args)
@@ -2936,6 +2967,12 @@ def test_a_missing_task(tmp_path, name, message):
     with pytest.raises(UserError) as error:
         tasks.find(name, tmp_path)
     assert message in str(error.value)
+
+
+def test_a_folder_of_ones_own_may_have_an_official_name(tmp_path):
+    (tmp_path / "rte").mkdir()
+    task = tasks.find(str(tmp_path / "rte"), tmp_path)
+    assert task.folder == tmp_path / "rte" and task.name == "own_rte" and task.labels is None
 
 
 def squad_file(path):

@@ -35,6 +35,13 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} ({self.prog} --help)")
 
 
+def whole(text, least=1):
+    """The type of a command-line argument that is a whole number."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least {least}")
+    return int(text)
+
+
 def run(main):
     """Call main() and end the process with its exit status: 0, or 2 for a UserError, 1 for a
     Failure or an error of the operating system (no space left, say), 130 for Ctrl-C."""
@@ -183,11 +190,11 @@ def catch_signals():
     return signals
 
 
-def keep_freed_memory():
-    """Let this process keep the memory that it frees, for the next step to use. By default glibc
-    gives large blocks back to Linux, which then has to clear every page anew."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if sys.platform == "linux" and mallopt:
+def keep_freed_memory(device):
+    """Let a process that works on a CPU keep the memory that it frees, for the next step. By
+    default glibc gives large blocks back to Linux, which then has to clear every page anew."""
+    linux = device.type == "cpu" and sys.platform == "linux"
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None) if linux else None:
         m_trim_threshold, m_mmap_max = -1, -4
         mallopt(m_mmap_max, 0)
         mallopt(m_trim_threshold, 2**31 - 1)
