@@ -3136,10 +3136,21 @@ def test_regression_and_frozen_values(tuned):
             assert same == ("values" in name and not update), name
     result = scores(run)
     assert result["eval_pearson"] > 0.2 and -1 <= result["eval_spearmanr"] <= 1
-    submitted = [float(line.split("\t")[1]) for line in
-                 Path(run, "submission/pairs.tsv").read_text().splitlines()[1:]]
-    assert len(submitted) == 7 and min(submitted) >= 0
     assert torch.load(run / "best/model.pt", weights_only=True)["labels"] == []
+
+
+def test_submitted_scores_are_possible_ones(tuned, monkeypatch):
+    """Inside the range of the training data's, whatever the model says."""
+    def column(path):
+        lines = Path("out/tiny_pairs/seed0", path).read_text().splitlines()[1:]
+        return [float(line.split("\t")[-1]) for line in lines]
+
+    monkeypatch.setattr(finetune.Trainer, "predict",
+                        lambda trainer, examples: np.linspace(-99, 99, len(examples.ids)))
+    assert tune("--task=pairs", "--max_steps=1") == 0
+    assert (min(column("predictions.tsv")), max(column("predictions.tsv"))) == (-99, 99)
+    found = column("submission/pairs.tsv")
+    assert len(found) == 7 and (min(found), max(found)) == (0, 3)
 
 
 def test_squad_is_learned_by_heart(tuned, capsys):
