@@ -602,10 +602,10 @@ def curves(args):
         draw_curves(found, args.out)
 
 
-# Okabe and Ito's colours from dark to light, each with a line style: told apart in grey, too
+# Okabe and Ito's colours, neighbours of different lightness, each with a line style of its own
 LOOKS = [{"color": color, "linestyle": style} for color, style in zip(
-    ("black", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"),
-    ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (9, 3)), (0, (1, 3))), strict=True)]
+    ("black", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9"),
+    ("-", "--", "-.", ":", (0, (10, 3)), (0, (5, 1, 1, 1, 1, 1)), (0, (1, 4))), strict=True)]
 
 
 def draw_curves(found, out):
@@ -628,12 +628,13 @@ def draw_curves(found, out):
     left.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     left.minorticks_off()
     right.set(ylabel="top-1 memory usage (%)", ylim=(0, 102))
+    margin = 0.02 * (max(shown) - min(shown))
     for axes in (left, right):
         axes.set(xlabel="training steps, those of the initial model included",
-                 xlim=(min(shown) - 0.02 * (max(shown) - min(shown)), None))
+                 xlim=(min(shown) - margin, max(shown) + margin))
         axes.grid(alpha=0.3)
         if axes.lines:
-            axes.legend(fontsize=8)
+            axes.legend(fontsize=8, handlelength=5)
     save_figure(figure, out)
 
 
