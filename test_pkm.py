@@ -2759,7 +2759,7 @@ def test_squad_gold_answers_come_back():
         gold = {q.id: q.answers[0][1] for q in questions}
         assert tasks.score_squad(questions, gold) == {"exact_match": 100, "f1": 100}
         found, fates = tasks.windows(tokenizer, contexts, questions, 384, 128)
-        assert n_windows in (None, len(found.ids))  # run_squad.py's number, with this vocabulary
+        assert n_windows in (None, len(found.ids))
         labelled = found.labels[:, 0] > 0
         back = tasks.answers(found, np.where(labelled, 0, -np.inf), found.labels)
         wrong = {key for key, text in gold.items() if back[key] != text}
