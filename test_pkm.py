@@ -1774,8 +1774,7 @@ def test_imports_run_one_way_down():
         imported |= {node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
         own = imported & paths.keys()
         assert own <= BELOW.get(name, paths.keys() - SCRIPTS), (name, own)
-        more = {"transformers"} if name == "bench" else set()  # what it times itself against
-        assert imported - own - sys.stdlib_module_names <= PACKAGES | more, name
+        assert imported - own - sys.stdlib_module_names <= PACKAGES, name
 
 
 def test_preparing_data_needs_no_torch():
