@@ -1,0 +1,104 @@
+"""
+The working directories that the tests share, made once and copied.
+"""
+import hashlib
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import PIECES, ROOT, SHARED, TINY, squad_file, train
+
+torch.set_num_threads(1)  # at these sizes threads mostly wait for each other
+os.environ["OMP_NUM_THREADS"] = "1"  # and in the processes that a test starts
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory):
+    """A folder with tiny.py, and data/tiny and data/other of another vocabulary."""
+    folder, rng = tmp_path_factory.mktemp("prepared"), random.Random(0)
+    kinds = [words.split(" ") for words in ("the a one no", "old red wet big shy",
+                                            "cat dog owl elk fox", "saw met hid bit fed")]
+    order = [0, 1, 2, 3, 0, 1, 2]
+    text = "\n\n".join("\n".join(" ".join(rng.choice(kinds[k]) for k in order) + " ."
+                                 for _ in range(8)) for _ in range(60))
+    (folder / "text.txt").write_text(text)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *itertools.chain(*kinds)]
+    for name, vocab in (("tiny", words), ("other", [*words, "more"])):
+        (folder / f"{name}.txt").write_text("\n".join(vocab) + "\n")
+        subprocess.run([sys.executable, ROOT / "prepare_data.py", "text", name, "text.txt",
+                        "--vocab", f"{name}.txt", "--val_every", "10"], cwd=folder, check=True)
+    (folder / "tiny.py").write_text("".join(f"{k} = {v!r}\n" for k, v in TINY.items()))
+    return folder
+
+
+@pytest.fixture
+def place(prepared, tmp_path, monkeypatch):
+    """The working directory: a copy of `prepared`. Signal handlers are put back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+SAMPLE = "The cat sat.\nThe mats\n\nA cat.\n\nThe mat. [SEP]\n\nsat sat\n"
+
+
+@pytest.fixture
+def workdir(tmp_path, monkeypatch):
+    """An empty working directory with a vocab.txt of PIECES and a text of four documents."""
+    monkeypatch.chdir(tmp_path)
+    Path("vocab.txt").write_text("\n".join(PIECES) + "\n")
+    Path("sample.txt").write_text(SAMPLE)
+    return tmp_path
+
+
+@pytest.fixture
+def gpt2_files(monkeypatch, tmp_path):
+    """GPT-2's two files where tiktoken looks for them: under the SHA-1 of their addresses."""
+    if not (SHARED / "gpt2-bpe").is_dir():
+        pytest.skip("no GPT-2 vocabulary on this machine")
+    pytest.importorskip("tiktoken")
+    (tmp_path / "cache").mkdir()
+    for name in ("encoder.json", "vocab.bpe"):
+        url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
+        shutil.copy(SHARED / "gpt2-bpe" / name,
+                    tmp_path / "cache" / hashlib.sha1(url.encode()).hexdigest())
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    return SHARED / "gpt2-bpe"
+
+
+@pytest.fixture
+def tuned(place):
+    """A pretrained tiny model with memory, a task of one's own and tune.py."""
+    assert train("--max_steps=4", "--eval_interval=100") == 0
+    rng, vocabulary = random.Random(1), Path("tiny.txt").read_text().split()[6:]
+    for name, columns in (("own", "sentence\tlabel"), ("pairs", "sentence1\tsentence2\tscore")):
+        for split, n in (("train", 200), ("dev", 30), ("test", 7)):
+            lines = []
+            for _ in range(n):
+                words = rng.choices(vocabulary, k=rng.randrange(2, 4))
+                text = " ".join(words)
+                label = str(sum(w in vocabulary[9:14] for w in words)) if name == "pairs" else (
+                    "animal" if set(words) & set(vocabulary[9:14]) else "none")
+                lines.append("\t".join([text, *["the ." * (name == "pairs")][:name == "pairs"],
+                                        *[label] * (split != "test")]))
+            header = columns.rsplit("\t", 1)[0] if split == "test" else columns
+            Path(name).mkdir(exist_ok=True)
+            Path(name, f"{split}.tsv").write_text("\n".join([header, *lines]) + "\n")
+    Path("data/squad").mkdir()
+    for split in ("train", "dev"):
+        squad_file(Path(f"data/squad/{split}-v1.1.json"))
+    Path("tune.py").write_text("task = 'own'\ninit_from = 'out/tiny'\nmax_len = 32\nepochs = 3\n"
+                               "batch_size = 8\nlr = 5e-3\nvalue_lr = 1e-2\nlog_interval = 5\n"
+                               "checkpoint_interval = 5\ndevice = 'cpu'\n")
+    return place

@@ -1,0 +1,166 @@
+"""
+What several files of tests use: small models, texts and runs, and comparisons.
+"""
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+
+import configs
+import finetune
+import model as bert
+import prepare_data
+import pretrain
+
+ROOT = Path(__file__).parent.parent
+SHARED = ROOT.parent / "shared" / "data"  # larger texts; tests of them are skipped without it
+KILLS = int(os.environ.get("PKM_TEST_KILLS", "5"))
+
+
+def assert_near(ours, reference, tolerance):
+    """Difference within `tolerance` of the reference's norm."""
+    difference = (ours.detach().double() - reference.detach().double()).norm()
+    assert difference <= tolerance * reference.norm(), f"{difference / reference.norm():.1e}"
+
+
+def tiny_bert(seed=0, **settings):
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 40, "n_layer": 3, "n_head": 2, "d_model": 8, "d_ff": 16, "max_len": 16,
+             "n_keys": 4, "memory_heads": 2, "topk": 3, "key_dim": 4}
+    return bert.MaskedLM(bert.BertConfig(**{**sizes, **settings}))
+
+
+def record_search(model):
+    """{layer: calls}, each the (slots, weights) of a search, taken from within the memory."""
+    calls = {}
+    for layer, block in enumerate(model.bert.layers, 1):
+        if block.beta:
+            calls[layer] = []
+
+            def search(query, found=block.memory.search, own=calls[layer]):
+                own.append(found(query))
+                return own[-1]
+            block.memory.search = search
+    return calls
+
+
+@dataclasses.dataclass
+class Settings:
+    lr: float = 0.1
+    steps: int = 3
+    name: str = "a"
+    flag: bool = False
+    layers: tuple = ()
+
+
+TINY = {
+    "dataset": "tiny", "model": "demo", "memory_layers": (2, 3), "n_keys": 8, "memory_heads": 2,
+    "topk": 4, "key_dim": 16, "seq_len": 16, "batch_size": 2, "accumulation": 2, "dropout": 0.1,
+    "max_steps": 12, "warmup_steps": 4, "lr": 3e-3, "log_interval": 3, "eval_interval": 6,
+    "eval_sequences": 8, "usage_interval": 6, "checkpoint_interval": 5, "device": "cpu",
+}
+
+
+def train(*args):
+    return pretrain.main(["tiny.py", *args])
+
+
+def command(*args):
+    return [sys.executable, str(ROOT / "pretrain.py"), "tiny.py", *args]
+
+
+def log(out="out/tiny"):
+    return [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
+
+
+def files(folder="."):
+    return {str(path): path.is_file() and path.read_bytes() for path in Path(folder).rglob("*")}
+
+
+def assert_same(a, b, where=""):
+    """Equal to the last bit, through dicts and lists of tensors and plain values."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, list | tuple):
+        assert_same(dict(enumerate(a)), dict(enumerate(b)), where)
+    else:
+        assert torch.equal(a, b) if torch.is_tensor(a) else a == b, where
+
+
+def steps_saved(run):
+    newest = bert.find_checkpoint(run)
+    return int(newest.name[5:]) if newest else 0
+
+
+def assert_one_line(capsys, *args, words, main=pretrain.main):
+    """Exit status 2, one line on stderr with `words` in it, nothing written."""
+    before = files()
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        configs.run(lambda: main(list(args)))
+    error = capsys.readouterr().err
+    assert end.value.code == 2
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    assert all(word in error for word in words), error
+    assert files() == before
+
+
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "##s", "mat", "."]
+
+
+def prepare(*args):
+    """Run prepare_data's main() in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["prepare_data.py", *map(str, args)])
+        prepare_data.main()
+
+
+def prepare_sample(*more):
+    prepare("text", "sample", "sample.txt", "--vocab", "vocab.txt", *more)
+
+
+def texts_of(corpus, which):
+    """A split's documents, each as its tokens joined by spaces."""
+    pieces = [PIECES[i] for i in corpus.split(which)]
+    assert pieces[-1] == "[SEP]"
+    return [text.strip() for text in " ".join(pieces).split("[SEP]")[:-1]]
+
+
+def write_parquet(path, texts, column="text"):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.table({column: texts, "id": list(range(len(texts)))}), path)
+
+
+def byte_level_bpe(folder):
+    """`tokenizers`' byte-level BPE of the two files, which shares no code with tiktoken."""
+    lines = (folder / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(
+        json.loads((folder / "encoder.json").read_text()), [tuple(x.split()) for x in lines if x]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+
+WIKITEXT = """ \n = First = \n \n a cat \n \n = = Part = = \n \n the mat \n Key : G \n = Goals = \n
+ \n = De sat : a book = \n cat . \n \n = Second = \n \n cat \n"""
+
+
+def squad_file(path):
+    qas = [{"id": f"q{n}", "question": "no cat ?", "answers": [{"answer_start": 4, "text": "cat"}]}
+           for n in range(2)]
+    data = {"version": "1.1", "data": [{"title": "t", "paragraphs": [
+        {"context": "the cat saw the dog . " * 6, "qas": qas}]}]}
+    path.write_text(json.dumps(data, indent=1))
+    return data
+
+
+def tune(*args):
+    return finetune.main(["tune.py", *args])

@@ -1,0 +1,76 @@
+"""
+bench.py: the baselines compute the same numbers, and every comparison runs.
+"""
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench
+import pkm
+from tests.helpers import assert_near
+
+
+def test_the_layer_equals_the_plain_baseline():
+    """bench.py's ratios compare two ways to the same numbers: outputs, gradients, SparseAdam."""
+    torch.manual_seed(0)
+    ours = pkm.PKM(16, n_keys=8, heads=2, topk=4, key_dim=8)
+    plain = bench.PlainPKM(16, n_keys=8, heads=2, topk=4, key_dim=8)
+    plain.load_state_dict(ours.state_dict())
+    sparse_adam = torch.optim.SparseAdam(plain.values.parameters(), lr=0.01)
+    for _ in range(3):
+        x, weight = torch.randn(2, 300, 16)  # more than backward takes at once
+        outputs = [model(x) for model in (ours, plain)]
+        for output in outputs:
+            (output * weight).sum().backward()
+        assert_near(*outputs, 1e-6)
+        assert_near(ours.keys.grad, plain.keys.grad, 1e-5)
+        assert_near(ours.query.weight.grad, plain.query.weight.grad, 1e-5)
+        sparse_adam.step()
+        ours.values.step(lr=0.01)
+        ours.zero_grad()
+        plain.zero_grad()
+        assert_near(ours.values.weight, plain.values.weight, 1e-5)
+
+
+def test_flat_keys_are_all_compared():
+    memory = bench.FlatPKM(6, n_keys=5, heads=2, topk=3, key_dim=4).eval()
+    x = torch.randn(7, 6)
+    query = memory.query_norm(memory.query(x)).view(7, 2, 1, 4)
+    score, slots = (query * memory.keys).sum(3).sort(descending=True)  # (7, 2, 25)
+    found, weights = memory.search(memory.query_norm(memory.query(x)))
+    assert torch.equal(found, slots[..., :3])
+    torch.testing.assert_close(weights, score[..., :3].softmax(2))
+
+
+@pytest.mark.parametrize("args", [
+    ["--sizes", "demo", "--lengths", "8"], ["inference", "--slots", "32", "33", "--lengths", "4"],
+    ["layer", "--tokens", "6"], ["train", "--size", "demo", "--length", "16", "--batch_size", "2"],
+    ["against_transformers", "--size", "demo", "--lengths", "8", "--length", "16"]],
+    ids=lambda args: args[0])
+def test_bench(tmp_path, monkeypatch, capsys, args):
+    if "against_transformers" in args:
+        pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(bench.SIZES, "base", bench.SIZES["demo"])  # of --slots and layer
+    monkeypatch.setitem(bench.LAYERS, "base", (2, 3))
+    n_keys = [] if "against_transformers" in args else ["--n_keys", "32"]
+    monkeypatch.setattr(sys, "argv", ["bench.py", *args, "--rounds", "2", *n_keys,
+                                      "--out", "results/x.json"])
+    bench.main()
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert json.loads(line) == json.loads(Path("results/x.json").read_text())
+    record = json.loads(line)
+    assert record["results"] and record["rounds"] == 2 and record["dtype"] == "float32"
+    if args[0] == "train":
+        assert [r["model"] for r in record["results"]] == ["demo plain", "demo +PKM", "demo +ResM"]
+    if "--slots" in args:
+        assert [r["slots"] for r in record["results"]] == [1024, 1089] * 2
+
+
+def test_what_does_not_fit_is_skipped(capsys):
+    assert bench.fits("little", 1, torch.device("cpu"))
+    assert not bench.fits("a model", 1e18, torch.device("cpu"))
+    assert "skipped: a model" in capsys.readouterr().out

@@ -1,0 +1,186 @@
+"""
+What models read: vocabularies, a corpus, its batches, its held-out text, and masks.
+"""
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import configs
+import measure
+import model as bert
+import prepare_data
+import pretrain
+from tests.helpers import PIECES, SHARED, TINY, byte_level_bpe, prepare_sample, texts_of
+
+TRICKY = ["Café déjà-vu, naïve!", "北京 is 中文 and かな", "don't  e.g. U.S.A.\t(x_1) <unk> @-@",
+          "unaffable supercalifragilistic" * 5, "a [MASK] b", "\u00ad soft\u200b, \ufeffBOM ½ ﬁ Ⅷ",
+          "İstanbul ẞ ǅ", "नमस्ते 😀 ok", "x\u0000y \x07"]
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no BERT vocabulary on this machine")
+def test_ids_are_hugging_faces():
+    """Against Hugging Face's tokenizer in plain Python, which shares no code with `tokenizers`."""
+    legacy = pytest.importorskip("transformers.models.bert.tokenization_bert_legacy")
+    vocabulary = SHARED / "bert-vocab/vocab.txt"
+    theirs = legacy.BertTokenizerLegacy(str(vocabulary))
+    ours = prepare_data.build_tokenizer(vocabulary)
+    for text in TRICKY:
+        assert ours.encode(text).ids == theirs.encode(text, add_special_tokens=False), text
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no BERT vocabulary on this machine")
+def test_ids_of_bert():
+    """Ids as BERT's published vocabulary numbers them."""
+    tokenizer = prepare_data.build_tokenizer(SHARED / "bert-vocab/vocab.txt")
+    assert tokenizer.encode("Hello, [MASK] WORLD").ids == [7592, 1010, 103, 2088]
+    assert tokenizer.encode("Café 北京").tokens == ["cafe", "北", "京"]
+    assert tokenizer.encode("embeddings").tokens == ["em", "##bed", "##ding", "##s"]
+    assert tokenizer.decode(tokenizer.encode("embeddings").ids) == "embeddings"
+
+
+def test_ids_of_gpt2(workdir, gpt2_files):
+    reference = byte_level_bpe(gpt2_files)
+    vocab = prepare_data.gpt2_vocab()
+    ids = json.loads((gpt2_files / "encoder.json").read_text())
+    assert dict(zip(vocab, range(50257))) == ids
+    assert vocab[50257:] == ["<s>", "</s>", "<pad>", "<mask>"]
+    lines = (gpt2_files / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
+    numbers = {token: number for number, token in enumerate(vocab)}
+    assert prepare_data._merges(numbers) == [tuple(line.split()) for line in lines if line]
+    with open(SHARED / "wikipedia.txt", encoding="utf-8") as file:
+        texts = [*TRICKY, "  two  spaces\n\n\ttabs \r\n", *itertools.islice(file, 3000)]
+    ours = prepare_data._encoder(vocab)(texts)
+    assert ours == [encoding.ids for encoding in reference.encode_batch(texts)]
+    tokenizer = prepare_data.build_tokenizer(vocab)
+    assert [encoding.ids for encoding in tokenizer.encode_batch(texts)] == ours
+    assert tokenizer.decode(ours[-1]) == texts[-1]
+    marked = tokenizer.encode("<s>a <mask> b</s>").ids  # the mask has the space before it
+    assert [vocab[i] for i in marked] == ["<s>", "a", "<mask>", "\u0120b", "</s>"]
+
+
+def test_prepared_corpus(workdir, capsys):
+    prepare_sample()
+    corpus = prepare_data.Corpus("sample")
+    # four documents: every fourth but one is for val, every fourth for test
+    assert texts_of(corpus, "train") == ["the cat sat . the mat ##s", "[UNK] cat ."]
+    # [SEP] in a text is text: "[", "sep", "]"
+    assert texts_of(corpus, "val") == ["the mat . [UNK] [UNK] [UNK]"]
+    assert texts_of(corpus, "test") == ["sat sat"]
+    assert Path("data/sample/test.bin").read_bytes() == bytes([7, 0, 7, 0, 3, 0])
+    assert corpus.split("test").dtype == np.uint16
+    assert corpus.special_ids == (0, 1, 2, 3, 4) and corpus.mask_id == 4
+    assert corpus.vocab_size == 11
+    assert corpus.tokenizer_hash == hashlib.sha256("\n".join(PIECES).encode()).hexdigest()
+    assert corpus.meta["documents"] == {"train": 2, "val": 1, "test": 1}
+    assert corpus.meta["unknown"] == {"train": 1, "val": 3, "test": 0}
+    assert corpus.meta["tokens"] == {"train": 12, "val": 7, "test": 3}
+    assert "1 documents, 3 tokens" in capsys.readouterr().out
+    assert corpus.tokenizer().encode("The [MASK] sat").ids == [5, 4, 7]
+    assert sorted(os.listdir("data")) == ["sample"]
+
+
+def test_masking():
+    special, mask_id, vocab = (0, 100, 101, 102, 103), 103, 1000
+    ids = np.random.default_rng(0).choice(np.setdiff1d(np.arange(vocab), special), (2000, 40))
+    ids[:, 0], ids[:, 20], ids[:, -1] = 101, 102, 102
+    ids[7, 4:] = 0  # three ordinary tokens
+    original = ids.copy()
+    inputs, positions, labels = bert.mask_tokens(ids, np.random.default_rng(1), vocab, special,
+                                                 mask_id)
+    assert np.array_equal(ids, original)
+    assert positions.shape == labels.shape == (2000, 6)  # 15% of 40
+    assert all(len(set(row)) == 6 for row in positions.tolist())
+    at = np.take_along_axis(ids, positions.numpy(), 1)
+    assert sorted(positions[7][labels[7] != -100].tolist()) == [1, 2, 3]
+    assert (labels[7] == -100).sum() == 3
+    chosen = labels.numpy() != -100
+    assert chosen.sum() == 1999 * 6 + 3
+    assert np.array_equal(at[chosen], labels.numpy()[chosen])
+    assert not np.isin(at[chosen], special).any()
+    untouched = np.ones_like(ids, bool)
+    np.put_along_axis(untouched, positions.numpy(), ~chosen, 1)
+    assert np.array_equal(inputs.numpy()[untouched], ids[untouched])
+    new = inputs.gather(1, positions).numpy()[chosen]
+    masked, kept = new == mask_id, new == at[chosen]
+    drawn = new[~masked & ~kept]
+    assert not np.isin(drawn, special).any() and drawn.min() < 20 and drawn.max() > 980
+    n = chosen.sum()
+    for share, expected in [(masked.mean(), 0.8), (kept.mean(), 0.1), (len(drawn) / n, 0.1)]:
+        assert abs(share - expected) < 5 * math.sqrt(expected * (1 - expected) / n)
+    counts = np.bincount(positions.numpy()[chosen], minlength=40)[np.r_[1:20, 21:39]]
+    assert abs(counts / (n / 38) - 1).max() < 5 / math.sqrt(n / 38)  # every place alike
+    again = bert.mask_tokens(ids, np.random.default_rng(1), vocab, special, mask_id)
+    other = bert.mask_tokens(ids, np.random.default_rng(2), vocab, special, mask_id)
+    assert torch.equal(again[0], inputs) and not torch.equal(other[1], positions)
+
+
+def test_heldout_covers_the_split_once(place):
+    """Whatever the batch size; the last sequence is padded, and 15% of its own tokens masked."""
+    corpus = prepare_data.Corpus("tiny")
+    tokens = corpus.split("test").tolist()
+    full, rest = divmod(len(tokens), 14)
+    assert full > 3 and rest > 2
+    whole = measure.heldout(corpus, "test", 16, 1)
+    assert all(mask is None for *_, mask in whole[:-1]) and len(whole) == full + 1
+    assert whole[-1][3].tolist() == [[True] * (rest + 2) + [False] * (14 - rest)]
+    found, changed = [], 0
+    for inputs, positions, labels, mask in whole:
+        own = inputs.gather(1, positions)
+        ids = inputs.scatter(1, positions, labels.where(labels != -100, own))
+        assert inputs.shape == (1, 16)
+        changed += (ids != inputs).sum().item()
+        ids = ids[0, mask[0] if mask is not None else slice(None)].tolist()
+        assert ids[0] == corpus.cls_id and ids[-1] == corpus.sep_id
+        found += ids[1:-1]
+    assert found == tokens and changed > full  # 2 a sequence, of which a tenth stays
+    for size in (2, 3, 100):
+        batches = measure.heldout(corpus, "test", 16, size)
+        assert all(len(batch[0]) <= size for batch in batches)
+        for one, same in zip(zip(*whole, strict=True), zip(*batches, strict=True), strict=True):
+            if torch.is_tensor(one[0]):
+                assert torch.equal(torch.cat([part.flatten() for part in one]),
+                                   torch.cat([part.flatten() for part in same]))
+    other = measure.heldout(corpus, "test", 16, 100, masking=1)
+    assert not torch.equal(other[0][1], batches[0][1])
+    some = measure.heldout(corpus, "test", 16, 100, sequences=3)
+    assert len(some) == 1 and some[0][0].shape == (3, 16)
+    for length in range(16, 60):
+        *_, (inputs, _, labels, mask) = measure.heldout(corpus, "test", length, 8)
+        if mask is not None:
+            assert (inputs[~mask] == corpus.pad_id).all() and (inputs[mask] != corpus.pad_id).all()
+            assert (labels != -100).sum() == max(1, round(0.15 * mask.sum().item()))
+    short = measure.heldout(corpus, "test", len(tokens) + 4, 8)  # less than one sequence
+    assert len(short) == 1 and short[0][3].sum() == len(tokens) + 2
+    with pytest.raises(configs.UserError, match="too few"):
+        measure.heldout(corpus, "test", len(tokens) + 4, 8, sequences=1)
+
+
+def test_batches_are_a_function_of_seed_and_step(place):
+    """An epoch reads every token once, but for those left over at its ends."""
+    corpus = prepare_data.Corpus("tiny")
+    config, device = pretrain.Config(**TINY), torch.device("cpu")
+    batches, tokens = pretrain.Batches(corpus, config, device), corpus.split("train")
+    first, second = ([int(batches.start(n)) for n in range(e, e + batches.per_epoch)]
+                     for e in (0, batches.per_epoch))
+    assert set(np.diff(sorted(first))) == set(np.diff(sorted(second))) == {14}
+    assert len(first) == len(tokens) // 14 - 1 and max(first) + 14 <= len(tokens)
+    assert first != sorted(first) and np.argsort(first).tolist() != np.argsort(second).tolist()
+    masks = set()
+    for n, (step, micro) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]):  # 2 sequences each
+        inputs, positions, labels = batches.get(step, micro)
+        masks.add(str(positions.tolist()))
+        for ids, start in zip(inputs.scatter(1, positions, labels).tolist(), first[2 * n:]):
+            assert ids == [corpus.cls_id, *tokens[start:start + 14], corpus.sep_id]
+    assert len(masks) == 5
+    again = pretrain.Batches(corpus, config, device).get(2, 0)
+    assert all(map(torch.equal, again, (inputs, positions, labels)))
+    other = pretrain.Batches(corpus, dataclasses.replace(config, seed=1), device).get(2, 0)
+    assert not torch.equal(other[0], inputs)

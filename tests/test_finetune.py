@@ -1,0 +1,247 @@
+"""
+Fine-tuning: what it leaves, what it learns, and that no kill or signal changes it.
+"""
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import configs
+import finetune
+import model as bert
+import prepare_data
+import tasks
+from tests.helpers import KILLS, ROOT, assert_same, files, log, squad_file, steps_saved, tune
+
+
+def scores(run):
+    return json.loads(Path(run, "eval_results.json").read_text())
+
+
+def test_a_fine_tuned_run_leaves_what_it_promises(tuned, capsys):
+    assert tune("--seeds=3", "--out=out/run") == 0
+    run = Path("out/run/seed1")
+    assert sorted(p.name for p in run.iterdir()) == [
+        "best", "config.json", "eval_results.json", "log.jsonl", "predictions.tsv", "step_000075",
+        "submission", "vocab.txt"]
+    each = [scores(f"out/run/seed{n}") for n in range(3)]
+    assert len({str(result) for result in each}) > 1  # seeds matter
+    for seed, result in enumerate(each):
+        evaluations = {r["epoch"]: r["accuracy"] for r in log(f"out/run/seed{seed}")
+                       if "accuracy" in r}
+        assert list(evaluations) == [1, 2, 3] and result["eval_samples"] == 30
+        assert result["eval_accuracy"] == max(evaluations.values())
+        assert result["epoch"] == max(evaluations, key=evaluations.get)
+        assert (result["last_epoch"], result["last_accuracy"]) == (3, evaluations[3])
+    summary = scores("out/run")
+    assert summary["eval_accuracy"] == sorted(r["eval_accuracy"] for r in each)[1] > 0.7
+    assert list(summary["seeds"].values()) == each
+    assert "median of 3: accuracy" in capsys.readouterr().out
+
+    gold = [line.split("\t")[1] for line in Path("own/dev.tsv").read_text().splitlines()[1:]]
+    lines = Path(run, "predictions.tsv").read_text().splitlines()
+    found = [line.split("\t") for line in lines[1:]]
+    assert lines[0] == "index\tprediction" and [n for n, _ in found] == [str(n) for n in range(30)]
+    right = [a == b for (_, a), b in zip(found, gold, strict=True)]
+    assert np.mean(right) == each[1]["eval_accuracy"]
+    submitted = Path(run, "submission/own.tsv").read_text().splitlines()
+    assert len(submitted) == 8 and {line.split("\t")[1] for line in submitted[1:]} <= {
+        "animal", "none"}
+    saved = torch.load(run / "step_000075/model.pt", weights_only=True)
+    assert saved["head"] == "classifier" and saved["labels"] == ["animal", "none"]
+    assert type(bert.load_model(run / "best")) is bert.Classifier
+    assert saved["config"]["memory_layers"] == (2, 3)
+
+    before = files()
+    assert tune("--seeds=3", "--out=out/run") == 0 and files() == before  # it was done
+
+
+def test_the_best_epoch_counts(tuned, monkeypatch):
+    """Of equals the first; nan is worse than any."""
+    values = iter([math.nan, 0.5, 0.7, 0.7, 0.6] + [0.7])
+    weights, evaluate = [], finetune.Trainer.evaluate
+
+    def fake(trainer):
+        weights.append(trainer.model.head.weight.detach().clone())
+        return {"accuracy": next(values)}, evaluate(trainer)[1]
+
+    monkeypatch.setattr(finetune.Trainer, "evaluate", fake)
+    assert tune("--epochs=5", "--train_examples=16", "--out=out/run") == 0
+    assert scores("out/run/seed0")["epoch"] == 3
+    assert torch.equal(weights[5], weights[2]) and not torch.equal(weights[5], weights[4])
+
+
+def test_regression_and_frozen_values(tuned):
+    """A score's column makes a regression; update_memory = False keeps the value tables."""
+    for update in (True, False):
+        assert tune("--task=pairs", f"--update_memory={update}") == 0
+        run = Path(f"out/tiny_pairs{'' if update else '_fixed'}/seed0")
+        weights = [torch.load(path / "model.pt", weights_only=True)["weights"] for path in
+                   (Path("out/tiny/step_000004"), run / "step_000075")]
+        for name in weights[0].keys() & weights[1].keys():
+            same = torch.equal(weights[0][name], weights[1][name])
+            assert same == ("values" in name and not update), name
+    result = scores(run)
+    assert result["eval_pearson"] > 0.2 and -1 <= result["eval_spearmanr"] <= 1
+    assert torch.load(run / "best/model.pt", weights_only=True)["labels"] == []
+
+
+def test_submitted_scores_are_possible_ones(tuned, monkeypatch):
+    """Inside the range of the training data's, whatever the model says."""
+    def column(path):
+        lines = Path("out/tiny_pairs/seed0", path).read_text().splitlines()[1:]
+        return [float(line.split("\t")[-1]) for line in lines]
+
+    monkeypatch.setattr(finetune.Trainer, "predict",
+                        lambda trainer, examples: np.linspace(-99, 99, len(examples.ids)))
+    assert tune("--task=pairs", "--max_steps=1") == 0
+    assert (min(column("predictions.tsv")), max(column("predictions.tsv"))) == (-99, 99)
+    found = column("submission/pairs.tsv")
+    assert len(found) == 7 and (min(found), max(found)) == (0, 3)
+
+
+def best_span_by_hand(logits, first, length, n=20, longest=30):
+    """All pairs of one window, one by one."""
+    places = range(first, length - 1)
+    starts, ends = (sorted(places, key=lambda i: -logits[i, k])[:n] for k in (0, 1))
+    pairs = [(float(logits[s, 0] + logits[e, 1]), s, e) for s in starts for e in ends
+             if 0 <= e - s < longest]
+    return max(pairs, default=(-math.inf, 0, 0))
+
+
+@pytest.mark.parametrize("n, longest", [(20, 30), (3, 30), (5, 2), (1, 1)])
+def test_best_spans(n, longest):
+    torch.manual_seed(n)
+    lengths, first = torch.tensor([40, 31, 12, 7, 6]), torch.tensor([5, 3, 9, 5, 5])  # last: empty
+    logits = torch.randn(5, 40, 2, dtype=torch.float64)
+    logits[0, 2] = logits[1, 30] = logits[2, 20] = 99  # in the question, its [SEP], the padding
+    scores, spans = finetune.best_spans(logits, torch.arange(40) < lengths[:, None], first, n,
+                                        longest)
+    for row in range(5):
+        score, *span = best_span_by_hand(logits[row], first[row].item(), lengths[row].item(), n,
+                                         longest)
+        assert scores[row].item() == pytest.approx(score)
+        assert spans[row].tolist() == span or score == -math.inf
+    assert scores[4] == -math.inf
+
+
+def test_squad_is_learned_by_heart(tuned, capsys):
+    """Two questions with the same answer, in windows; another one is not where it should be."""
+    args = ["--task=squad", "--max_len=24", "--doc_stride=8", "--dropout=0", "--max_steps=60"]
+    assert tune(*args) == 0
+    result, run = scores("out/tiny_squad/seed0"), Path("out/tiny_squad/seed0")
+    assert (result["eval_f1"], result["eval_exact_match"], result["eval_samples"]) == (100, 100, 2)
+    assert json.loads((run / "predictions.json").read_text()) == {"q0": "cat", "q1": "cat"}
+    assert torch.load(run / "best/model.pt", weights_only=True)["head"] == "span"
+    assert type(bert.load_model(run / "best")) is bert.SpanReader
+    data = squad_file(Path("data/squad/train-v1.1.json"))
+    data["data"][0]["paragraphs"][0]["qas"][1]["answers"][0]["answer_start"] = 5
+    Path("data/squad/train-v1.1.json").write_text(json.dumps(data))
+    capsys.readouterr()
+    assert tune(*args[:3], "--max_steps=1", "--out=out/other") == 0
+    assert "labels 1 exact, 1 not at its offset (the first: q1)" in capsys.readouterr().out
+
+
+def test_padding_changes_no_prediction_and_no_loss(tuned):
+    """Neither the loss of classes nor that of spans, in training mode, nor what is learned."""
+    config = finetune.Config(task="squad", max_len=24, doc_stride=8, dropout=0.0, batch_size=4)
+    tokenizer = prepare_data.build_tokenizer(Path("out/tiny/vocab.txt"))
+    data = finetune.Data(tasks.find("squad"), tokenizer, config)
+    sizes = bert.BertConfig(**{**bert.load_file("out/tiny/step_000004/model.pt")["config"],
+                               "dropout": 0.0})
+    results, pad = [], data.train.pad
+    index = np.array([0, len(data.train.ids) // 2 - 1])  # the first window, and a short one
+    assert len(set(data.train.lengths[index])) == 2
+    for multiple, pad_id in ((1, 0), (16, 9)):
+        torch.manual_seed(0)
+        trainer = finetune.Trainer(config, data, bert.SpanReader(sizes).double(),
+                                   torch.device("cpu"), torch.float32)
+        data.train.pad = lambda index, _, __, m=multiple, p=pad_id: pad(index, p, m)
+        data.pad_id = pad_id
+        logits, mask = trainer.forward(trainer.model, data.train, index)
+        loss = finetune.loss_of(logits.double(), torch.from_numpy(data.train.labels[index]), mask)
+        loss.backward()
+        results.append([loss, *(p.grad for p in trainer.model.parameters() if p.grad is not None)])
+    assert len(results[0]) == len(results[1]) > 20
+    for ours, padded in zip(*results, strict=True):
+        torch.testing.assert_close(ours, padded, rtol=1e-4, atol=1e-6)  # logits are float32
+
+
+def test_bfloat16_fine_tuning(tuned):
+    """Another program, nearly the same losses."""
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        assert tune("--dropout=0", "--epochs=1", f"--out=out/{dtype}", f"--dtype={dtype}") == 0
+        found.append([r["loss"] for r in log(f"out/{dtype}/seed0") if "loss" in r])
+    assert found[0] == pytest.approx(found[1], abs=0.05) and found[0] != found[1]
+
+
+def assert_same_tuning(run, reference):
+    def timeless(path):
+        return [{k: v for k, v in r.items() if k not in ("examples_per_s", "elapsed")}
+                for r in log(path)]
+
+    assert_same(timeless(run), timeless(reference), "log")
+    assert scores(run) == scores(reference)
+    ours, theirs = (Path(path, "predictions.tsv").read_bytes() for path in (run, reference))
+    assert ours == theirs
+    for name in (f"{bert.find_checkpoint(reference).name}/{part}.pt" for part in
+                 ("model", "optimizer")):
+        assert_same(*(torch.load(Path(p, name), weights_only=True) for p in (run, reference)), name)
+
+
+def test_a_killed_fine_tuning_ends_as_if_it_had_not_been(tuned):
+    """SIGKILL at random moments: in steps, in evaluations, while something is written."""
+    args = ["--epochs=8", "--checkpoint_interval=2", "--train_examples=64"]
+    assert tune(*args, "--out=out/whole") == 0
+    rng, kills = random.Random(), 0
+    while not Path("out/killed/seed0/eval_results.json").exists() and kills < KILLS / 2:
+        before = steps_saved("out/killed/seed0")
+        with subprocess.Popen([sys.executable, str(ROOT / "finetune.py"), "tune.py", *args,
+                               "--out=out/killed"], stdout=subprocess.DEVNULL,
+                              stderr=subprocess.PIPE) as process:
+            while process.poll() is None and steps_saved("out/killed/seed0") == before:
+                time.sleep(0.002)
+            time.sleep(rng.random() * 0.15)
+            process.kill()
+        assert process.returncode in (0, -signal.SIGKILL), process.stderr
+        kills += 1
+    assert kills > 1
+    assert tune(*args, "--out=out/killed") == 0
+    assert_same_tuning("out/killed/seed0", "out/whole/seed0")
+    assert not list(Path("out/killed").rglob(".tmp_*"))
+
+
+@pytest.mark.parametrize("at", [1, 8, 24])  # the end of an epoch, and of the first seed
+def test_a_signal_saves_and_fine_tuning_goes_on(tuned, monkeypatch, capsys, at):
+    step, args = finetune.Trainer.step, ["--seeds=2", "--train_examples=64"]
+
+    def interrupted(trainer, n):
+        if n == at - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(trainer, n)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune.Trainer, "step", interrupted)
+        assert tune(*args) == 128 + signal.SIGTERM
+    assert steps_saved("out/tiny_own/seed0") == at and not Path("out/tiny_own/seed1").exists()
+    assert f"python finetune.py tune.py {' '.join(args)}" in capsys.readouterr().out
+    assert tune(*args) == 0
+    assert tune(*args, "--out=out/whole") == 0
+    for seed in ("seed0", "seed1"):
+        assert_same_tuning(f"out/tiny_own/{seed}", f"out/whole/{seed}")
+
+
+def test_other_settings_are_another_fine_tuning(tuned):
+    assert tune("--max_steps=2") == 0
+    with pytest.raises(configs.UserError, match="lr = 0.005, not 0.002"):
+        tune("--max_steps=2", "--lr=2e-3")

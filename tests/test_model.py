@@ -1,0 +1,158 @@
+"""
+The network: its layers and heads against formulas, closed forms and Hugging Face's logits.
+"""
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import model as bert
+from tests.helpers import tiny_bert
+
+
+def closed_form(size, vocab, memory_layers=(), ffn_in_them=True):
+    """Parameters of BERT with pooler and head, and of memories of 512^2 slots, from the shapes."""
+    layers, d, d_ff = (bert.SIZES[size][name] for name in ("n_layer", "d_model", "d_ff"))
+    ffn = 2 * d * d_ff + d + d_ff
+    count = (vocab + 512 + 2) * d + 2 * d  # embeddings and their norm
+    count += layers * (4 * (d * d + d) + ffn + 4 * d)
+    count += 2 * (d * d + d) + 2 * d + vocab  # pooler and head
+    memory = 512**2 * d + 8 * 512 * 128 + (d + 1) * 1024 + 2 * 1024
+    return count + len(memory_layers) * (memory - (0 if ffn_in_them else ffn))
+
+
+@pytest.mark.parametrize("size, layers, millions", [("base", (4, 8), (110.1, 505.9, 515.4)),
+                                                    ("large", (8, 16), (336.2, 859.5, 876.2))])
+def test_parameter_counts_are_those_of_table_1(size, layers, millions):
+    systems = [((), 1.0), (layers, 0.0), (layers, 1.0)]  # BERT, PKM, ResM
+    for (memory_layers, alpha), expected in zip(systems, millions, strict=True):
+        with torch.device("meta"):
+            model = bert.MaskedLM(bert.BertConfig(memory_layers=memory_layers, alpha=alpha,
+                                                  **bert.SIZES[size]))
+        count = sum(p.numel() for p in model.parameters())
+        assert count == closed_form(size, 30522, memory_layers, bool(alpha))
+        assert round(count / 1e6, 1) == expected
+        for number, layer in enumerate(model.bert.layers, 1):
+            names = {name.split(".")[0] for name, _ in layer.named_parameters()}
+            assert ("memory" in names) == (number in memory_layers)
+            assert ("up" in names) == ("down" in names) == (number not in memory_layers or alpha)
+
+
+def test_memory_layer_is_the_papers_formula():
+    for alpha, beta in [(0.0, 1.0), (1.0, 1.0), (0.5, 2.0)]:
+        model = tiny_bert(memory_layers=(2,), alpha=alpha, beta=beta).double().eval()
+        layer = model.bert.layers[1]
+        seen = []
+        layer.attention_norm.register_forward_hook(lambda *call, seen=seen: seen.append(call[2]))
+        y, x = layer(torch.randn(2, 5, 8, dtype=torch.float64)), seen[0]
+        total = x + beta * layer.memory(x)
+        if alpha:
+            hidden = x @ layer.up.weight.T + layer.up.bias
+            hidden = hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))  # exact GELU
+            total = total + alpha * (hidden @ layer.down.weight.T + layer.down.bias)
+        expected = (total - total.mean(-1, keepdim=True)) / (
+            total.var(-1, correction=0, keepdim=True) + 1e-12).sqrt()
+        torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_padding_changes_no_real_token_of_bert():
+    """Also while training, when a memory's batch norm takes its statistics from the batch."""
+    mask = torch.arange(6) < torch.tensor([[6], [2], [4]])
+    results = []
+    for pad in (1, 39):
+        model = tiny_bert(dropout=0.0, memory_layers=(2,)).double()
+        ids = torch.randint(40, (3, 6)).where(mask, pad)
+        results.append([model(ids, mask=mask)[mask], *(b.clone() for b in model.buffers())])
+    for first, second in zip(*results, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-9)
+
+
+def test_padded_batches_compile_but_once():
+    """Each has another number of real tokens: that must not be compiled into a graph."""
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model, ids = tiny_bert(memory_layers=(2,)), torch.randint(5, 20, (2, 12))
+    compiled = torch.compile(model, backend=backend)
+    for real in range(2, 12):
+        mask = torch.arange(12) < torch.tensor([[12], [real]])
+        compiled(ids, mask=mask).sum().backward()
+        if real == 4:
+            before = len(graphs)
+    assert len(graphs) == before
+
+
+def test_head_at_positions_and_loss():
+    model = tiny_bert(memory_layers=(2,)).double().eval()
+    ids = torch.randint(40, (3, 12))
+    positions, labels = torch.randint(12, (3, 4)), torch.randint(40, (3, 4))
+    labels[0, 1] = labels[2] = -100
+    full = model(ids)
+    expected = torch.stack([full[b, positions[b]] for b in range(3)])
+    torch.testing.assert_close(model(ids, positions), expected)
+    losses = [full[b, p].exp().sum().log() - full[b, p, label]
+              for b in range(3) for p, label in zip(positions[b], labels[b]) if label != -100]
+    torch.testing.assert_close(model(ids, positions, labels).double(), sum(losses) / 7,
+                               rtol=1e-6, atol=1e-6)  # the loss is in float32
+
+
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForPreTraining"])
+def test_logits_equal_hugging_face(kind):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = getattr(transformers, kind)(transformers.BertConfig(
+        vocab_size=99, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=24)).eval()
+    for name, p in theirs.named_parameters():  # so that every weight shows in the logits
+        nn.init.normal_(p, float("norm" in name.lower() and "weight" in name), 0.4)
+    ours = tiny_bert(vocab_size=99, n_head=4, d_model=32, d_ff=64, max_len=24).eval()
+    loaded = bert.load_weights(ours, bert.from_huggingface(theirs.state_dict(), ours.bert.config),
+                               "theirs", partial=True)
+    missing = ours.state_dict().keys() - loaded
+    assert missing == ({"bert.pooler.weight", "bert.pooler.bias"} if "Masked" in kind else set())
+    ids, types = torch.randint(99, (3, 20)), torch.randint(2, (3, 20))
+    mask = torch.arange(20) < torch.tensor([[20], [13], [5]])
+    with torch.no_grad():
+        expected = theirs(ids, attention_mask=mask.long(), token_type_ids=types)[0]
+        logits = ours(ids, mask=mask, token_types=types)
+        assert expected[mask].std() > 1
+        torch.testing.assert_close(logits[mask], expected[mask], rtol=0, atol=1e-4)
+        torch.testing.assert_close(ours(ids), theirs(ids)[0], rtol=0, atol=1e-4)
+        if not missing:
+            hidden = theirs.bert(ids, attention_mask=mask.long(), token_type_ids=types)
+            torch.testing.assert_close(ours.bert.pool(ours.bert(ids, mask, types)),
+                                       hidden.pooler_output, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["BertForSequenceClassification", "BertForQuestionAnswering"])
+def test_heads_equal_hugging_face(kind):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = getattr(transformers, kind)(transformers.BertConfig(
+        vocab_size=99, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_labels=
+        3 if "Sequence" in kind else 2, intermediate_size=64, max_position_embeddings=24)).eval()
+    for name, p in theirs.named_parameters():  # so that every weight shows in the logits
+        nn.init.normal_(p, float("norm" in name.lower() and "weight" in name), 0.4)
+    config = tiny_bert(vocab_size=99, n_head=4, d_model=32, d_ff=64, max_len=24).bert.config
+    ours = bert.Classifier(config, 3) if "Sequence" in kind else bert.SpanReader(config)
+    weights, head = theirs.state_dict(), "classifier" if "Sequence" in kind else "qa_outputs"
+    mapped = bert.from_huggingface(weights, config)
+    mapped |= {f"head.{part}": weights[f"{head}.{part}"] for part in ("weight", "bias")}
+    missing = ours.state_dict().keys() - bert.load_weights(ours, mapped, "theirs", partial=True)
+    assert missing == (set() if "Sequence" in kind else {"bert.pooler.weight", "bert.pooler.bias"})
+    ids, types = torch.randint(99, (3, 20)), torch.randint(2, (3, 20))
+    mask = torch.arange(20) < torch.tensor([[20], [13], [5]])
+    with torch.no_grad():
+        expected = theirs(ids, attention_mask=mask.long(), token_type_ids=types)
+        logits = ours.eval()(ids, mask, types)
+    if "Sequence" in kind:
+        assert expected.logits.std() > 0.5
+        return torch.testing.assert_close(logits, expected.logits, rtol=0, atol=1e-4)
+    for mine, name in zip(logits.unbind(2), ("start_logits", "end_logits"), strict=True):
+        assert expected[name].std() > 0.1
+        torch.testing.assert_close(mine[mask], expected[name][mask], rtol=0, atol=1e-4)

@@ -1,0 +1,313 @@
+"""
+From text to a corpus: the readers, the documents, the ids, and a preparation that is killed.
+"""
+import ast
+import importlib.util
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import configs
+import measure
+import model as bert
+import prepare_data
+from tests.helpers import (
+    PIECES,
+    ROOT,
+    SHARED,
+    WIKITEXT,
+    assert_one_line,
+    byte_level_bpe,
+    prepare,
+    prepare_sample,
+    texts_of,
+    train,
+    write_parquet,
+)
+
+
+def test_second_run_gives_the_same_bytes(workdir):
+    prepare_sample()
+    first = {path.name: path.read_bytes() for path in Path("data/sample").iterdir()}
+    prepare_sample("--force")
+    assert first == {path.name: path.read_bytes() for path in Path("data/sample").iterdir()}
+    prepare("text", "sample2", "sample.txt", "--vocab", "data/sample")
+    assert Path("data/sample2/train.bin").read_bytes() == first["train.bin"]
+
+
+def test_documents_by_file_and_held_out_share(workdir):
+    Path("books/more").mkdir(parents=True)
+    for number in range(20):
+        Path(f"books/{'more/' * (number % 2)}{number:02}.txt").write_text("cat\n\n" * (number + 1))
+    Path("books/notes.md").write_text("sat")
+    prepare("text", "books", "books", "--split", "file", "--val_every", 10, "--vocab", "vocab.txt")
+    corpus = prepare_data.Corpus("books")
+    assert corpus.meta["documents"] == {"train": 16, "val": 2, "test": 2}
+    # 00, 02 ... 18, then more/01 ... more/19: the 9th and 19th are 16 and 17
+    assert [len(text.split()) for text in texts_of(corpus, "val")] == [17, 18]
+    assert [len(text.split()) for text in texts_of(corpus, "test")] == [19, 20]
+
+
+DOUBLES = {"a.txt": "cat\n\nmat\nsat\n\ncat\n\n", "b.txt": "mat sat\n\nsat\n\nmat\nsat\n\nthe\n"}
+
+
+def test_duplicates_are_dropped(workdir):
+    """The first of equal documents stays, whatever file it is in; held out is from what stays."""
+    for name, text in DOUBLES.items():
+        Path(name).write_text(text)
+    prepare("text", "one", "a.txt", "b.txt", "--vocab", "vocab.txt")
+    corpus = prepare_data.Corpus("one")
+    assert texts_of(corpus, "train") == ["cat", "mat sat", "mat sat"]  # "mat\nsat" and "mat sat"
+    assert texts_of(corpus, "val") == ["sat"] and texts_of(corpus, "test") == ["the"]
+    assert corpus.meta["duplicates"] == 2
+
+
+def test_batches_do_not_change_the_ids(workdir, monkeypatch):
+    prepare_sample()
+    monkeypatch.setattr(prepare_data, "BATCH", 5)
+    prepare("text", "small", "sample.txt", "--vocab", "vocab.txt")
+    for which in prepare_data.SPLITS:
+        big, small = (prepare_data.Corpus(name).split(which) for name in ("sample", "small"))
+        assert np.array_equal(big, small)
+
+
+def test_long_lines_are_cut_where_no_id_changes(workdir):
+    line = " ".join(random.Random(0).choices(
+        ["the", "cat,", "sat  the", "mats", "\u00e9t\u00e9"], k=40000))
+    pieces = list(prepare_data._pieces(line))
+    assert "".join(pieces) == line and len(pieces) > 2 and max(map(len, pieces)) < 2**16 + 20
+    assert list(prepare_data._pieces("x" * 10**6)) == ["x" * 10**6]
+    tokenizer = prepare_data.build_tokenizer(PIECES)
+    ids = itertools.chain.from_iterable(tokenizer.encode(piece).ids for piece in pieces)
+    assert list(ids) == tokenizer.encode(line).ids
+
+
+def test_unigram_perplexity():
+    train, heldout = [5, 5, 5, 6, 3], [5, 6, 7, 3, 1]
+    # ordinary ids 5, 6, 7 with counts 3 + 1, 1 + 1, 0 + 1
+    expected = math.exp(-(math.log(4 / 7) + math.log(2 / 7) + math.log(1 / 7)) / 3)
+    found = prepare_data.unigram_perplexity(
+        np.bincount(train, minlength=8), np.bincount(heldout, minlength=8), (0, 1, 2, 3, 4))
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def many_documents():
+    rng = random.Random(1)
+    for file in range(3):
+        Path(f"{file}.txt").write_text("\n\n".join(
+            "\n".join(" ".join(rng.choices(["the", "cat", "sat", "mats", "mat."], k=5))
+                      for _ in range(rng.randint(1, 4))) for _ in range(40)))
+    return ["0.txt", "1.txt", "2.txt", "--vocab", "vocab.txt", "--val_every", "7"]
+
+
+STOP = """
+import os, signal, sys, prepare_data
+prepare_data.BATCH, left, replace = 90, int(sys.argv.pop(1)), os.replace
+def stop(a, b):
+    global left
+    left -= str(b).endswith("state.json")
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(a, b)
+os.replace = stop
+prepare_data.main()
+"""
+
+
+@pytest.mark.parametrize("vocab", ["given", "learned"])
+def test_killed_and_restarted_gives_the_same_bytes(workdir, monkeypatch, capsys, vocab):
+    args = many_documents()
+    if vocab == "learned":  # once: `tokenizers` does not learn the same one twice
+        args[3:5] = ["--vocab_size", "256"]
+    monkeypatch.setattr(prepare_data, "BATCH", 90)
+    done = []
+    for kills in range(1, 12, 3):  # later and later, in the second and in the third file too
+        stopped = subprocess.run([sys.executable, "-c", STOP, str(kills), "text", "new", *args],
+                                 env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+        assert stopped.returncode == -signal.SIGKILL and not Path("data/new").exists()
+        done.append(json.loads(Path("data/.part_new/state.json").read_text())["documents"])
+    assert done == sorted(done) and 0 < done[0] < 40 < done[-1]
+    capsys.readouterr()
+    prepare("text", "new", *args)
+    assert f"going on after {done[-1]} documents" in capsys.readouterr().out
+    if vocab == "learned":
+        args[3:5] = ["--vocab", "data/new"]
+    prepare("text", "whole", *args)
+    for file in ("train.bin", "val.bin", "test.bin", "vocab.txt"):
+        assert Path("data/new", file).read_bytes() == Path("data/whole", file).read_bytes()
+    assert sorted(os.listdir("data")) == ["new", "whole"]
+    assert len(os.listdir("data/new")) == 5
+
+
+def test_other_text_starts_anew(workdir, monkeypatch):
+    args = many_documents()
+    subprocess.run([sys.executable, "-c", STOP, "9", "text", "new", *args],
+                   env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    Path("0.txt").write_text("cat\n\n" + Path("0.txt").read_text())
+    prepare("text", "new", *args)
+    prepare("text", "whole", *args)
+    assert (Path("data/new/train.bin").read_bytes() == Path("data/whole/train.bin").read_bytes())
+
+
+def test_existing_corpus_and_force(workdir, monkeypatch):
+    prepare_sample()
+    old = {path.name: path.read_bytes() for path in Path("data/sample").iterdir()}
+    with pytest.raises(configs.UserError, match="data/sample exists already"):
+        prepare_sample()
+
+    Path("sample.txt").write_text("mat\n\ncat\n\nsat\n\nmat cat\n\nmat sat\n")
+    def dies(*args):
+        raise ZeroDivisionError
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_data, "_encode", dies)  # half-way
+        with pytest.raises(ZeroDivisionError):
+            prepare_sample("--force")
+    assert {path.name: path.read_bytes() for path in Path("data/sample").iterdir()} == old
+
+    with monkeypatch.context() as patch:  # between the two renames
+        rename = os.replace
+        patch.setattr(os, "replace",
+                      lambda a, b: 1 / 0 if Path(b).name == "sample" else rename(a, b))
+        with pytest.raises(ZeroDivisionError):
+            prepare_sample("--force")
+    assert prepare_data.Corpus(".old_sample").meta["documents"]["train"] == 2
+    assert not Path("data/sample").exists()
+
+    prepare_sample()
+    assert prepare_data.Corpus("sample").meta["documents"] == {"train": 3, "val": 1, "test": 1}
+    assert os.listdir("data") == ["sample"]
+    assert sorted(os.listdir("data/sample")) == sorted(old)
+
+
+def test_wikitext_articles(workdir):
+    Path("wiki").mkdir()
+    for name in ("train", "valid", "test"):
+        Path(f"wiki/wiki.{name}.tokens").write_text(WIKITEXT)
+        Path(f"wiki/wiki.{name}.raw").write_text(WIKITEXT.replace("mat", "sat"))
+    prepare("wikitext2", "--from", "wiki", "--vocab", "vocab.txt")
+    corpus = prepare_data.Corpus("wikitext2")
+    assert corpus.meta["documents"] == {"train": 2, "val": 2, "test": 2}
+    assert texts_of(corpus, "val")[1] == "[UNK] [UNK] [UNK] cat"  # = Second =
+    assert "mat" in texts_of(corpus, "train")[0]
+
+    Path("wiki/wiki.valid.tokens").write_text("")
+    with pytest.raises(configs.UserError, match="valid.tokens: empty"):
+        prepare("wikitext2", "--from", "wiki", "--vocab", "vocab.txt", "--force")
+
+    with zipfile.ZipFile("wiki.zip", "w") as archive:
+        for path in Path("wiki").iterdir():
+            archive.write(path, f"wikitext-2-raw/{path.name}")
+    prepare("wikitext2", "--raw", "--from", "wiki.zip", "--vocab", "vocab.txt")
+    raw = prepare_data.Corpus("wikitext2_raw")
+    assert raw.meta["documents"] == corpus.meta["documents"]
+    assert "mat" not in texts_of(raw, "train")[0]
+
+
+@pytest.mark.skipif(not (SHARED / "wikitext-2").is_dir(), reason="no WikiText-2 on this machine")
+def test_wikitext2_articles_as_published(workdir):
+    Path("wiki").mkdir()
+    for name in ("valid", "test"):
+        Path(f"wiki/{name}.txt").write_bytes((SHARED / f"wikitext-2/{name}.txt").read_bytes())
+    with open(SHARED / "wikitext-2/train.txt", encoding="utf-8") as file:
+        lines = list(itertools.islice(file, 3000))
+    Path("wiki/train.txt").write_text("".join(lines), encoding="utf-8")
+    prepare("wikitext2", "--from", "wiki", "--vocab_size", 1000)
+    corpus = prepare_data.Corpus("wikitext2")
+    assert (corpus.meta["documents"]["val"], corpus.meta["documents"]["test"]) == (60, 60)
+    assert corpus.vocab_size == 1000 and corpus.special_ids == (0, 1, 2, 3, 4)
+    tokenizer = corpus.tokenizer()
+    whole = tokenizer.encode(" ".join(lines)).ids  # white space is all that separates lines
+    train = corpus.split("train")
+    assert train[train != corpus.sep_id].tolist() == whole
+
+
+def test_the_papers_corpora_from_files(workdir, monkeypatch):
+    """Parquet and text, Wikipedia by article and BookCorpus by lines, give the same ids."""
+    monkeypatch.setattr(prepare_data, "SENTENCES", 2)
+    articles = ["the cat\n\nsat .", "the mat", "", None, "the cat\n\nsat .", "cats"]
+    sentences = ["cat", "sat", "mat", "the", "cats"]
+    write_parquet("wiki/train-0.parquet", articles[:2])
+    write_parquet("wiki/train-1.parquet", articles[2:])
+    write_parquet("books.parquet", sentences)
+    Path("books.txt").write_text("\n".join(sentences) + "\n")
+    with tarfile.open("bookcorpus.tar.bz2", "w:bz2") as archive:
+        archive.add("books.txt")
+    for place in ("books.parquet", "books.txt", "bookcorpus.tar.bz2"):
+        prepare("wikibooks", "--from", "wiki", place, "--vocab", "vocab.txt", "--force")
+        corpus = prepare_data.Corpus("wikibooks")
+        assert texts_of(corpus, "train") == ["the cat sat .", "the mat", "cat ##s"]
+        assert (texts_of(corpus, "val"), texts_of(corpus, "test")) == (["cat sat"], ["mat the"])
+    assert corpus.meta["duplicates"] == 2  # an article, and the last sentence
+
+
+def test_packages_that_are_missing_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(configs.UserError, match="a.parquet needs a package: pip install pyarrow"):
+        list(prepare_data._parquet(Path("a.parquet"), True))
+
+
+def test_docs_from_source(workdir, monkeypatch):
+    """Docstrings come in the source's order, from a tree that is never imported."""
+    tree = ast.parse(
+        '"""Module.\n\n    Indented."""\nimport nothing_like_it\nclass A:\n    "Class."\n'
+        'try:\n    pass\nexcept E:\n    def f():\n        """Function."""\n'
+        'abs = _C._add_docstr(torch.abs, r"""\nabs(x)\n\n    more {x}""".format(x=1))\n'
+        'add_newdoc("A", ("b", """\n    b()"""))\n'
+        'call("""not\na docstring""")\nasync def g():\n    "Last."\n')
+    found = [text for text in prepare_data._docstrings(tree) if text]
+    assert found == [
+        "Module.\n\nIndented.", "Class.", "Function.", "abs(x)\n\n    more {x}", "b()",
+        "Last."]
+
+    library = workdir / "library"
+    (library / "tests").mkdir(parents=True)
+    for number in range(40):  # one docstring of each is the same
+        (library / f"m{number:02}.py").write_text(f'"Number {number}."\ndef f():\n    "Same."\n')
+    (library / "tests/m.py").write_text('"""A test."""')
+    (library / "bad.py").write_text('"""Bad."""\ndef')
+    (library / "odd.py").write_text('"""Odd \\ud800 \\d"""')
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(library))
+    empty = type("Spec", (), {"origin": str(workdir / "nowhere/__init__.py")})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: empty)
+    prepare_data.prepare_docs(vocab=PIECES + ["number", "same", *map(str, range(40)), "odd", "?"])
+    corpus = prepare_data.Corpus("docs")
+    assert corpus.meta["documents"] == {"train": 37, "val": 2, "test": 2}
+    assert corpus.tokenizer().decode(corpus.split("val")) == "number 18. number 38."
+    assert corpus.tokenizer().decode(corpus.split("train")).count("same.") == 1
+
+
+def test_gpt2_corpus_and_run(place, gpt2_files, capsys, monkeypatch):
+    """From text to filled-in masks and an exported tokenizer, with GPT-2's vocabulary."""
+    prepare("text", "bytes", "text.txt", "--tokenizer", "gpt2")
+    corpus = prepare_data.Corpus("bytes")
+    assert corpus.vocab_size == 50261 and corpus.special_ids == (50259, 50256, 50257, 50258, 50260)
+    documents = Path("text.txt").read_text().split("\n\n")
+    reference = byte_level_bpe(gpt2_files)  # of lines with their line breaks
+    expected = [i for line in documents[58].splitlines()
+                for i in reference.encode(line + "\n").ids]
+    assert corpus.split("val").tolist()[-len(expected) - 1:] == [*expected, 50258]
+    monkeypatch.delenv("TIKTOKEN_CACHE_DIR")  # a corpus and a run bring their own vocabulary
+    assert train("--dataset=bytes", "--max_steps=2", "--out=out/bytes") == 0
+    capsys.readouterr()
+    measure.main(["fill", "out/bytes", "the [MASK] cat"])
+    assert "[MASK] at token 2:" in capsys.readouterr().out
+    assert_one_line(capsys, "tiny.py", "--out=out/bytes", words=["another vocabulary"])
+    assert train("--dataset=bytes", "--max_steps=2", "--out=out/plain", "--memory_layers=") == 0
+    transformers = pytest.importorskip("transformers")
+    bert.export("out/plain", "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("hf")
+    assert tokenizer("a <mask> dog")["input_ids"] == [50257, 64, 50260, 3290, 50258]
+    assert tokenizer.mask_token_id == 50260 and tokenizer.pad_token_id == 50259

@@ -1,0 +1,321 @@
+"""
+Pretraining: where it starts, what it leaves, and that no kill, signal or full disk changes it.
+
+$ PKM_TEST_KILLS=20 python -m pytest -k killed      # more SIGKILLs than 5
+"""
+import collections
+import hashlib
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import configs
+import model as bert
+import prepare_data
+import pretrain
+from tests.helpers import (
+    KILLS,
+    ROOT,
+    TINY,
+    assert_same,
+    command,
+    files,
+    log,
+    steps_saved,
+    tiny_bert,
+    train,
+)
+
+
+def test_optimizer_groups():
+    model = tiny_bert(memory_layers=(2, 3))
+    decayed, others = bert.optimizer_groups(model, 0.3)
+    assert decayed["weight_decay"] == 0.3 and others["weight_decay"] == 0
+    found = collections.Counter(id(p) for group in (decayed, others) for p in group["params"])
+    for name, p in model.named_parameters():
+        assert found.pop(id(p), 0) == (0 if name.endswith("values.weight") else 1), name
+        if "norm" in name or name.endswith("bias"):
+            assert not any(p is q for q in decayed["params"]), name
+        elif not name.endswith("values.weight"):
+            assert not any(p is q for q in others["params"]), name
+    assert not found
+
+
+@pytest.fixture
+def plain_run(tmp_path):
+    """A run with one checkpoint of a model without memory."""
+    model = tiny_bert(seed=1)
+    optimizer = torch.optim.AdamW(bert.optimizer_groups(model, 0))
+    bert.save_checkpoint(tmp_path / "run", 3, model, optimizer, {})
+    return model.state_dict(), tmp_path / "run" / "step_000003"
+
+
+@pytest.mark.parametrize("alpha, reinit_ffn", [(1.0, False), (0.0, False), (1.0, True)],
+                         ids=["ResM", "PKM", "ResM'"])
+def test_init_from(plain_run, capsys, alpha, reinit_ffn):
+    trained, checkpoint = plain_run
+    model = tiny_bert(memory_layers=(2,), alpha=alpha)
+    random_weights = {name: w.clone() for name, w in model.state_dict().items()}
+    bert.init_from(model, checkpoint, reinit_ffn)
+    for name, w in model.state_dict().items():
+        fresh = "memory" in name or reinit_ffn and name.startswith(("bert.layers.1.up",
+                                                                    "bert.layers.1.down"))
+        assert torch.equal(w, (random_weights if fresh else trained)[name]), name
+    assert ("bert.layers.1.up.weight" in model.state_dict()) == bool(alpha)
+    said = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    ffn = 8 * 16 * 2 + 8 + 16
+    memory = 16 * 8 + 2 * 2 * 4 * 2 + 8 * 8 + 8 + 2 * 8  # values, keys, query, its norm
+    expected = {f"left random memory {memory} parameters layers 2"}
+    if alpha and not reinit_ffn:
+        expected |= {f"loaded FFN {3 * ffn} parameters layers 1, 2, 3"}
+    else:
+        expected |= {f"loaded FFN {2 * ffn} parameters layers 1, 3",
+                     f"{'left random' if alpha else 'dropped'} FFN {ffn} parameters layers 2"}
+    assert said >= expected
+
+
+def test_init_from_another_shape(plain_run):
+    with pytest.raises(configs.UserError, match="shape"):
+        bert.init_from(tiny_bert(d_model=12), plain_run[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_loading_a_model_keeps_one_copy(tmp_path):
+    """And writing to it leaves the file as it was."""
+    model = tiny_bert(memory_layers=(2,), n_keys=512, d_model=64)  # 67 MB of values
+    optimizer = torch.optim.AdamW(bert.optimizer_groups(model, 0))
+    file = bert.save_checkpoint(tmp_path, 1, model, optimizer, {}) / "model.pt"
+    before = hashlib.sha256(file.read_bytes()).digest()
+    code = ("import sys, model as bert\n"
+            "def kb(): return next(int(line.split()[1]) for line in open('/proc/self/status') "
+            "if line.startswith('VmHWM'))\n"
+            "start = kb(); loaded = bert.load_model(sys.argv[1]); peak = kb() - start\n"
+            "for p in loaded.parameters(): p.data.zero_()\n"
+            "print(peak)")
+    peak = subprocess.run([sys.executable, "-c", code, str(file.parent)], cwd=ROOT, check=True,
+                          capture_output=True, text=True).stdout
+    assert int(peak) < 1.3 * file.stat().st_size / 1024
+    assert hashlib.sha256(file.read_bytes()).digest() == before
+    assert_same(dict(bert.load_model(file.parent).state_dict()), dict(model.state_dict()))
+
+
+def test_a_run_leaves_what_it_promises(place, capsys):
+    assert train("--checkpoint_interval=3") == 0
+    run, records = Path("out/tiny"), log()
+    assert [r["step"] for r in records if "grad_norm" in r] == [3, 6, 9, 12]
+    evaluations = [r for r in records if "perplexity" in r]
+    assert [r["step"] for r in evaluations] == [0, 1, 2, 4, 6, 12]
+    assert all({"1", "4"}.isdisjoint(r["layers"]) and len(r["layers"]) == 2 for r in evaluations)
+    assert 20 < evaluations[0]["perplexity"] < 30  # untrained, 25 tokens
+    assert evaluations[-1]["perplexity"] < evaluations[0]["perplexity"] - 0.5
+    assert sorted(p.name for p in run.iterdir()) == ["config.json", "log.jsonl", "step_000009",
+                                                     "step_000012", "usage", "vocab.txt"]
+    saved = json.loads((run / "config.json").read_text())
+    assert saved["memory_layers"] == [2, 3] and saved["lr"] == 3e-3
+    assert sorted(os.listdir(run / "usage")) == ["step_000006.npz", "step_000012.npz"]
+    for name, counts in np.load(run / "usage" / "step_000012.npz").items():
+        assert name in {f"layer{n}_{what}" for n in (2, 3) for what in ("read", "top1")}
+        topk = 4 if name.endswith("read") else 1
+        assert counts.shape == (64,) and counts.sum() == 8 * 16 * 2 * topk  # tokens, heads
+    before = files()
+    assert train("--checkpoint_interval=3") == 0 and files() == before  # the end was reached
+    assert train("--checkpoint_interval=3", "--eval_only=True") == 0 and files() == before
+    assert f"perplexity {evaluations[-1]['perplexity']:.2f}" in capsys.readouterr().out
+    assert train("--out=out/new", "--dry_run=True") == 0 and files() == before
+    assert train("--out=out/new", "--eval_only=True") == 0 and files() == before
+
+
+def losses(*args):
+    """The loss of every step of a fresh run."""
+    shutil.rmtree("out/losses", ignore_errors=True)
+    assert train("--out=out/losses", "--log_interval=1", "--eval_interval=1000", *args) == 0
+    return np.array([r["loss"] for r in log("out/losses") if "grad_norm" in r])
+
+
+def test_accumulation_is_one_larger_batch(place, monkeypatch):
+    """Without memory, whose batch norm sees a micro-batch, and without dropout."""
+    corpus, results = prepare_data.Corpus("tiny"), []
+    whole = pretrain.Batches(corpus, pretrain.Config(seq_len=16, batch_size=4, accumulation=1),
+                             torch.device("cpu"))
+    get = pretrain.Batches.get
+    for size in (4, 2, 1):
+        monkeypatch.setattr(pretrain.Batches, "get", lambda self, step, micro, size=size: [
+            part[size * micro:size * (micro + 1)] for part in get(whole, step, 0)])
+        losses("--memory_layers=", "--dropout=0", "--max_steps=3", f"--batch_size={size}",
+               f"--accumulation={4 // size}")
+        results.append([r[key] for r in log("out/losses") for key in ("loss", "grad_norm")
+                        if key in r])
+    assert results[1] == pytest.approx(results[0], rel=1e-4)
+    assert results[2] == pytest.approx(results[0], rel=1e-4)
+
+
+def test_a_logged_loss_is_the_mean_since_the_last(place):
+    every = losses("--max_steps=9")
+    train("--max_steps=9")
+    means = [r["loss"] for r in log() if "grad_norm" in r]
+    assert means == pytest.approx(every.reshape(3, 3).mean(1))
+    lrs = [r["lr"] for r in log("out/losses") if "grad_norm" in r]
+    assert lrs == pytest.approx([min((n + 1) / 4, (9 - n) / 5) * 3e-3 for n in range(9)])
+
+
+def test_compiled_training_equals_eager(place):
+    """At a value_lr at which values that a compiled graph forgets to train show in the loss."""
+    args = ["--dropout=0", "--max_steps=20", "--accumulation=1", "--value_lr=0.03"]
+    eager, compiled = losses(*args), losses(*args, "--compile=on")
+    frozen = losses(*args, "--value_lr=0")
+    torch._dynamo.reset()
+    assert len(eager) == 20 and abs(eager - compiled).max() < 1e-3
+    assert abs(eager - frozen).max() > 1e-2
+    assert (eager != compiled).any()  # it was another program
+
+
+def test_bfloat16_follows_float32(place):
+    args = ["--max_steps=50", "--dropout=0"]
+    full, half = losses(*args), losses(*args, "--dtype=bfloat16")
+    assert (full != half).any()
+    assert abs(half[-10:].mean() / full[-10:].mean() - 1) < 0.02
+
+
+def test_float16_skips_a_step_that_overflows(place):
+    """The scaler finds an inf: nothing moves, the reads go; the next step is unscaled."""
+    config = pretrain.Config(**{**TINY, "dropout": 0.0})
+    corpus, device = prepare_data.Corpus("tiny"), torch.device("cpu")
+    model, _ = pretrain.start_model(config, pretrain.validate(config), corpus, None)
+    trainer = pretrain.Trainer(config, corpus, model, device, torch.float16)
+    before = {name: w.clone() for name, w in model.state_dict().items() if "running" not in name}
+    scale, backward = trainer.scaler.get_scale(), torch.Tensor.backward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", lambda self: backward(self * math.inf))
+        trainer.step(0)
+    after = model.state_dict()
+    assert all(torch.equal(w, after[name]) for name, w in before.items() if "tracked" not in name)
+    assert trainer.scaler.get_scale() == scale / 2
+    assert all(not t.reads and t.steps == 0 and t.exp_avg is None for t in trainer.tables)
+    full = pretrain.start_model(config, pretrain.validate(config), corpus, None)[0]
+    full.load_state_dict(after)
+    other = pretrain.Trainer(config, corpus, full, device, torch.float32)
+    for t in (trainer, other):
+        t.step(1)
+    for half, single in zip(trainer.tables, other.tables, strict=True):
+        ratio = half.exp_avg.norm() / single.exp_avg.norm()  # slots near a tie may differ
+        assert 0.9 < ratio < 1.1 and ratio != 1  # unscaled: not 32,768 times as large
+
+
+def assert_same_run(out, reference):
+    """The same log, but for speed, the same last weights, optimizer and value moments."""
+    def timeless(run):
+        return [{k: v for k, v in r.items() if k not in ("tokens_per_s", "elapsed")}
+                for r in log(run)]
+
+    assert_same(timeless(out), timeless(reference), "log")
+    ends = [bert.find_checkpoint(run) for run in (out, reference)]
+    assert ends[0].name == ends[1].name
+    for name in ("model.pt", "optimizer.pt"):
+        assert_same(*(torch.load(end / name, weights_only=True) for end in ends), name)
+    values = torch.load(ends[0] / "optimizer.pt", weights_only=True)["values"]
+    assert len(values) == 2 and all(v["exp_avg_sq"].abs().sum() > 0 for v in values.values())
+
+
+def wait_for(condition, process):
+    """Poll until condition() is true, and return its value; the process must not end before."""
+    while not (value := condition()):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.001)
+    return value
+
+
+def saving(run):
+    """Whether the newest checkpoint, whatever its name, still lacks its last file."""
+    newest = max(run.glob("*step_*"), key=lambda path: path.name[-6:])
+    return (newest / "model.pt").exists() and not (newest / "state.pt").exists()
+
+
+def test_a_killed_run_ends_as_if_it_had_not_been(place):
+    """SIGKILL during steps and, every other time, during the writing of a checkpoint."""
+    args = ["--eval_interval=4", f"--max_steps={20 + 6 * KILLS}"]
+    rng, run, seen = random.Random(), Path("out/killed"), 0  # other moments every time
+    for number in range(KILLS):
+        with subprocess.Popen(command(*args, "--out=out/killed", "--checkpoint_interval=1"),
+                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+            first = wait_for(lambda seen=seen: max(0, steps_saved(run) - seen), process) + seen
+            start = time.perf_counter()
+            wait_for(lambda first=first: steps_saved(run) > first, process)
+            time.sleep(rng.random() * (time.perf_counter() - start))  # somewhere in a step
+            if number % 2:
+                wait_for(lambda: saving(run), process)
+                time.sleep(rng.random() * 0.003)
+            process.kill()
+        assert process.returncode == -signal.SIGKILL
+        seen = steps_saved(run)
+    assert 0 < seen < 20 + 6 * KILLS
+    assert train(*args, "--out=out/killed", "--checkpoint_interval=1") == 0
+    assert train(*args, "--out=out/whole", "--checkpoint_interval=1000") == 0
+    assert_same_run(run, "out/whole")
+    assert not list(run.rglob(".tmp_*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("at", [1, 8, 12])
+def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, at):
+    step = pretrain.Trainer.step
+
+    def interrupted(trainer, n):
+        if n == at - 1:
+            os.kill(os.getpid(), number)
+        return step(trainer, n)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain.Trainer, "step", interrupted)
+        assert train("--out=out/a b") == 128 + number
+    assert steps_saved("out/a b") == at
+    assert "python pretrain.py tiny.py '--out=out/a b'" in capsys.readouterr().out
+    assert train("--out=out/a b") == 0
+    assert train("--out=out/whole") == 0
+    assert_same_run("out/a b", "out/whole")
+
+
+def test_a_loss_that_is_no_number_stops_the_run(place, monkeypatch):
+    assert train("--max_steps=4", "--checkpoint_interval=2") == 0
+    before = files("out/tiny/step_000004")
+    rate = pretrain.learning_rate
+    monkeypatch.setattr(pretrain, "learning_rate", lambda n, c: 1e30 if n == 5 else rate(n, c))
+    with pytest.raises(configs.Failure, match="^step 7: the loss is (nan|inf)"):
+        train("--checkpoint_interval=100")
+    assert files("out/tiny/step_000004") == before and steps_saved("out/tiny") == 4
+
+
+def test_a_gradient_that_is_no_number_is_not_saved(place, monkeypatch):
+    """The loss of its step is fine, but the weights after it are not."""
+    clip = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda p, n: clip(p, n) * math.nan)
+    with pytest.raises(configs.Failure, match="^step 1: "):
+        train("--checkpoint_interval=1")
+    assert not list(Path("out/tiny").glob("*step_*"))
+
+
+@pytest.mark.parametrize("file, share", [("model.pt", 0.02), ("model.pt", 0.5),
+                                         ("optimizer.pt", 0.9)])
+def test_no_space_left(place, file, share):
+    """The disk takes files up to `share` of this one."""
+    assert train("--max_steps=4") == 0
+    before = files("out/tiny/step_000004")
+    limit = int(share * len(before[f"out/tiny/step_000004/{file}"]))
+    result = subprocess.run(
+        command("--max_steps=6"), capture_output=True, text=True, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    assert result.returncode == 1, result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert files("out/tiny/step_000004") == before and steps_saved("out/tiny") == 4
+    assert train("--max_steps=6") == 0

@@ -1,0 +1,145 @@
+"""
+Evaluation and the usage of memories, against Section 3.2 read by read.
+"""
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import measure
+import prepare_data
+from tests.helpers import record_search, tiny_bert
+
+
+def test_usage_metrics_known_answers():
+    one, every = np.zeros(64), np.ones(64)
+    one[5] = 10
+    m = measure.usage_metrics(one, one, one, topk=1, effective_k=10)
+    assert m["mu"] == m["top1_mu"] == 1 / 64 and m["accesses"] == 10 and m["effective_k"] == 1
+    assert m["kl_u"] == m["kl_w"] == pytest.approx(math.log(64))
+    assert m["mu_uniform"] == m["top1_mu_uniform"] == pytest.approx(1 - (63 / 64) ** 10)
+    m = measure.usage_metrics(4 * every, every, every / 3, topk=4, effective_k=64 * 2.5)
+    assert m["mu"] == m["top1_mu"] == 1 and abs(m["kl_u"]) + abs(m["kl_w"]) < 1e-12
+    assert m["mu_uniform"] == pytest.approx(1 - (60 / 64) ** 64) and m["effective_k"] == 2.5
+    four = np.repeat([10.0, 0.0], [4, 60])  # every access reads the same 4 slots
+    m = measure.usage_metrics(four, one, np.repeat([4, 3, 2, 1, 0.0], [1, 1, 1, 1, 60]), 4, 30)
+    assert m["mu"] == 4 / 64 and m["kl_u"] == pytest.approx(math.log(64 / 4))
+    assert math.log(64 / 4) < m["kl_w"] < math.log(64)
+    half = np.repeat([2.0, 0.0], 32)  # slots that are never read add nothing
+    m = measure.usage_metrics(half, half, half, topk=1, effective_k=64)
+    assert m["mu"] == 0.5 and m["kl_u"] == pytest.approx(math.log(2))
+
+
+def test_effective_k_of_known_weights():
+    """One slot that has it all: 1; all alike: topk. Averaged over the accesses."""
+    model = tiny_bert(memory_layers=(2,)).eval()
+    slots = torch.tensor([[[0, 1, 2], [3, 4, 5]]], dtype=torch.int32)
+    weights = torch.tensor([[[1.0, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3]]])
+    with torch.no_grad(), measure.count_reads(model) as counts:
+        model.bert.layers[1].memory.values(slots, weights)
+    metrics = measure.usage_metrics(**counts[2])
+    assert metrics["effective_k"] == pytest.approx(2) and metrics["accesses"] == 2
+
+
+def plain_usage(slots, weights, n_slots):
+    """Section 3.2 read by read; slots, weights: (accesses, topk) lists, best first."""
+    read, weight, top1, effective_k = [0] * n_slots, [0.0] * n_slots, [0] * n_slots, 0.0
+    for access, shares in zip(slots, weights, strict=True):
+        top1[access[0]] += 1
+        effective_k += math.prod(share ** -share for share in shares)
+        for slot, share in zip(access, shares, strict=True):
+            read[slot] += 1
+            weight[slot] += share
+
+    def kl(counts):
+        total = sum(counts)
+        return sum(c / total * math.log(c / total * n_slots) for c in counts if c)
+
+    n = len(slots)
+    return {"mu": sum(map(bool, read)) / n_slots, "top1_mu": sum(map(bool, top1)) / n_slots,
+            "kl_u": kl(read), "kl_w": kl(weight), "effective_k": effective_k / n, "accesses": n,
+            "mu_uniform": 1 - (1 - len(slots[0]) / n_slots) ** n,
+            "top1_mu_uniform": 1 - (1 - 1 / n_slots) ** n}, read, top1, weight
+
+
+def test_evaluate_counts_every_read_but_padding_and_knows_the_uniform_model():
+    model = tiny_bert(memory_layers=(1, 3)).train()
+    calls = record_search(model)
+    nn.init.zeros_(model.bert.words.weight)  # the tied decoder: all logits 0
+    masks = [None, torch.arange(12) < torch.tensor([[12], [5], [1], [9]]), None]
+    batches = [(torch.randint(40, (n, 12)), torch.randint(12, (n, 2)), torch.randint(40, (n, 2)), m)
+               for n, m in zip((4, 4, 1), masks, strict=True)]
+    batches[0][2][0] = -100
+    before = [b.clone() for b in model.buffers()]
+    results, counts = measure.evaluate(model, batches, torch.device("cpu"))
+    assert model.training and all(map(torch.equal, before, model.buffers()))
+    assert results["perplexity"] == pytest.approx(40) and results["masked_tokens"] == 16
+    assert results["accuracy"] == sum((b[2] == 0).sum().item() for b in batches) / 16
+    assert calls.keys() == results["layers"].keys() == {1, 3}
+    for layer, reads in calls.items():
+        slots, weights = (torch.cat(part).flatten(0, 1).tolist()
+                          for part in zip(*reads, strict=True))
+        assert len(slots) == (5 * 12 + 27) * 2  # real tokens x heads
+        metrics, read, top1, weight = plain_usage(slots, weights, 16)
+        assert counts[layer]["read"].tolist() == read and counts[layer]["top1"].tolist() == top1
+        assert counts[layer]["weight"].tolist() == pytest.approx(weight)
+        assert results["layers"][layer] == pytest.approx(metrics, rel=1e-6, abs=1e-6)
+
+
+class Stub(nn.Module):
+    """A model whose prediction is the same everywhere: token 1 at 1/2, 2 at 1/4, 3 at 1/8."""
+
+    def __init__(self):
+        super().__init__()
+        self.bert = nn.Module()
+        self.bert.layers = nn.ModuleList()
+
+    def forward(self, ids, positions, mask=None):
+        return torch.tensor([0.1, 0.5, 0.25, 0.125, 0.025]).log().expand(*positions.shape, 5)
+
+
+def test_perplexity_of_a_stub():
+    batches = [(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64),
+                torch.tensor(labels), None) for labels in ([[1, -100], [2, 3]], [[-100, -100]] * 2)]
+    results, _ = measure.evaluate(Stub(), batches, torch.device("cpu"))
+    assert results["perplexity"] == pytest.approx((2 * 4 * 8) ** (1 / 3), rel=1e-6)
+    assert results["masked_tokens"] == 3 and results["accuracy"] == pytest.approx(1 / 3)
+
+
+def test_perplexity_depends_on_neither_batch_size_nor_padding(place):
+    corpus, device = prepare_data.Corpus("tiny"), torch.device("cpu")
+    model = tiny_bert(memory_layers=(2,), vocab_size=corpus.vocab_size).eval()
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.5)
+    reference, counts = measure.evaluate(model, measure.heldout(corpus, "test", 16, 8), device)
+    *whole, (inputs, positions, labels, mask) = measure.heldout(corpus, "test", 16, 8)
+    length = int(mask.sum())
+    cut = [*whole, (inputs[:, :length], positions, labels, None)]  # the last one not padded
+    other = [*whole, (inputs.where(mask, 7), positions, labels, mask)]  # padded with something else
+    short = [(*(t[-1:] for t in (inputs, positions, labels)), mask)]
+    alone, bare = (measure.evaluate(model, b, device)[0]["loss"] for b in (short, cut[-1:]))
+    assert alone == pytest.approx(bare, rel=1e-5)
+    for batches in (cut, other, *(measure.heldout(corpus, "test", 16, n) for n in (1, 5, 1000))):
+        results, same = measure.evaluate(model, batches, device)
+        assert results["perplexity"] == pytest.approx(reference["perplexity"], rel=1e-5)
+        assert results["layers"][2] == pytest.approx(reference["layers"][2], rel=1e-6)
+        assert np.array_equal(same[2]["read"], counts[2]["read"])
+
+
+def test_a_compiled_model_is_measured_through_its_raw_module():
+    """Compiled and called before: hooks that come later are not seen by its graph."""
+    model = tiny_bert(memory_layers=(1, 3)).eval()
+    batch = (torch.randint(40, (2, 12)), torch.tensor([[1], [2]]), torch.tensor([[7], [9]]), None)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(batch[0], batch[1], mask=None)
+        with measure.count_reads(compiled) as counts:
+            compiled(batch[0], batch[1], mask=None)
+    assert all(layer["read"].sum() == 0 for layer in counts.values())  # which is the trap
+    results, counts = measure.evaluate(compiled, [batch], torch.device("cpu"))
+    torch._dynamo.reset()
+    expected, reference = measure.evaluate(model, [batch], torch.device("cpu"))
+    assert results == expected and results["layers"][1]["accesses"] == 2 * 12 * 2
+    assert all(np.array_equal(counts[n]["read"], reference[n]["read"]) for n in (1, 3))
