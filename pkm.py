@@ -1,191 +1,124 @@
 """
 Product-key memory (Lample et al., 2019), as Kim & Jung (2020) put it into BERT.
 
-n_keys^2 slots, each a value vector, are addressed by pairs of sub-keys. A token's query is cut
-into two halves, each half is compared with n_keys sub-keys, and the best `topk` sums of a pair of
-scores are the best slots among all n_keys^2. The softmax of their scores weighs their values.
+A memory has n_keys^2 slots, each with a value vector. A token's query is cut into two halves; each
+half is compared with n_keys sub-keys. The best sums of two scores are the best of all n_keys^2
+slots. The softmax of these scores weighs the slots' values.
 
->>> memory = PKM(d_model=768)                       # 512 x 512 slots, 4 heads, top-32
->>> y = memory(x)                                   # (batch, time, 768) -> the same
->>> y.square().mean().backward()                    # the value table has no .grad, but
->>> memory.values.step(lr=1e-3)                     # Adam on the rows that were read
+In a model of your own (this file needs nothing but torch):
+
+>>> class Block(nn.Module):
+...     def __init__(self, d):
+...         super().__init__()
+...         self.ffn, self.memory = nn.Linear(d, d), PKM(d, n_keys=64)   # 64 x 64 slots
+...     def forward(self, x):
+...         return x + self.ffn(x) + self.memory(x)
+>>> model = Block(32)
+>>> dense = torch.optim.AdamW(model.parameters())     # skips the values: they have no .grad
+>>> values = LazyAdam([model.memory.values], lr=1e-3)  # updates the rows that were read
+>>> model(torch.randn(4, 16, 32)).square().mean().backward()
+>>> for optimizer in (dense, values):
+...     optimizer.step()
+...     optimizer.zero_grad()
 """
+import copy
+import itertools
 import math
-import platform
+import re
+import warnings
+import weakref
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.adam import adam
 
-X86 = platform.machine() in ("x86_64", "AMD64")
-
-
-def topk(scores, k):
-    """scores.topk(k) of finite scores: the k largest of the last dimension, best first, and their
-    indices.
-
-    On few x86 cores numpy finds them: its partition is vectorized there, 4.6 times faster a thread
-    at 32 of 512. A float32 leaves 29 bits of a float64 free: there the index travels with its
-    score, and decides only between equal ones.
-    """
-    n = scores.shape[-1]
-    if (torch.compiler.is_compiling() or not scores.is_cpu or scores.dtype != torch.float32
-            or torch.get_num_threads() > 4 or not X86):
-        return scores.topk(k)
-    rows = scores.detach().numpy().reshape(-1, n)
-    best = np.empty((len(rows), k))
-    for at in range(0, len(rows), 512):  # 2 MB: in cache
-        packed = rows[at:at + 512].astype(np.float64)
-        packed.view(np.int64)[:] |= np.arange(n)
-        packed.partition(n - k)
-        best[at:at + 512] = packed[:, n - k:]
-    best.sort()
-    best = best[:, ::-1].view(np.int64).reshape(*scores.shape[:-1], k)
-    index = best & (2**29 - 1)
-    values = (best - index).view(np.float64).astype(np.float32)
-    return torch.from_numpy(values), torch.from_numpy(index)
+NAME = re.sub(r"\W", "_", __name__)  # of the custom ops below: a copy of this file has its own
+WARN_AT = 256  # backward passes without an update
+CHUNK = 2**18  # table elements processed at a time: 1 MB in float32, which fits a core's cache
+TABLES, NUMBERS = weakref.WeakValueDictionary(), itertools.count()  # how an op finds its table
 
 
-class ValueTable(nn.Module):
-    """The values of a memory: (n_slots, dim) rows, what was read of them, and their Adam.
+class PKM(nn.Module):
+    """Product-key memory with n_keys^2 slots (section 2.1; sizes of section 5.1 by default).
 
-    The table's gradient never exists. For row r it is the sum, over the reads of r, of
-    weight * grad_out[token]: an embedding bag itself. So backward only keeps (slots, weights,
-    grad_out) in `reads`, over any number of micro-batches, and step() sorts them by slot, bags
-    them and applies Adam, a chunk of rows at a time, while the chunk is in cache.
-    weight.requires_grad_(False) freezes the table; .to(torch.bfloat16) halves what inference reads.
+    Each of `heads` heads reads its topk best slots of one shared value table; the heads' reads
+    are summed. Scores and softmax are computed in float32 at least, also under autocast.
     """
 
-    def __init__(self, n_slots, dim):
+    def __init__(self, d_model, n_keys=512, heads=4, topk=32, key_dim=256):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_slots, dim))
-        nn.init.normal_(self.weight, std=dim**-0.5)
-        self.reads = []  # (slots, weights, grad_out) of each backward since the last step
-        self.steps = 0
-        self.exp_avg = self.exp_avg_sq = None  # made by the first step: inference needs none
+        if not 1 <= topk <= n_keys:
+            raise ValueError(f"topk = {topk}: expected 1 to n_keys = {n_keys}, the sub-keys that "
+                             "a head can choose from")
+        if key_dim < 2 or key_dim % 2:
+            raise ValueError(f"key_dim = {key_dim}: expected an even number, for two halves")
+        self.n_keys, self.heads, self.topk = n_keys, heads, topk
+        self.query = nn.Linear(d_model, heads * key_dim)
+        nn.init.xavier_uniform_(self.query.weight)
+        self.query_norm = nn.BatchNorm1d(heads * key_dim)
+        half = key_dim // 2
+        self.keys = nn.Parameter(torch.empty(heads, 2, n_keys, half))
+        nn.init.uniform_(self.keys, -half**-0.5, half**-0.5)
+        self.values = ValueTable(n_keys**2, d_model)
+        # With both halves' scores sorted, the pair (i, j), counted from 0, has (i+1)(j+1) - 1
+        # pairs that are at least as good. Only these can be in the top k: 119 of 1,024 for k = 32.
+        pairs = [(i, j) for i in range(topk) for j in range(topk) if (i + 1) * (j + 1) <= topk]
+        self.register_buffer("pairs", torch.tensor(pairs).T.contiguous(), persistent=False)
 
-    def forward(self, slots, weights, dtype=None):
-        """Weighted sum of rows: slots (int) and weights, both (tokens, heads, topk), to
-        (tokens, dim) in `dtype` (default: the table's). A forward hook sees every read."""
-        read = self._kept if torch.is_grad_enabled() else self._sum
-        return read(slots.flatten(1), weights.flatten(1), dtype or self.weight.dtype)
+    def forward(self, x, mask=None):
+        """x: (..., d_model); mask: (...), true or not 0 at real tokens, or None. Returns x's
+        shape, in autocast's dtype where that is on. Padded tokens are not looked up and do not
+        enter the batch norm's statistics; their output is 0. With a mask, a compiled model has a
+        graph break here."""
+        if mask is not None:
+            return self._unpadded(x, mask.bool())
+        query = self.query(x.flatten(0, -2))  # (tokens, heads * key_dim)
+        dtype = query.dtype  # autocast's: the output has it, as an FFN's would
+        with torch.autocast(x.device.type, enabled=False):
+            slots, weights = self.search(self.query_norm(query.to(self.keys.dtype)))
+            return self.values(slots, weights, dtype).view_as(x)
 
-    def _sum(self, slots, weights, dtype):
-        table = self.weight.detach()  # its gradient is not autograd's business
-        weights = weights.to(table.dtype)
-        return F.embedding_bag(slots, table, per_sample_weights=weights, mode="sum").to(dtype)
+    @torch.compiler.disable  # every batch has another number of real tokens
+    def _unpadded(self, x, mask):
+        y = self(x[mask])
+        return y.new_zeros(x.shape).index_put((mask,), y)
 
-    @torch.compiler.disable  # a compiled graph has no `reads`
-    def _kept(self, slots, weights, dtype):
-        return Read.apply(self.weight, slots, weights, self, dtype)
+    def search(self, query):
+        """The topk best slots of each head, exactly, and the softmax of their scores.
 
-    def _by_row(self, slots, chunk=None):
-        """Reads, side by side by the row that they read: their order (reads,), and for each
-        `chunk` of rows (by default 1 MB of them on a CPU) which reads of that order are its
-        own, a slice; its rows (rows,); and where each row's reads start in the slice (rows,)."""
-        slots, order = slots.flatten().sort(stable=True)
-        rows, counts = slots.unique_consecutive(return_counts=True)
-        starts = counts.cumsum(0) - counts
-        chunk = chunk or (max(1, 2**18 // self.weight.shape[1]) if slots.is_cpu else 2**16)
-        bounds = [*starts[::chunk].tolist(), len(slots)]  # waits for the device, once
-        return order, [(slice(start, stop), row, offsets - start) for start, stop, row, offsets in
-                       zip(bounds, bounds[1:], rows.long().split(chunk), starts.split(chunk),
-                           strict=False)]
-
-    def weights_grad(self, slots, grad_out, by_row=None):
-        """The products of the rows at `slots` (tokens, reads) and grad_out (tokens, dim), in the
-        shape of slots. by_row, default on a CPU: each row leaves memory once and meets grad_out
-        in the cache, 2.3 times faster than token by token; elsewhere it would wait for a sort."""
-        products = torch.ops.aten._embedding_bag_per_sample_weights_backward  # of a bag's backward
-        table, grad_out, per_token = self.weight, grad_out.to(self.weight.dtype), slots.shape[1]
-        if not (slots.is_cpu if by_row is None else by_row):
-            token = torch.arange(len(slots), dtype=slots.dtype, device=slots.device)
-            return products(grad_out, table, slots.flatten(), token * per_token,
-                            token.repeat_interleave(per_token), 0).view_as(slots)
-        order, chunks = self._by_row(slots)
-        token = order // per_token
-        parts = [products(table.index_select(0, rows), grad_out, token[part], offsets, token[:0], 0)
-                 for part, rows, offsets in chunks]  # a row is a bag of tokens
-        return torch.empty_like(slots, dtype=table.dtype).put_(order, torch.cat(parts))
-
-    @torch.no_grad()
-    def step(self, lr, betas=(0.9, 0.999), eps=1e-8, grad_scale=1.0, chunk=None):
-        """One step of lazy Adam (torch.optim.SparseAdam's formula) on the rows read since the
-        last one; no other row, nor its moments, moves. grad_scale divides the gradient (a
-        GradScaler's scale); chunk: rows at a time."""
-        if not self.reads:
-            return
-        slots, weights, grad_out = (torch.cat(parts) for parts in zip(*self.reads, strict=True))
-        self.reads.clear()
-        seen = grad_out.any(1)  # padding, and all else that the loss does not see, moves no row
-        if not seen.all():
-            slots, weights, grad_out = slots[seen], weights[seen], grad_out[seen]
-        if not len(slots):
-            return
-        table = self.weight
-        if self.exp_avg is None:
-            self.exp_avg, self.exp_avg_sq = torch.zeros_like(table), torch.zeros_like(table)
-        self.steps += 1
-        count = torch.full((), float(self.steps), device=table.device)
-        eps /= math.sqrt(1 - betas[1]**self.steps)  # SparseAdam adds it before the correction
-
-        order, chunks = self._by_row(slots, chunk)
-        tokens, grad_out = order // slots.shape[1], grad_out.to(table.dtype)
-        weights = weights.to(table.dtype).flatten()[order] / grad_scale
-        aligned = table.is_cpu and table[0].nbytes % 16 == 0
-        wide = torch.complex128 if aligned else table.dtype  # 16 bytes at a time, not 4
-        for reads, rows, offsets in chunks:
-            grad = F.embedding_bag(tokens[reads], grad_out, offsets, mode="sum",
-                                   per_sample_weights=weights[reads])  # (rows, dim)
-            state = (table, self.exp_avg, self.exp_avg_sq)
-            value, *moments = new = [tensor.index_select(0, rows) for tensor in state]
-            torch._fused_adam_(  # one pass over the chunk, where plain tensor operations take six
-                [value], [grad], *([moment] for moment in moments), [], [count], lr=lr,
-                beta1=betas[0], beta2=betas[1], weight_decay=0.0, eps=eps, amsgrad=False,
-                maximize=False)
-            for whole, part in zip(state, new, strict=True):
-                whole.view(wide).index_copy_(0, rows, part.view(wide))
-
-    def optimizer_state(self):
-        """What step() needs to go on: plain tensors and an int."""
-        return {"steps": self.steps, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-
-    def load_optimizer_state(self, state):
-        self.steps = state["steps"]
-        for name in ("exp_avg", "exp_avg_sq"):
-            moment = state[name]
-            setattr(self, name, None if moment is None else moment.to(self.weight.device))
-
-
-class Read(torch.autograd.Function):
-    """A weighted sum of rows whose backward keeps, for step(), what the table's gradient is of."""
-
-    @staticmethod
-    def forward(ctx, table, slots, weights, values, dtype):
-        ctx.save_for_backward(slots, weights)
-        ctx.values = values
-        return values._sum(slots, weights, dtype)  # in dtype: so is the grad_out that is kept
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        slots, weights = ctx.saved_tensors
-        if ctx.needs_input_grad[0]:
-            ctx.values.reads.append((slots, weights, grad_out))
-        grad = ctx.values.weights_grad(slots, grad_out) if ctx.needs_input_grad[2] else None
-        return None, None, grad, None, None
+        query: (tokens, heads * key_dim). Returns slots (int32) and weights, both
+        (tokens, heads, topk), best first. Slot = n_keys * (first sub-key) + (second sub-key).
+        """
+        heads, _, n_keys, half = self.keys.shape
+        # not bfloat16, whose 8-bit significand would create ties
+        keys = self.keys.to(torch.promote_types(self.keys.dtype, torch.float32))
+        query = query.to(keys.dtype).view(-1, heads, 2, half).permute(1, 2, 0, 3)
+        tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        by_hand = torch.is_grad_enabled() and not tracing  # see Scores
+        with torch.set_grad_enabled(torch.is_grad_enabled() and tracing):
+            scores = query @ keys.mT  # (heads, 2, tokens, n_keys)
+        with torch.no_grad():  # choosing has no gradient
+            best, index = scores.topk(self.topk)  # (heads, 2, tokens, topk)
+            sums = best[:, 0][..., self.pairs[0]] + best[:, 1][..., self.pairs[1]]
+            chosen = self.pairs[:, sums.topk(self.topk).indices]  # (2, heads, tokens, topk)
+            index = index.gather(3, chosen.transpose(0, 1))  # (heads, 2, tokens, topk)
+            slots = (n_keys * index[:, 0] + index[:, 1]).int()
+        score = scores.gather(3, index).sum(1)  # (heads, tokens, topk)
+        if by_hand:
+            score = Scores.apply(query, keys, index, score)
+        return slots.transpose(0, 1), score.softmax(2).transpose(0, 1)
 
 
 class Scores(torch.autograd.Function):
-    """The scores of chosen sub-keys, of which the search has the values already.
-
-    Backward's products are dense, over all sub-keys; on a CPU a few tokens at a time, in cache.
-    """
+    """Makes the search's top-k scores differentiable. Autograd would keep all scores until backward;
+    this keeps none, and works on 256 tokens at a time on a CPU, in cache: a training step of the
+    layer took up to 1.1 times as long without it (512 tokens, two cores of a Zen 4 EPYC)."""
 
     @staticmethod
     def forward(ctx, query, keys, index, score):
         """query: (heads, 2, tokens, half); keys: (heads, 2, n_keys, half); index: (heads, 2,
-        tokens, topk); score: (heads, tokens, topk), summed over the halves, returned."""
+        tokens, topk); score: (heads, tokens, topk), which is returned."""
         ctx.save_for_backward(query, keys, index)
         return score.clone()
 
@@ -203,66 +136,205 @@ class Scores(torch.autograd.Function):
         return grad_query, grad_keys, None, None
 
 
-class PKM(nn.Module):
-    """Product-key memory with n_keys^2 slots (section 2.1; sizes of section 5.1 by default).
+class ValueTable(nn.Module):
+    """The values of a memory: (n_slots, dim) rows, read as weighted sums.
 
-    Each of `heads` heads reads its topk best slots of one shared value table; the heads' reads
-    are summed. Scores and softmax are computed in float32 at least, also under autocast.
+    Autograd never makes the table's gradient, which would be as large as the table. For row r it
+    is the sum, over the reads of r, of weight * grad_out[token]. So backward only stores (slots,
+    weights, grad_out) in `reads`, and LazyAdam computes from them the rows that it updates.
+    torch.nn.utils.clip_grad_norm_ and GradScaler do not see this gradient; with a GradScaler, call
+    LazyAdam.step(grad_scale=its scale) where it found no inf. weight.requires_grad_(False) freezes
+    the table.
     """
 
-    def __init__(self, d_model, n_keys=512, heads=4, topk=32, key_dim=256):
+    def __init__(self, n_slots, dim):
         super().__init__()
-        if not 1 <= topk <= n_keys:
-            raise ValueError(f"topk = {topk}: expected 1 to n_keys = {n_keys}: a head can't find "
-                             "more sub-keys than there are")
-        if key_dim < 2 or key_dim % 2:
-            raise ValueError(f"key_dim = {key_dim}: expected an even number, for two halves")
-        self.n_keys, self.heads, self.topk = n_keys, heads, topk
-        self.query = nn.Linear(d_model, heads * key_dim)
-        nn.init.xavier_uniform_(self.query.weight)
-        self.query_norm = nn.BatchNorm1d(heads * key_dim)
-        half = key_dim // 2
-        self.keys = nn.Parameter(torch.empty(heads, 2, n_keys, half))
-        nn.init.uniform_(self.keys, -half**-0.5, half**-0.5)
-        self.values = ValueTable(n_keys**2, d_model)
-        # With both halves' scores sorted, the pair (i, j) has (i+1)(j+1) - 1 pairs that are at
-        # least as good, so only these can be in the top k: 119 of 1,024 for k = 32.
-        pairs = [(i, j) for i in range(topk) for j in range(topk) if (i + 1) * (j + 1) <= topk]
-        self.register_buffer("pairs", torch.tensor(pairs).T.contiguous(), persistent=False)
+        self.weight = nn.Parameter(torch.empty(n_slots, dim))
+        nn.init.normal_(self.weight, std=dim**-0.5)
+        self.reads = []  # of the backward passes since the last update
+        self._register()
 
-    def forward(self, x, mask=None):
-        """x: (..., d_model); mask: (...) bool, True at real tokens, or None. Returns x's shape,
-        in autocast's dtype where that is on. Padded tokens are not looked up, nor are they in the
-        batch norm's statistics; their output is 0."""
-        if mask is not None:
-            return self._real(x, mask)
-        query = self.query(x.flatten(0, -2))  # (tokens, heads * key_dim)
-        dtype = query.dtype  # autocast's: the output has it, as an FFN's would
-        with torch.autocast(x.device.type, enabled=False):  # 8 bits of a score: neighbours tie
-            query = self.query_norm(query.to(torch.promote_types(dtype, torch.float32)))
-            return self.values(*self.search(query), dtype).view_as(x)
+    def _register(self):
+        number = next(NUMBERS)
+        TABLES[number] = self
+        self.number = torch.tensor(number, device="cpu")  # an int would be compiled in
 
-    @torch.compiler.disable  # the number of real tokens is another one in every batch
-    def _real(self, x, mask):
-        y = self(x[mask])
-        return y.new_zeros(x.shape).index_put((mask,), y)
+    def __setstate__(self, state):  # of a deep copy, or an unpickled table
+        super().__setstate__(state)
+        self._register()
 
-    def search(self, query):
-        """The exact topk slots of each head and the softmax of their scores.
+    def forward(self, slots, weights, dtype=None):
+        """Weighted sum of rows: slots (int) and weights, both (tokens, heads, topk), to
+        (tokens, dim) in `dtype` (default: the table's). A forward hook sees every read."""
+        tracing = torch.jit.is_tracing() or torch.compiler.is_exporting()
+        lookup = read if torch.is_grad_enabled() and not tracing else weighted_sum
+        return lookup(self.weight, slots.flatten(1), weights.flatten(1), self.number,
+                      dtype or self.weight.dtype)
 
-        query: (tokens, heads * key_dim). Returns slots (int32) and weights, both
-        (tokens, heads, topk), best first; slot = n_keys * (index of sub-key 1) + (of sub-key 2).
-        """
-        heads, _, n_keys, half = self.keys.shape
-        query = query.view(-1, heads, 2, half).permute(1, 2, 0, 3)  # (heads, 2, tokens, half)
-        with torch.no_grad():  # which slots: a choice, no gradient
-            scores = query @ self.keys.mT  # (heads, 2, tokens, n_keys)
-            best, index = topk(scores, self.topk)  # (heads, 2, tokens, topk)
-            candidates = best[:, 0][..., self.pairs[0]] + best[:, 1][..., self.pairs[1]]
-            score, winners = topk(candidates, self.topk)  # (heads, tokens, topk)
-            rank = self.pairs[:, winners].transpose(0, 1)  # (heads, 2, tokens, topk)
-            index = index.gather(3, rank)  # the winners' sub-keys
-            slots = (index[:, 0] * n_keys + index[:, 1]).int()
-        if torch.is_grad_enabled():
-            score = Scores.apply(query, self.keys, index, score)
-        return slots.transpose(0, 1), score.softmax(2).transpose(0, 1)
+
+def weighted_sum(table: Tensor, slots: Tensor, weights: Tensor, number: Tensor,
+                 dtype: torch.dtype) -> Tensor:
+    weights = weights.to(table.dtype)
+    return F.embedding_bag(slots, table, per_sample_weights=weights, mode="sum").to(dtype)
+
+
+# In training, the lookup and its backward are custom ops: torch.compile makes one graph of a model.
+read = torch.library.custom_op(f"{NAME}::read", weighted_sum, mutates_args=())
+
+
+@torch.library.custom_op(f"{NAME}::read_backward", mutates_args=(),
+                         tags=[torch.Tag.cudagraph_unsafe])  # a replay would store nothing
+def read_backward(grad_out: Tensor, rows: Tensor, slots: Tensor, weights: Tensor, number: Tensor,
+                  store: bool, clone: bool) -> Tensor:
+    """The gradient of the weights: the products of the rows at `slots` (tokens, reads) and grad_out
+    (tokens, dim). With `store` the table keeps the read for the optimizer, with `clone` as a copy:
+    compiled code uses its buffers again."""
+    values, parts = TABLES[int(number)], (slots, weights.detach(), grad_out)
+    if store and rows.data_ptr() == values.weight.data_ptr():  # not so in functional_call
+        values.reads.append([part.clone() for part in parts] if clone else parts)
+        if len(values.reads) == WARN_AT:
+            warnings.warn(f"{WARN_AT} backward passes without an update: a ValueTable keeps what "
+                          "each of them read until a LazyAdam of it calls step() or zero_grad(); "
+                          "if you accumulate as many, ignore this", stacklevel=2)
+
+    grad_out = grad_out.to(rows.dtype)
+    by_bag = getattr(torch.ops.aten, "_embedding_bag_per_sample_weights_backward", None)
+    if not (by_bag and rows.is_cpu and len(slots)):
+        parts = zip(slots.split(256), grad_out.split(256), strict=True)
+        products = [(rows[slot] * grad[:, None]).sum(2) for slot, grad in parts]
+        return torch.cat(products).to(weights.dtype)
+    # A private operation, here with a row as a bag of tokens: every row leaves memory once. 4 times
+    # faster than the public lines above (2,048 tokens, two cores of a Zen 4 EPYC).
+    order, chunks = by_row(rows, slots)
+    token = order // slots.shape[1]
+    products = [by_bag(rows.index_select(0, chunk), grad_out, token[reads], starts, token[:0], 0)
+                for reads, chunk, starts in chunks]
+    return torch.empty_like(weights).put_(order, torch.cat(products).to(weights.dtype))
+
+
+def backward(ctx, grad_out):
+    """Stores the read only when this backward pass would accumulate into weight.grad: in
+    loss.backward(), not in torch.autograd.grad(loss, x). Asks autograd's engine for that, as
+    torch.utils.checkpoint does; a compiled graph cannot ask, and stores always."""
+    compiling, (table, slots, weights, number) = torch.compiler.is_compiling(), ctx.saved_tensors
+    store = ctx.needs_input_grad[0]
+    if store and not compiling and hasattr(torch._C, "_will_engine_execute_node"):
+        with torch.enable_grad():
+            node = torch.autograd.graph.get_gradient_edge(table).node
+        try:
+            store = torch._C._will_engine_execute_node(node)
+        except RuntimeError:  # torch.autograd.grad with the table among its inputs
+            store = False
+    grad = read_backward(grad_out, table, slots, weights, number, store, clone=compiling)
+    return None, None, grad, None, None
+
+
+def setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4])
+
+
+read.register_autograd(backward, setup_context=setup_context)
+read.register_fake(lambda table, slots, weights, number, dtype: table.new_empty(
+    slots.shape[0], table.shape[1], dtype=dtype))
+read_backward.register_fake(lambda grad_out, rows, slots, weights, *_: torch.empty_like(weights))
+torch.fx.node.has_side_effect(getattr(torch.ops, NAME).read_backward.default)  # never drop it
+
+
+def by_row(table, slots):
+    """Group reads by table row, a chunk of rows at a time.
+
+    Returns the order that sorts the reads by row, and for each chunk: a slice of that order, the
+    rows (rows,), and where the reads of each row start in the slice (rows,).
+    """
+    chunk = max(1, CHUNK // table.shape[1]) if table.is_cpu else 2**16
+    slots, order = slots.flatten().sort(stable=True)
+    rows, counts = slots.unique_consecutive(return_counts=True)
+    starts = counts.cumsum(0) - counts
+    bounds = [*starts[::chunk].tolist(), len(slots)]  # waits for the device, once
+    return order, [(slice(first, last), row, start - first) for (first, last), row, start in
+                   zip(itertools.pairwise(bounds), rows.long().split(chunk), starts.split(chunk),
+                       strict=True)]
+
+
+class LazyAdam(torch.optim.Optimizer):
+    """Adam for ValueTables that updates only the rows read since the last step, and their moments
+    (torch.optim.SparseAdam's formula); no weight decay.
+
+    tables: an iterable of ValueTables, or of parameter groups whose "params" are ValueTables.
+    zero_grad() drops the reads that wait for a step; step() uses them up. state_dict() and
+    load_state_dict() copy the moments.
+    """
+
+    def __init__(self, tables, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
+        groups = list(tables) or [{"params": []}]  # torch refuses an empty list
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+
+    def add_param_group(self, param_group):
+        for table in (tables := list(param_group["params"])):
+            if not isinstance(table, ValueTable):
+                raise TypeError(f"LazyAdam takes ValueTables, found {type(table).__name__}")
+        super().add_param_group({**param_group, "params": [table.weight for table in tables]})
+
+    @torch.no_grad()
+    def step(self, closure=None, grad_scale=1.0):
+        """One update. grad_scale: the factor by which a GradScaler multiplied the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for table, group in [(p, g) for g in self.param_groups for p in g["params"]]:
+            owners = [owner for owner in TABLES.values() if owner.weight is table]
+            if not owners:
+                raise RuntimeError("a ValueTable got another weight tensor after this LazyAdam was "
+                                   "made (load_state_dict with assign=True?): make it anew")
+            if not (kept := [read for owner in owners for read in owner.reads]):
+                continue
+            slots, weights, grad_out = map(torch.cat, zip(*kept, strict=True))
+            for owner in owners:
+                owner.reads.clear()
+            seen = grad_out.any(1)  # tokens that the loss does not see move no row
+            if not seen.all():
+                slots, weights, grad_out = slots[seen], weights[seen], grad_out[seen]
+            if not len(slots):
+                continue
+            state, (beta1, beta2) = self.state[table], group["betas"]
+            if not state:
+                state |= {"step": 0, "exp_avg": torch.zeros_like(table),
+                          "exp_avg_sq": torch.zeros_like(table)}
+            state["step"] += 1
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = state[name].to(table)  # the table's dtype and device may have changed
+            whole = table, state["exp_avg"], state["exp_avg_sq"]
+
+            order, chunks = by_row(table, slots)
+            tokens, grad_out = order // slots.shape[1], grad_out.to(table.dtype)
+            weights = weights.to(table.dtype).flatten()[order] / grad_scale
+            eps = group["eps"] / math.sqrt(1 - beta2**state["step"])  # before the bias correction
+            # rows are written back 16 bytes at a time: 1.14 times faster than 4, measured likewise
+            aligned = table.is_contiguous() and not table.storage_offset() and (
+                table.is_cpu and table[0].nbytes % 16 == 0)
+            wide = torch.complex128 if aligned else table.dtype
+            for reads, rows, starts in chunks:
+                grad = F.embedding_bag(tokens[reads], grad_out, starts, mode="sum",
+                                       per_sample_weights=weights[reads])  # (rows, dim)
+                parts = [tensor.index_select(0, rows) for tensor in whole]
+                before = torch.full((), state["step"] - 1.0, device=table.device)
+                adam(parts[:1], [grad], parts[1:2], parts[2:], [], [before], fused=True,
+                     amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=0.0,
+                     eps=eps, maximize=False)
+                for tensor, part in zip(whole, parts, strict=True):
+                    tensor.view(wide).index_copy_(0, rows, part.view(wide))
+        return loss
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        weights = {p for group in self.param_groups for p in group["params"]}
+        for table in TABLES.values():
+            if table.weight in weights:
+                table.reads.clear()
+
+    def state_dict(self):
+        return copy.deepcopy(super().state_dict())
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(copy.deepcopy(state_dict))

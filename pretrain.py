@@ -8,34 +8,38 @@ $ python pretrain.py configs/base_resm_init.py        # the paper's system, on a
 The same command goes on where a stopped run left off; --key=value overrides any setting below.
 """
 import json
-import os
 import shlex
-import shutil
 import sys
-import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import torch
 
-import model as bert
-import prepare_data
-from configs import (
-    Failure,
+from checkpoint import find_checkpoint, find_weights, init_from, load_file, load_weights
+from common import (
     UserError,
     at_least,
-    atomic,
     catch_signals,
     discard,
     keep_freed_memory,
     load,
     run,
+    run_script,
     setup,
 )
-from measure import check_same_run, describe, evaluate, heldout, pack, read_settings, write_usage
-from model import check_finite, learning_rate, open_log
+from data import Corpus, MaskedBatches, heldout, read_vocab, vocab_hash
+from model import SIZES, BertConfig, MaskedLM, value_tables
+from training import (
+    Trainer,
+    check_same_run,
+    flops_per_token,
+    new_state,
+    open_log,
+    read_settings,
+    write_settings,
+)
+from usage import describe, evaluate, write_usage
 
 
 @dataclass
@@ -45,35 +49,39 @@ class Config:
     dataset: str = "wikibooks"  # data/<dataset>, made by prepare_data.py
     seed: int = 0  # of weights, data order, masks and dropout
     # model
-    model: str = "base"  # one of model.SIZES
-    dropout: float = 0.1
+    model: str = "base"  # one of model.SIZES: base, large, distil, demo
+    n_layer: int = 0  # 0: as in the named model; so in the next three
+    n_head: int = 0  # of self-attention
+    d_model: int = 0  # width
+    d_ff: int = 0  # width of the FFN
+    dropout: float = 0.1  # of embeddings, attention and FFN
     memory_layers: tuple = ()  # counted from 1: (4, 8) of 12 layers
-    alpha: float = 1.0  # (alpha, beta): (0, 1) replaces the FFN by the memory (PKM),
-    beta: float = 1.0  # (1, 1) adds the memory to it (ResM)
+    alpha: float = 1.0  # of the FFN: 0 replaces it by the memory (PKM)
+    beta: float = 1.0  # of the memory: with alpha = 1 it is added to the FFN (ResM)
     n_keys: int = 512  # n_keys^2 slots
-    memory_heads: int = 4
-    topk: int = 32
-    key_dim: int = 256
+    memory_heads: int = 4  # heads of the memory
+    topk: int = 32  # slots that a head reads
+    key_dim: int = 256  # of a head: two sub-keys of half of it
     init_from: str = ""  # a run, a folder in Hugging Face layout, or bert-base-uncased and such
     reinit_ffn: bool = False  # with init_from: draw the FFN of memory layers anew (ResM')
     # batch: batch_size x accumulation sequences a step
-    seq_len: int = 512
+    seq_len: int = 512  # tokens, with [CLS] and [SEP]
     batch_size: int = 32  # sequences at a time on the device
     accumulation: int = 32  # 32 x 32 = 1,024 sequences
     # optimization: AdamW; linear warm-up, then linear decay to 0
-    max_steps: int = 500_000
-    warmup_steps: int = 10_000
-    lr: float = 1e-4
+    max_steps: int = 500_000  # updates
+    warmup_steps: int = 10_000  # of max_steps
+    lr: float = 1e-4  # the highest, at the end of the warm-up
     value_lr: float = 1e-3  # of the value tables, constant (our reading)
-    weight_decay: float = 0.01
+    weight_decay: float = 0.01  # of matrices; none of biases, norms and value tables
     grad_clip: float = 1.0  # norm of all gradients but the value tables'
     # watching; eval also comes at steps 0, 1, 2, 4, 8, ... below eval_interval
-    log_interval: int = 10
-    eval_interval: int = 5000
+    log_interval: int = 10  # steps; here and below
+    eval_interval: int = 5000  # on held-out text
     eval_sequences: int = 1024  # held-out sequences at most, evenly spread
     usage_interval: int = 100_000  # steps between usage snapshots (Figure 2); 0: none
-    checkpoint_interval: int = 1000
-    keep_checkpoints: int = 2
+    checkpoint_interval: int = 1000  # out/<run>/step_<n>
+    keep_checkpoints: int = 2  # the newest ones
     dry_run: bool = False  # one step and one evaluation, nothing written
     eval_only: bool = False  # evaluate the newest checkpoint or the initial model, no more
     # machine
@@ -82,67 +90,30 @@ class Config:
     compile: str = "auto"  # on, off; auto: on CUDA
 
 
-# A run can be continued under other values of these; the rest make it another run.
+# Settings that may change when a run is resumed; with another value of the rest it is another run.
 MAY_CHANGE = {"out", "max_steps", "log_interval", "eval_interval", "eval_sequences", "device",
               "usage_interval", "checkpoint_interval", "keep_checkpoints", "compile", "dry_run",
               "eval_only"}
-
-
-class Batches:
-    """Training batches: which sequences, in which order, masked where, is a function of
-    (seed, step), so a resumed run needs no data position. Every epoch cuts the text at another
-    offset and goes through its sequences in another order."""
-
-    def __init__(self, corpus, config, device):
-        self.corpus, self.config, self.device = corpus, config, device
-        self.tokens = corpus.split("train")
-        self.per_epoch = len(self.tokens) // (config.seq_len - 2) - 1  # - 1: room for the offset
-        if self.per_epoch < 1:
-            raise UserError(f"data/{corpus.name}/train.bin: {len(self.tokens)} tokens are too few "
-                            f"for sequences of {config.seq_len}: shorter seq_len, or more text")
-        self.epoch = self.starts = None
-
-    def start(self, number):
-        """The place in the text of the number-th sequence of the whole training."""
-        epoch, i = divmod(int(number), self.per_epoch)
-        if epoch != self.epoch:
-            rng = np.random.default_rng([self.config.seed, 1, epoch])
-            width = self.config.seq_len - 2
-            self.starts = rng.permutation(self.per_epoch) * width + rng.integers(width)
-            self.epoch = epoch
-        return self.starts[i]
-
-    def get(self, step, micro):
-        """inputs, positions, labels of one micro-batch (see mask_tokens), on the device."""
-        size, corpus = self.config.batch_size, self.corpus
-        first = (step * self.config.accumulation + micro) * size
-        ids = pack(corpus, self.tokens, [self.start(first + i) for i in range(size)],
-                   self.config.seq_len)
-        rng = np.random.default_rng([self.config.seed, 2, step, micro])
-        batch = bert.mask_tokens(ids, rng, corpus.vocab_size, corpus.special_ids, corpus.mask_id)
-        if self.device.type == "cuda":
-            return [part.pin_memory().to(self.device, non_blocking=True) for part in batch]
-        return [part.to(self.device) for part in batch]
 
 
 def start_model(config, sizes, corpus, checkpoint):
     """A model with the checkpoint's weights, with init_from's, or with random ones. Returns it and
     what config.json keeps of where the run started: init_checkpoint, a path or '', and first_step,
     the steps that the initial model had been trained for."""
-    model = bert.MaskedLM(bert.BertConfig(**{**sizes, "vocab_size": corpus.vocab_size}))
+    model = MaskedLM(BertConfig(**{**sizes, "vocab_size": corpus.vocab_size}))
     if checkpoint:
-        weights = bert.load_file(checkpoint / "model.pt")["weights"]
-        bert.load_weights(model, weights, checkpoint)
+        weights = load_file(checkpoint / "model.pt")["weights"]
+        load_weights(model, weights, checkpoint)
         before = read_settings(checkpoint.parent)
         return model, {key: before[key] for key in ("init_checkpoint", "first_step")}
     if not config.init_from:
         return model, {"init_checkpoint": "", "first_step": 0}
-    initial, vocab = bert.find_weights(config.init_from)
+    initial, vocab = find_weights(config.init_from)
     check_vocabulary(config.init_from, vocab, corpus)
-    bert.init_from(model, initial, config.reinit_ffn)
+    init_from(model, initial, config.reinit_ffn)
     origin = {"init_checkpoint": str(initial), "first_step": 0}
     if (initial / "state.pt").is_file():  # a run of ours
-        before, steps = read_settings(initial.parent), bert.load_file(initial / "state.pt")["step"]
+        before, steps = read_settings(initial.parent), load_file(initial / "state.pt")["step"]
         origin["first_step"] = before["first_step"] + steps
         if steps < before["max_steps"]:
             print(f"warning: {initial} is of an unfinished run: {steps:,} of "
@@ -152,59 +123,32 @@ def start_model(config, sizes, corpus, checkpoint):
 
 def check_vocabulary(source, vocab, corpus):
     """Weights mean nothing under another vocabulary than the one they were trained with."""
-    if prepare_data.vocab_hash(prepare_data.read_vocab(vocab)) != corpus.tokenizer_hash:
+    if vocab_hash(read_vocab(vocab)) != corpus.tokenizer_hash:
         raise UserError(f"{source} was trained with another vocabulary than data/{corpus.name}'s: "
                         f"prepare the corpus with --vocab {vocab}, or start from weights of its "
                         "vocabulary with --init_from")
 
 
-class Trainer:
-    """Model, optimizer and data of a run, and one training step over them."""
+def train(config, out, trainer, held_out, state):
+    """Train to the end, with evaluations; everything is written to the folder `out`. Returns the
+    number of the signal that stopped it, or None."""
+    def evaluation(step):
+        results, counts = evaluate(trainer.model, held_out, trainer.device, trainer.dtype)
+        print(json.dumps({"step": step, **results}), file=log)
+        print(f"step {step:,}: " + "\n  ".join(describe(results)), flush=True)
+        return counts
 
-    def __init__(self, config, corpus, model, device, dtype):
-        self.config, self.model, self.device, self.dtype = config, model.to(device), device, dtype
-        self.batches = Batches(corpus, config, device)
-        self.tables = bert.value_tables(model).values()
-        self.optimizer = bert.adamw(model, config, device)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self.compiled = bert.compiled(model, config.compile, device)
-
-    def step(self, step):
-        """One update. Returns the mean loss over its micro-batches, and the gradient norm, as
-        tensors on the device: nothing waits for it."""
-        config, total = self.config, 0.0
-        torch.manual_seed(int(np.random.SeedSequence([config.seed, 3, step]).generate_state(1)[0]))
-        for micro in range(config.accumulation):
-            inputs, positions, labels = self.batches.get(step, micro)
-            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-                loss = self.compiled(inputs, positions, labels) / config.accumulation
-            self.scaler.scale(loss).backward()
-            total += loss.detach()
-        norm = bert.update(self.optimizer, self.scaler, self.tables, config,
-                           learning_rate(step, config))
-        return total, norm
-
-    def interval(self, state, norm):
-        """The log's record of the steps since the last one."""
-        rate = len(state["losses"]) * tokens_per_step(self.config) / state["seconds"]
-        record = {"step": state["step"], "loss": sum(state["losses"]) / len(state["losses"]),
-                  "lr": learning_rate(state["step"] - 1, self.config), "grad_norm": norm,
-                  "tokens_per_s": rate, "elapsed": state["elapsed"] + state["seconds"]}
-        peak = bert.peak_flops(self.device)
-        if peak and self.dtype != torch.float32:
-            record["mfu"] = rate * bert.flops_per_token(self.model, self.config.seq_len) / peak
-        return record
-
-    def save(self, out, state):
-        state = {**state, "scaler": self.scaler.state_dict()}
-        return bert.save_checkpoint(out, state["step"], self.model, self.optimizer, state,
-                                    self.config.keep_checkpoints)
-
-    def restore(self, checkpoint):
-        """Everything but the weights, which start_model has loaded. Returns the saved state."""
-        state = bert.load_optimizer(checkpoint, self.model, self.optimizer)
-        self.scaler.load_state_dict(state.pop("scaler"))
-        return state
+    signals, log = catch_signals(), open_log(out, state["step"])
+    has_memory = bool(value_tables(trainer.model))
+    if state["step"] == 0:
+        evaluation(0)
+    for step, todo in trainer.train(out, state, log, lambda step: due(step, config), signals):
+        usage_due = "usage" in todo and has_memory
+        if "eval" in todo or usage_due:
+            counts = evaluation(step)
+            if usage_due:
+                write_usage(out, step, counts)
+    return signals[0] if signals else None
 
 
 def due(step, config):
@@ -216,75 +160,18 @@ def due(step, config):
                     if n and (step % n == 0 or step == config.max_steps)}
 
 
-def train(config, out, trainer, held_out, state):
-    """The training loop, from state["step"] on; everything is written to the folder `out`.
-    Returns the number of the signal that stopped it, or None."""
-    def evaluation(step):
-        results, counts = evaluate(trainer.model, held_out, trainer.device, trainer.dtype)
-        print(json.dumps({"step": step, **results}), file=log)
-        print(f"step {step:,}: " + "\n  ".join(describe(results)), flush=True)
-        return counts
-
-    signals, log = catch_signals(), open_log(out, state["step"])
-    if state["step"] == 0:
-        evaluation(0)
-    new, mark = [], time.perf_counter()  # new: (loss, norm) on the device, not looked at yet
-    for step in range(state["step"] + 1, config.max_steps + 1):
-        new.append(trainer.step(step - 1))
-        stopped = signals[:1]
-        todo = due(step, config) | ({"save"} if stopped else set())
-        if not todo:
-            continue
-        new = [(loss.item(), norm.item()) for loss, norm in new]  # waits for the device
-        check_finite(step, new, config, trainer.dtype)
-        state["seconds"] += time.perf_counter() - mark
-        state["losses"] += [loss for loss, _ in new]
-        state["step"] = step
-        if "log" in todo:
-            record = trainer.interval(state, norm=new[-1][1])
-            print(json.dumps(record), file=log)
-            print(progress(record, config), flush=True)
-            state.update(losses=[], seconds=0.0, elapsed=record["elapsed"])
-        usage_due = "usage" in todo and trainer.tables  # without memory there is none to write
-        if "eval" in todo or usage_due:
-            counts = evaluation(step)
-            if usage_due:
-                write_usage(out, step, counts)
-        if "save" in todo:
-            os.fsync(log.fileno())  # no checkpoint is newer than its log
-            trainer.save(out, state)
-        if stopped:
-            return stopped[0]
-        new, mark = [], time.perf_counter()
-    return None
-
-
-def progress(record, config):
-    """The line that a person watches."""
-    tokens = (config.max_steps - record["step"]) * tokens_per_step(config)
-    eta = timedelta(seconds=round(tokens / record["tokens_per_s"]))
-    mfu = f" | mfu {record['mfu']:.1%}" if "mfu" in record else ""
-    return (f"step {record['step']:,}/{config.max_steps:,} | loss {record['loss']:.4f} | "
-            f"{record['tokens_per_s']:,.0f} tokens/s{mfu} | lr {record['lr']:.2e} | eta {eta}")
-
-
-def tokens_per_step(config):
-    return config.batch_size * config.accumulation * config.seq_len
-
-
 def report(config, corpus, trainer):
     """What is trained, on what, by how much: the arithmetic that a person wants to check."""
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    values = sum(table.weight.numel() for table in trainer.tables)
-    tokens, sequences = corpus.meta["tokens"], config.batch_size * config.accumulation
-    epochs = config.max_steps * sequences / trainer.batches.per_epoch
+    values = sum(table.weight.numel() for table in value_tables(trainer.model).values())
+    tokens, per_step = corpus.meta["tokens"], trainer.batches.size
     print(f"corpus {corpus.name}: {tokens['train']:,} training tokens, {tokens['val']:,} held out, "
           f"vocabulary {corpus.vocab_size:,}\n"
           f"model {config.model}: {parameters:,} parameters, {values:,} of them in value tables\n"
           f"batch: {config.batch_size} sequences x {config.accumulation} accumulation = "
-          f"{sequences:,} sequences = {tokens_per_step(config):,} tokens a step; "
-          f"{config.max_steps:,} steps = {config.max_steps * tokens_per_step(config):,} tokens = "
-          f"{epochs:.1f} epochs")
+          f"{config.batch_size * config.accumulation:,} sequences = {per_step:,} tokens a step; "
+          f"{config.max_steps:,} steps = {config.max_steps * per_step:,} tokens = "
+          f"{trainer.batches.epochs(config.max_steps):.1f} epochs")
     print(f"unigram perplexity of the held-out text: {corpus.meta['unigram_perplexity']:.2f}")
 
 
@@ -293,16 +180,22 @@ def validate(config):
     lowest = {"seed": 0, "seq_len": 3, "batch_size": 1, "accumulation": 1, "max_steps": 1,
               "warmup_steps": 0, "lr": 0, "value_lr": 0, "weight_decay": 0, "grad_clip": 1e-9,
               "log_interval": 1, "eval_interval": 1, "eval_sequences": 1, "usage_interval": 0,
-              "checkpoint_interval": 1, "keep_checkpoints": 1}
+              "checkpoint_interval": 1, "keep_checkpoints": 1, "n_layer": 0, "n_head": 0,
+              "d_model": 0, "d_ff": 0}
     at_least(config, lowest)
     if config.reinit_ffn and not config.init_from:
         raise UserError("reinit_ffn = True: it goes with init_from, without it every FFN is new")
-    if config.model not in bert.SIZES:
-        raise UserError(f"model = {config.model!r}: expected one of {', '.join(bert.SIZES)}")
-    names = bert.BertConfig.__dataclass_fields__.keys() & asdict(config).keys()
-    sizes = {**{name: getattr(config, name) for name in names}, **bert.SIZES[config.model]}
+    if config.model not in SIZES:
+        raise UserError(f"model = {config.model!r}: expected one of {', '.join(SIZES)}")
+    names = BertConfig.__dataclass_fields__.keys() & asdict(config).keys()
+    given = {name: getattr(config, name) for name in names}
+    sizes = {**given, **SIZES[config.model],
+             **{name: given[name] for name in ("n_layer", "n_head", "d_model", "d_ff")
+                if given[name]}}
+    if config.d_model:  # the best one goes with 1 / sqrt(width), see model.SIZES
+        sizes["init_std"] = 0.02 * (768 / config.d_model) ** 0.5
     with torch.device("meta"):  # costs nothing, and finds what does not fit together
-        most = bert.MaskedLM(bert.BertConfig(**sizes)).bert.config.max_len
+        most = MaskedLM(BertConfig(**sizes)).bert.config.max_len
     if config.seq_len > most:
         raise UserError(f"seq_len = {config.seq_len}: {config.model} has {most} positions")
     return sizes
@@ -313,27 +206,24 @@ def main(argv):
         raise UserError("which config? python pretrain.py configs/demo.py; --help lists settings")
     config = load(Config, argv)
     sizes = validate(config)
-    name = "pretrain" if argv[0].startswith("--") else Path(argv[0]).stem
-    out = Path(config.out or f"out/{name}")
+    names = [Path(arg).stem for arg in argv if arg.endswith(".py") and not arg.startswith("--")]
+    out = Path(config.out or f"out/{(names or ['pretrain'])[0]}")
     if out.exists() and not out.is_dir():
         raise UserError(f"out = {out}: a file is there, expected a folder")
     device, dtype = setup(config.device, config.dtype, config.seed)
     keep_freed_memory(device)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
     if config.dataset == "docs" and not Path("data/docs").exists():
-        prepare_data.prepare_docs()
-    corpus = prepare_data.Corpus(config.dataset)
-    checkpoint = None if config.dry_run else bert.find_checkpoint(out)
+        run_script("prepare_data.py", "docs")
+    corpus = Corpus(config.dataset)
+    checkpoint = None if config.dry_run else find_checkpoint(out)
     if checkpoint:
         check_vocabulary(out, out / "vocab.txt", corpus)
         check_same_run(config, out, MAY_CHANGE)
     model, origin = start_model(config, sizes, corpus, checkpoint)
-    trainer = Trainer(config, corpus, model, device, dtype)
+    trainer = Trainer(config, model, MaskedBatches(corpus, config), device, dtype,
+                      flops_per_token(model, config.seq_len))
     held_out = heldout(corpus, "val", config.seq_len, config.batch_size, config.eval_sequences)
-    state = {"step": 0, "elapsed": 0.0, "seconds": 0.0, "losses": []}
-    if checkpoint:
-        state = trainer.restore(checkpoint)
-        print(f"going on from {checkpoint}")
     report(config, corpus, trainer)
 
     if config.dry_run:
@@ -342,35 +232,23 @@ def main(argv):
     if config.dry_run or config.eval_only:
         print("\n  ".join(describe(evaluate(model, held_out, device, dtype)[0])))
         return 0
+    state = trainer.restore(checkpoint) if checkpoint else new_state()
     if state["step"] >= config.max_steps:
         print(f"{out} is at step {state['step']:,} of {config.max_steps:,}: nothing to do; "
               "--max_steps=N goes on, --out=out/NAME starts anew")
         return 0
-    for file in [*out.rglob(".tmp_*"), *out.glob("usage/step_*.npz")]:
-        if file.name.startswith(".tmp_") or int(file.stem[5:]) > state["step"]:
-            discard(file)  # what a killed process left behind
-    with atomic(out / "vocab.txt") as temporary:  # a run can be used without its corpus
-        shutil.copyfile(corpus.folder / "vocab.txt", temporary)
-    with atomic(out / "config.json") as temporary:
-        settings = {**asdict(config), **origin, "tokenizer_hash": corpus.tokenizer_hash}
-        temporary.write_text(json.dumps(settings, indent=1))
+    for file in out.glob("usage/step_*.npz"):
+        if int(file.stem[5:]) > state["step"]:
+            discard(file)  # of a killed process, after its last checkpoint
+    write_settings(out, config, corpus.folder / "vocab.txt", origin)
     number = train(config, out, trainer, held_out, state)
     if number:
-        print(f"saved {bert.find_checkpoint(out)}; go on with: python pretrain.py "
-              f"{shlex.join(argv)}")
+        print(f"saved {find_checkpoint(out)}; go on with: python pretrain.py {shlex.join(argv)}")
         return 128 + number
     elapsed = timedelta(seconds=round(state["elapsed"]))
-    print(f"done, {elapsed} of training: {bert.find_checkpoint(out)}")
+    print(f"done, {elapsed} of training: {find_checkpoint(out)}")
     return 0
 
 
-def script():
-    try:
-        return main(sys.argv[1:])
-    except torch.OutOfMemoryError as error:
-        raise Failure(f"{str(error).splitlines()[0]} Halve batch_size and double accumulation: the "
-                      "step stays the same") from None
-
-
 if __name__ == "__main__":
-    run(script)
+    run(lambda: main(sys.argv[1:]))

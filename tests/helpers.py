@@ -11,11 +11,14 @@ import pytest
 import tokenizers
 import torch
 
-import configs
+import checkpoint
+import common
 import finetune
-import model as bert
 import prepare_data
 import pretrain
+import training
+from model import BertConfig, MaskedLM, value_tables
+from pkm import LazyAdam
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"  # larger texts; tests of them are skipped without it
@@ -32,7 +35,14 @@ def tiny_bert(seed=0, **settings):
     torch.manual_seed(seed)
     sizes = {"vocab_size": 40, "n_layer": 3, "n_head": 2, "d_model": 8, "d_ff": 16, "max_len": 16,
              "n_keys": 4, "memory_heads": 2, "topk": 3, "key_dim": 4}
-    return bert.MaskedLM(bert.BertConfig(**{**sizes, **settings}))
+    return MaskedLM(BertConfig(**{**sizes, **settings}))
+
+
+def save_model(run, model, labels=(), step=3):
+    """A checkpoint of a model that was not trained."""
+    dense = torch.optim.AdamW(training.optimizer_groups(model, 0))
+    values = LazyAdam(value_tables(model).values())
+    return checkpoint.save_checkpoint(run, model, dense, values, {"step": step}, labels=labels)
 
 
 def record_search(model):
@@ -95,7 +105,7 @@ def assert_same(a, b, where=""):
 
 
 def steps_saved(run):
-    newest = bert.find_checkpoint(run)
+    newest = checkpoint.find_checkpoint(run)
     return int(newest.name[5:]) if newest else 0
 
 
@@ -104,7 +114,7 @@ def assert_one_line(capsys, *args, words, main=pretrain.main):
     before = files()
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
-        configs.run(lambda: main(list(args)))
+        common.run(lambda: main(list(args)))
     error = capsys.readouterr().err
     assert end.value.code == 2
     assert error.startswith("error: ") and error.count("\n") == 1, error

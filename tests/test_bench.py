@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import bench
+import common
 import pkm
 from tests.helpers import assert_near
 
@@ -20,6 +21,7 @@ def test_the_layer_equals_the_plain_baseline():
     plain = bench.PlainPKM(16, n_keys=8, heads=2, topk=4, key_dim=8)
     plain.load_state_dict(ours.state_dict())
     sparse_adam = torch.optim.SparseAdam(plain.values.parameters(), lr=0.01)
+    lazy_adam = pkm.LazyAdam([ours.values], lr=0.01)
     for _ in range(3):
         x, weight = torch.randn(2, 300, 16)  # more than backward takes at once
         outputs = [model(x) for model in (ours, plain)]
@@ -29,9 +31,9 @@ def test_the_layer_equals_the_plain_baseline():
         assert_near(ours.keys.grad, plain.keys.grad, 1e-5)
         assert_near(ours.query.weight.grad, plain.query.weight.grad, 1e-5)
         sparse_adam.step()
-        ours.values.step(lr=0.01)
-        ours.zero_grad()
-        plain.zero_grad()
+        lazy_adam.step()
+        for to_clear in (ours, lazy_adam, plain):
+            to_clear.zero_grad()
         assert_near(ours.values.weight, plain.values.weight, 1e-5)
 
 
@@ -68,6 +70,54 @@ def test_bench(tmp_path, monkeypatch, capsys, args):
         assert [r["model"] for r in record["results"]] == ["demo plain", "demo +PKM", "demo +ResM"]
     if "--slots" in args:
         assert [r["slots"] for r in record["results"]] == [1024, 1089] * 2
+
+
+def run_train(monkeypatch, *args):
+    monkeypatch.setattr(sys, "argv", ["bench.py", "train", "--size", "demo", "--length", "16",
+                                      "--rounds", "1", "--n_keys", "32", *args])
+    bench.main()
+
+
+def test_compiled_training(monkeypatch, capsys):
+    compiled = []
+
+    def compile_without_inductor(model):
+        compiled.append(model)
+        return torch_compile(model, backend="aot_eager")
+
+    torch_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_without_inductor)
+    run_train(monkeypatch, "--compile", "--batch_size", "2", "--systems", "+ResM")
+    torch._dynamo.reset()
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(compiled) == len(record["results"]) == 1
+
+
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nMore"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")])
+def test_out_of_memory_halves_the_batch_then_is_one_line(monkeypatch, capsys, error):
+    batches, step = [], bench.training_step
+
+    def failing_step(largest):
+        def training_step(*args):
+            def run():
+                batches.append(len(args[3].keywords["ids"]))
+                if batches[-1] > largest:
+                    raise error
+                function()
+            function = step(*args)
+            return run
+        return training_step
+
+    monkeypatch.setattr(bench, "training_step", failing_step(2))
+    run_train(monkeypatch, "--batch_size", "8", "--systems", "plain")
+    assert list(dict.fromkeys(batches)) == [8, 4, 2]
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["results"][0]["tokens"] == 2 * 16
+    monkeypatch.setattr(bench, "training_step", failing_step(0))
+    with pytest.raises(common.Failure, match="^train: out of memory [^\n]*$"):
+        run_train(monkeypatch, "--batch_size", "8")
 
 
 def test_what_does_not_fit_is_skipped(capsys):

@@ -2,12 +2,15 @@
 Settings, recipes, and files that are whole or absent.
 """
 import dataclasses
+import itertools
 import os
+import sys
 from pathlib import Path
 
 import pytest
+import tqdm
 
-import configs
+import common
 import finetune
 import pretrain
 from tests.helpers import ROOT, Settings
@@ -19,16 +22,56 @@ from tests.helpers import ROOT, Settings
     (["--name="], {"name": ""}), (["--flag=True"], {"flag": True}),
     (["--layers=4"], {"layers": (4,)}),
     (["--layers=4,8"], {"layers": (4, 8)}), (["--layers=(4,8)"], {"layers": (4, 8)}),
+    (["--lr", "1e-3", "--name", "b"], {"lr": 1e-3, "name": "b"}),
     (["--layers="], {"layers": ()}), (["c.py"], {"lr": 2.0, "layers": (1, 2), "steps": 6}),
     (["c.py", "--steps=7", "--steps=8"], {"lr": 2.0, "layers": (1, 2), "steps": 8})])
 def test_load(tmp_path, monkeypatch, capsys, args, expected):
     monkeypatch.chdir(tmp_path)
     Path("c.py").write_text("import math\n_half = 3\nlr = 2\nlayers = [1, 2]\nsteps = 2 * _half\n")
-    config = configs.load(Settings, args)
+    config = common.load(Settings, args)
     assert config == Settings(**expected)
     assert all(type(value) is type(getattr(Settings, name))
                for name, value in dataclasses.asdict(config).items())
     assert f"lr={config.lr}" in capsys.readouterr().out
+
+
+def test_help_shows_every_setting_with_its_comment(capsys):
+    with pytest.raises(SystemExit) as end:
+        common.load(pretrain.Config, ["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0 and "$ python pretrain.py configs/demo.py" in said
+    assert "--value_lr VALUE (0.001) of the value tables, constant (our reading)" in said
+    assert all(f"--{field.name} VALUE" in said for field in dataclasses.fields(pretrain.Config))
+
+
+def test_sizes_are_settings(capsys):
+    """Over those of the named model; what does not fit together is one line."""
+    config = common.load(pretrain.Config, ["--model=demo", "--n_layer=3", "--d_model=96",
+                                           "--d_ff=384", "--seq_len=64"])
+    sizes = pretrain.validate(config)
+    assert [sizes[name] for name in ("n_layer", "n_head", "d_model", "d_ff")] == [3, 4, 96, 384]
+    config.n_head = 5
+    with pytest.raises(common.UserError, match="no multiple of n_head"):
+        pretrain.validate(config)
+
+
+def test_progress_on_a_pipe_is_a_line_now_and_then(capsys, monkeypatch):
+    """And on a terminal a bar that is drawn again and again."""
+    clock = itertools.count(step=4)
+    monkeypatch.setattr(tqdm.std, "time", lambda: float(next(clock)))
+    monkeypatch.setattr(common.Progress, "monitor_interval", 0)
+    assert list(common.Progress(range(10), "reading")) == list(range(10))
+    lines = capsys.readouterr().err.strip("\r").splitlines()
+    assert 2 <= len(lines) <= 5 and all(line.startswith("reading: ") for line in lines)
+    assert "/10 [" in lines[0]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    list(common.Progress(range(10), "reading"))
+    assert capsys.readouterr().err.count("\rreading: ") > 3
+
+
+def test_a_table_in_markdown():
+    assert common.markdown(["name", "x|y"], [["a", 1.234], ["long one", None]]) == (
+        "| name     | x\\|y |\n| -------- | ---- |\n| a        | 1.23 |\n| long one |      |\n")
 
 
 RECIPES = [p for p in sorted(ROOT.glob("configs/[!_]*.py")) if "finetune" not in p.stem]
@@ -37,7 +80,7 @@ RECIPES = [p for p in sorted(ROOT.glob("configs/[!_]*.py")) if "finetune" not in
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_recipes_are_the_papers_systems(path, capsys):
     """Each recipe loads; its name says what it is; 1,024 sequences a step (2,048 for distil)."""
-    c, name = configs.load(pretrain.Config, [str(path)]), path.stem
+    c, name = common.load(pretrain.Config, [str(path)]), path.stem
     size = name.split("_")[0]
     assert c.model == size
     layers = {"base": (4, 8), "large": (8, 16), "distil": (2, 4), "demo": (2, 3)}[size]
@@ -57,7 +100,7 @@ def test_recipes_are_the_papers_systems(path, capsys):
 
 def test_recipes_of_fine_tuning(capsys):
     """Table 3."""
-    recipes = {p.stem: configs.load(finetune.Config, [str(p)])
+    recipes = {p.stem: common.load(finetune.Config, [str(p)])
                for p in sorted(ROOT.glob("configs/*finetune*.py"))}
     assert recipes.keys() == {"demo_finetune", "finetune_glue", "finetune_squad"}
     for name, values in {"finetune_squad": (5e-5, 3, 0.06, 0.01, 384),
@@ -73,21 +116,21 @@ def test_recipes_of_fine_tuning(capsys):
 def test_atomic(tmp_path):
     file, folder = tmp_path / "new" / "file", tmp_path / "folder"
     for content in ("one", "two"):
-        with configs.atomic(file) as temporary:
+        with common.atomic(file) as temporary:
             temporary.write_text(content)
             assert not file.exists() or file.read_text() == "one"
-    with pytest.raises(OSError), configs.atomic(file) as temporary:
+    with pytest.raises(OSError), common.atomic(file) as temporary:
         temporary.write_text("half")
         raise OSError
     assert file.read_text() == "two" and os.listdir(file.parent) == ["file"]
-    with pytest.raises(KeyboardInterrupt), configs.atomic(folder) as temporary:
+    with pytest.raises(KeyboardInterrupt), common.atomic(folder) as temporary:
         temporary.mkdir()
         (temporary / "a").write_text("half")
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == ["new"]
     (tmp_path / ".tmp_folder").mkdir()  # as a killed process leaves it
     (tmp_path / ".tmp_folder" / "stale").touch()
-    with configs.atomic(folder) as temporary:
+    with common.atomic(folder) as temporary:
         temporary.mkdir()
         (temporary / "a").write_text("whole")
     assert os.listdir(folder) == ["a"] and sorted(os.listdir(tmp_path)) == ["folder", "new"]

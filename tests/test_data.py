@@ -11,11 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-import configs
-import measure
-import model as bert
+import common
+import data
 import prepare_data
 import pretrain
 from tests.helpers import PIECES, SHARED, TINY, byte_level_bpe, prepare_sample, texts_of
@@ -31,7 +29,7 @@ def test_ids_are_hugging_faces():
     legacy = pytest.importorskip("transformers.models.bert.tokenization_bert_legacy")
     vocabulary = SHARED / "bert-vocab/vocab.txt"
     theirs = legacy.BertTokenizerLegacy(str(vocabulary))
-    ours = prepare_data.build_tokenizer(vocabulary)
+    ours = data.load_tokenizer(vocabulary)
     for text in TRICKY:
         assert ours.encode(text).ids == theirs.encode(text, add_special_tokens=False), text
 
@@ -39,7 +37,7 @@ def test_ids_are_hugging_faces():
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no BERT vocabulary on this machine")
 def test_ids_of_bert():
     """Ids as BERT's published vocabulary numbers them."""
-    tokenizer = prepare_data.build_tokenizer(SHARED / "bert-vocab/vocab.txt")
+    tokenizer = data.load_tokenizer(SHARED / "bert-vocab/vocab.txt")
     assert tokenizer.encode("Hello, [MASK] WORLD").ids == [7592, 1010, 103, 2088]
     assert tokenizer.encode("Café 北京").tokens == ["cafe", "北", "京"]
     assert tokenizer.encode("embeddings").tokens == ["em", "##bed", "##ding", "##s"]
@@ -59,7 +57,11 @@ def test_ids_of_gpt2(workdir, gpt2_files):
         texts = [*TRICKY, "  two  spaces\n\n\ttabs \r\n", *itertools.islice(file, 3000)]
     ours = prepare_data._encoder(vocab)(texts)
     assert ours == [encoding.ids for encoding in reference.encode_batch(texts)]
-    tokenizer = prepare_data.build_tokenizer(vocab)
+    Path("vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
+    with pytest.raises(common.UserError, match="tokenizer.json: no tokenizer"):
+        data.load_tokenizer("vocab.txt")
+    prepare_data.byte_level_tokenizer(vocab).save("tokenizer.json")
+    tokenizer = data.load_tokenizer("vocab.txt")
     assert [encoding.ids for encoding in tokenizer.encode_batch(texts)] == ours
     assert tokenizer.decode(ours[-1]) == texts[-1]
     marked = tokenizer.encode("<s>a <mask> b</s>").ids  # the mask has the space before it
@@ -68,7 +70,7 @@ def test_ids_of_gpt2(workdir, gpt2_files):
 
 def test_prepared_corpus(workdir, capsys):
     prepare_sample()
-    corpus = prepare_data.Corpus("sample")
+    corpus = data.Corpus("sample")
     # four documents: every fourth but one is for val, every fourth for test
     assert texts_of(corpus, "train") == ["the cat sat . the mat ##s", "[UNK] cat ."]
     # [SEP] in a text is text: "[", "sep", "]"
@@ -93,94 +95,110 @@ def test_masking():
     ids[:, 0], ids[:, 20], ids[:, -1] = 101, 102, 102
     ids[7, 4:] = 0  # three ordinary tokens
     original = ids.copy()
-    inputs, positions, labels = bert.mask_tokens(ids, np.random.default_rng(1), vocab, special,
+    inputs, positions, labels = data.mask_tokens(ids, np.random.default_rng(1), vocab, special,
                                                  mask_id)
     assert np.array_equal(ids, original)
     assert positions.shape == labels.shape == (2000, 6)  # 15% of 40
     assert all(len(set(row)) == 6 for row in positions.tolist())
-    at = np.take_along_axis(ids, positions.numpy(), 1)
+    at = np.take_along_axis(ids, positions, 1)
     assert sorted(positions[7][labels[7] != -100].tolist()) == [1, 2, 3]
     assert (labels[7] == -100).sum() == 3
-    chosen = labels.numpy() != -100
+    chosen = labels != -100
     assert chosen.sum() == 1999 * 6 + 3
-    assert np.array_equal(at[chosen], labels.numpy()[chosen])
+    assert np.array_equal(at[chosen], labels[chosen])
     assert not np.isin(at[chosen], special).any()
     untouched = np.ones_like(ids, bool)
-    np.put_along_axis(untouched, positions.numpy(), ~chosen, 1)
-    assert np.array_equal(inputs.numpy()[untouched], ids[untouched])
-    new = inputs.gather(1, positions).numpy()[chosen]
+    np.put_along_axis(untouched, positions, ~chosen, 1)
+    assert np.array_equal(inputs[untouched], ids[untouched])
+    new = np.take_along_axis(inputs, positions, 1)[chosen]
     masked, kept = new == mask_id, new == at[chosen]
     drawn = new[~masked & ~kept]
     assert not np.isin(drawn, special).any() and drawn.min() < 20 and drawn.max() > 980
     n = chosen.sum()
     for share, expected in [(masked.mean(), 0.8), (kept.mean(), 0.1), (len(drawn) / n, 0.1)]:
         assert abs(share - expected) < 5 * math.sqrt(expected * (1 - expected) / n)
-    counts = np.bincount(positions.numpy()[chosen], minlength=40)[np.r_[1:20, 21:39]]
+    counts = np.bincount(positions[chosen], minlength=40)[np.r_[1:20, 21:39]]
     assert abs(counts / (n / 38) - 1).max() < 5 / math.sqrt(n / 38)  # every place alike
-    again = bert.mask_tokens(ids, np.random.default_rng(1), vocab, special, mask_id)
-    other = bert.mask_tokens(ids, np.random.default_rng(2), vocab, special, mask_id)
-    assert torch.equal(again[0], inputs) and not torch.equal(other[1], positions)
+    again = data.mask_tokens(ids, np.random.default_rng(1), vocab, special, mask_id)
+    other = data.mask_tokens(ids, np.random.default_rng(2), vocab, special, mask_id)
+    assert np.array_equal(again[0], inputs) and not np.array_equal(other[1], positions)
+
+
+def unmasked(batch):
+    """A batch's ids with the labels in their places."""
+    ids, positions, labels = (batch[name] for name in ("ids", "positions", "labels"))
+    labels = np.where(labels == -100, np.take_along_axis(ids, positions, 1), labels)
+    ids = ids.copy()
+    np.put_along_axis(ids, positions, labels, 1)
+    return ids
 
 
 def test_heldout_covers_the_split_once(place):
     """Whatever the batch size; the last sequence is padded, and 15% of its own tokens masked."""
-    corpus = prepare_data.Corpus("tiny")
+    corpus = data.Corpus("tiny")
     tokens = corpus.split("test").tolist()
     full, rest = divmod(len(tokens), 14)
     assert full > 3 and rest > 2
-    whole = measure.heldout(corpus, "test", 16, 1)
-    assert all(mask is None for *_, mask in whole[:-1]) and len(whole) == full + 1
-    assert whole[-1][3].tolist() == [[True] * (rest + 2) + [False] * (14 - rest)]
+    whole = data.heldout(corpus, "test", 16, 1)
+    assert all("mask" not in batch for batch in whole[:-1]) and len(whole) == full + 1
+    assert whole[-1]["mask"].tolist() == [[True] * (rest + 2) + [False] * (14 - rest)]
     found, changed = [], 0
-    for inputs, positions, labels, mask in whole:
-        own = inputs.gather(1, positions)
-        ids = inputs.scatter(1, positions, labels.where(labels != -100, own))
-        assert inputs.shape == (1, 16)
-        changed += (ids != inputs).sum().item()
-        ids = ids[0, mask[0] if mask is not None else slice(None)].tolist()
+    for batch in whole:
+        ids = unmasked(batch)
+        assert ids.shape == (1, 16)
+        changed += (ids != batch["ids"]).sum()
+        ids = ids[batch.get("mask", np.full(ids.shape, True))].tolist()
         assert ids[0] == corpus.cls_id and ids[-1] == corpus.sep_id
         found += ids[1:-1]
     assert found == tokens and changed > full  # 2 a sequence, of which a tenth stays
     for size in (2, 3, 100):
-        batches = measure.heldout(corpus, "test", 16, size)
-        assert all(len(batch[0]) <= size for batch in batches)
-        for one, same in zip(zip(*whole, strict=True), zip(*batches, strict=True), strict=True):
-            if torch.is_tensor(one[0]):
-                assert torch.equal(torch.cat([part.flatten() for part in one]),
-                                   torch.cat([part.flatten() for part in same]))
-    other = measure.heldout(corpus, "test", 16, 100, masking=1)
-    assert not torch.equal(other[0][1], batches[0][1])
-    some = measure.heldout(corpus, "test", 16, 100, sequences=3)
-    assert len(some) == 1 and some[0][0].shape == (3, 16)
+        batches = data.heldout(corpus, "test", 16, size)
+        assert all(len(batch["ids"]) <= size for batch in batches)
+        for name in ("ids", "positions", "labels"):
+            one, same = (np.concatenate([batch[name].flatten() for batch in some])
+                         for some in (whole, batches))
+            assert np.array_equal(one, same)
+    other = data.heldout(corpus, "test", 16, 100, masking=1)
+    assert not np.array_equal(other[0]["positions"], batches[0]["positions"])
+    some = data.heldout(corpus, "test", 16, 100, sequences=3)
+    assert len(some) == 1 and some[0]["ids"].shape == (3, 16)
     for length in range(16, 60):
-        *_, (inputs, _, labels, mask) = measure.heldout(corpus, "test", length, 8)
-        if mask is not None:
-            assert (inputs[~mask] == corpus.pad_id).all() and (inputs[mask] != corpus.pad_id).all()
-            assert (labels != -100).sum() == max(1, round(0.15 * mask.sum().item()))
-    short = measure.heldout(corpus, "test", len(tokens) + 4, 8)  # less than one sequence
-    assert len(short) == 1 and short[0][3].sum() == len(tokens) + 2
-    with pytest.raises(configs.UserError, match="too few"):
-        measure.heldout(corpus, "test", len(tokens) + 4, 8, sequences=1)
+        last = data.heldout(corpus, "test", length, 8)[-1]
+        if "mask" in last:
+            ids, mask = last["ids"], last["mask"]
+            assert (ids[~mask] == corpus.pad_id).all() and (ids[mask] != corpus.pad_id).all()
+            assert (last["labels"] != -100).sum() == max(1, round(0.15 * mask.sum()))
+    short = data.heldout(corpus, "test", len(tokens) + 4, 8)  # less than one sequence
+    assert len(short) == 1 and short[0]["mask"].sum() == len(tokens) + 2
+    with pytest.raises(common.UserError, match="too few"):
+        data.heldout(corpus, "test", len(tokens) + 4, 8, sequences=1)
 
 
 def test_batches_are_a_function_of_seed_and_step(place):
     """An epoch reads every token once, but for those left over at its ends."""
-    corpus = prepare_data.Corpus("tiny")
-    config, device = pretrain.Config(**TINY), torch.device("cpu")
-    batches, tokens = pretrain.Batches(corpus, config, device), corpus.split("train")
-    first, second = ([int(batches.start(n)) for n in range(e, e + batches.per_epoch)]
-                     for e in (0, batches.per_epoch))
+    corpus = data.Corpus("tiny")
+    config = pretrain.Config(**TINY)
+    batches, tokens = data.MaskedBatches(corpus, config), corpus.split("train")
+    where = {bytes(tokens[at:at + 14]): at for at in range(len(tokens) - 13)}
+    assert len(where) == len(tokens) - 13  # no 14 tokens in a row stand there twice
+
+    def starts(epoch):
+        """Where in the text the sequences of an epoch begin; two make a micro-batch."""
+        for number in range(epoch * batches.per_epoch, (epoch + 1) * batches.per_epoch):
+            cls, *row, sep = unmasked(batches.get(*divmod(number // 2, 2)))[number % 2]
+            assert (cls, sep) == (corpus.cls_id, corpus.sep_id)
+            yield where[bytes(np.array(row, "<u2"))]
+
+    first, second = list(starts(0)), list(starts(1))
     assert set(np.diff(sorted(first))) == set(np.diff(sorted(second))) == {14}
-    assert len(first) == len(tokens) // 14 - 1 and max(first) + 14 <= len(tokens)
+    assert len(first) == len(tokens) // 14 - 1
     assert first != sorted(first) and np.argsort(first).tolist() != np.argsort(second).tolist()
-    masks = set()
-    for n, (step, micro) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]):  # 2 sequences each
-        inputs, positions, labels = batches.get(step, micro)
-        masks.add(str(positions.tolist()))
-        for ids, start in zip(inputs.scatter(1, positions, labels).tolist(), first[2 * n:]):
-            assert ids == [corpus.cls_id, *tokens[start:start + 14], corpus.sep_id]
+    assert min(first) != min(second)
+    masks = {str(batches.get(*divmod(n, 2))["positions"].tolist()) for n in range(5)}
     assert len(masks) == 5
-    again = pretrain.Batches(corpus, config, device).get(2, 0)
-    assert all(map(torch.equal, again, (inputs, positions, labels)))
-    other = pretrain.Batches(corpus, dataclasses.replace(config, seed=1), device).get(2, 0)
-    assert not torch.equal(other[0], inputs)
+    batch = batches.get(2, 0)
+    again = data.MaskedBatches(corpus, config).get(2, 0)
+    assert batch.keys() == again.keys()
+    assert all(np.array_equal(again[name], batch[name]) for name in batch)
+    other = data.MaskedBatches(corpus, dataclasses.replace(config, seed=1)).get(2, 0)
+    assert not np.array_equal(other["ids"], batch["ids"])

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import shutil
+import tarfile
 import threading
 import time
 import zipfile
@@ -18,40 +19,66 @@ from pathlib import Path
 
 import pytest
 
-import configs
-import measure
+import common
+import data
+import download
 import prepare_data
 from tests.helpers import PIECES, WIKITEXT, files, prepare, texts_of, write_parquet
 
 
 class Hub:
-    """A server with one file, `body`, at any path. `plan` says what it does with each request in
-    turn: a method's name, or a status; after the plan it serves. `seen`: (path, Range, agent)."""
+    """A server with one file, `body`, at any path that `bodies` has no other one for. `plan` says
+    what it does with each request in turn: a way to fail, or a status; after the plan it serves.
+    `seen`: (path, Range, agent, token). `repos`: {"models/owner/name": {path: bytes}}, which it
+    lists and serves as Hugging Face's hub does."""
 
     def __init__(self, body):
-        self.body, self.plan, self.seen, self.headers = body, [], [], {}
+        self.body, self.plan, self.seen, self.bodies, self.repos = body, [], [], {}, {}
         self.stalled = threading.Event()
 
+    def add(self, repo, files, large=True):
+        """Put a repository there. large: its files are kept in LFS, which has their SHA-256."""
+        self.repos[repo] = [
+            {"rfilename": name, "size": len(body), "blobId": "0", **({"lfs": {
+                "size": len(body), "sha256": hashlib.sha256(body).hexdigest(), "pointerSize": 1,
+            }} if large else {})} for name, body in files.items()]
+        for name, body in files.items():
+            self.bodies[f"/{repo.removeprefix('models/')}/resolve/c0ffee/{name}"] = body
+
+    def list(self, handler):
+        """The reply to /api/models/owner/name/revision/main?blobs=True."""
+        repo = handler.path.removeprefix("/api/").partition("/revision/")[0]
+        status = self.plan.pop(0) if self.plan else 200 if repo in self.repos else 404
+        reply = json.dumps({"id": repo, "sha": "c0ffee", "siblings": self.repos.get(repo)}).encode()
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(len(reply)))
+        handler.end_headers()
+        handler.wfile.write(reply)
+
     def answer(self, handler):
+        if handler.path == "/api/agent-harnesses":  # huggingface_hub asks this once a process
+            return handler.send_error(404)
         wanted = handler.headers["Range"]
-        self.seen.append((handler.path, wanted, handler.headers["User-Agent"]))
+        self.seen.append((handler.path, wanted, handler.headers["User-Agent"],
+                          handler.headers["Authorization"]))
+        if handler.path.startswith("/api/"):
+            return self.list(handler)
+        body = self.bodies.get(handler.path, self.body)
         step = self.plan.pop(0) if self.plan else "serve"
         start = int(wanted[6:-1]) if wanted and step != "without_ranges" else 0
-        status, rest = (206 if start else 200), self.body[start:]
+        status, rest = (206 if start else 200), body[start:]
         if isinstance(step, int):
             status, start, rest = step, 0, b"no"
-        elif start >= len(self.body):
+        elif start >= len(body):
             status, rest = 416, b""
         handler.send_response(status)
-        for name, value in self.headers.items():
-            handler.send_header(name, value)
         handler.send_header("Content-Length", str(len(rest)))
         if status == 206:
             first = start + 1 if step == "elsewhere" else start
-            last, size = len(self.body) - 1, len(self.body)
+            last, size = len(body) - 1, len(body)
             handler.send_header("Content-Range", f"bytes {first}-{last}/{size}")
         elif status == 416:
-            handler.send_header("Content-Range", f"bytes */{len(self.body)}")
+            handler.send_header("Content-Range", f"bytes */{len(body)}")
         handler.end_headers()
         handler.wfile.write(rest[:len(rest) // 2] if step in ("cut", "stall") else rest)
         if step == "stall":
@@ -72,6 +99,7 @@ def hub(monkeypatch):
             pass
     hub.pauses = []
     monkeypatch.setattr(time, "sleep", hub.pauses.append)
+    monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as serving:
         serving.daemon_threads = True
@@ -83,7 +111,11 @@ def hub(monkeypatch):
 
 
 def ranges(hub):
-    return [wanted for _, wanted, _ in hub.seen]
+    return [wanted for _, wanted, *_ in hub.seen]
+
+
+def paths(hub):
+    return [path.partition("?")[0] for path, *_ in hub.seen]
 
 
 HALF, REST = 3 * 2**19, 3 * 2**18  # of the hub's 3 MB, and of what is left after a half
@@ -98,12 +130,13 @@ HALF, REST = 3 * 2**19, 3 * 2**18  # of the hub's 3 MB, and of what is left afte
     (["cut", "elsewhere"], [None, f"bytes={HALF}-", None])],
     ids=["whole", "503", "three errors", "cut", "cut twice", "stalled", "no ranges", "wrong range"])
 def test_download(workdir, hub, monkeypatch, plan, expected):
-    monkeypatch.setattr(prepare_data, "TIMEOUT", 0.5)
+    monkeypatch.setattr(download, "TIMEOUT", 0.5)
     hub.plan = list(plan)
     sha256 = hashlib.sha256(hub.body).hexdigest()
-    prepare_data.download(f"{hub.url}/a.zip", Path("data/a.zip"), len(hub.body), sha256)
+    download.download(f"{hub.url}/a.zip", Path("data/a.zip"), sha256)
     assert Path("data/a.zip").read_bytes() == hub.body and os.listdir("data") == ["a.zip"]
-    assert ranges(hub) == expected and all("Mozilla" in agent for _, _, agent in hub.seen)
+    assert ranges(hub) == expected
+    assert all("Mozilla" in agent and token is None for _, _, agent, token in hub.seen)
     assert hub.pauses == [2, 8, 30][:len(expected) - 1]
 
 
@@ -113,11 +146,11 @@ def test_download(workdir, hub, monkeypatch, plan, expected):
 def test_failed_download_keeps_only_the_part(workdir, hub, plan, requests, message):
     """What came so far has another name, and the next call goes on from there."""
     hub.plan = list(plan)
-    with pytest.raises(configs.Failure, match=message) as error:
-        prepare_data.download(f"{hub.url}/a.zip", Path("data/a.zip"))
+    with pytest.raises(common.Failure, match=message) as error:
+        download.download(f"{hub.url}/a.zip", Path("data/a.zip"))
     assert "\n" not in str(error.value) and len(hub.seen) == requests
     assert os.listdir("data") == (["a.zip.part"] if "cut" in plan else [])
-    prepare_data.download(f"{hub.url}/a.zip", Path("data/a.zip"))
+    download.download(f"{hub.url}/a.zip", Path("data/a.zip"))
     assert ranges(hub)[-1] == (f"bytes={len(hub.body) * 15 // 16}-" if "cut" in plan else None)
     assert Path("data/a.zip").read_bytes() == hub.body and os.listdir("data") == ["a.zip"]
 
@@ -125,19 +158,16 @@ def test_failed_download_keeps_only_the_part(workdir, hub, plan, requests, messa
 def test_part_that_had_come_whole(workdir, hub):
     """Killed between the last byte and the renaming."""
     Path("a.part").write_bytes(hub.body)
-    prepare_data.download(f"{hub.url}/a", Path("a"))
+    download.download(f"{hub.url}/a", Path("a"))
     assert Path("a").read_bytes() == hub.body and ranges(hub) == [f"bytes={len(hub.body)}-"]
     Path("b.part").write_bytes(hub.body + b"more")  # of another file
-    prepare_data.download(f"{hub.url}/b", Path("b"))
+    download.download(f"{hub.url}/b", Path("b"))
     assert Path("b").read_bytes() == hub.body
 
 
-@pytest.mark.parametrize("size, sha256, tag", [
-    (0, "0" * 64, None), (5, "", None), (0, "", "1" * 64)], ids=["SHA-256", "size", "the hub's"])
-def test_other_bytes_than_expected(workdir, hub, size, sha256, tag):
-    hub.headers = {"X-Linked-Etag": f'"{tag}"'} if tag else {}
-    with pytest.raises(configs.Failure, match="expected"):
-        prepare_data.download(f"{hub.url}/a", Path("data/a"), size, sha256)
+def test_other_bytes_than_expected(workdir, hub):
+    with pytest.raises(common.Failure, match="expected"):
+        download.download(f"{hub.url}/a", Path("data/a"), "0" * 64)
     assert os.listdir("data") == []
 
 
@@ -146,33 +176,79 @@ def test_short_body_is_noticed_without_urllib3(workdir, hub, monkeypatch):
     requests = pytest.importorskip("requests")
     monkeypatch.setattr(requests.Response, "iter_content", lambda self, size: [b"half"])
     hub.plan = ["without_ranges"] * 4
-    with pytest.raises(configs.Failure, match="4 of 3,145,728 bytes"):
-        prepare_data.download(f"{hub.url}/a", Path("data/a"))
+    with pytest.raises(common.Failure, match="4 of 3,145,728 bytes"):
+        download.download(f"{hub.url}/a", Path("data/a"))
     assert os.listdir("data") == ["a.part"]
 
 
-def test_endpoint_and_proxy_are_honoured(workdir, hub, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", f"{hub.url}/mirror/")
-    prepare_data.download(f"{prepare_data.HUB}/x/resolve/main/a", Path("a"))
-    monkeypatch.delenv("HF_ENDPOINT")
+def test_proxy_is_honoured(workdir, hub, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", hub.url)
     monkeypatch.setenv("http_proxy", hub.url)
-    prepare_data.download("http://nowhere.invalid/b", Path("b"))
-    assert [path for path, _, _ in hub.seen] == ["/mirror/x/resolve/main/a",
-                                                 "http://nowhere.invalid/b"]
-    assert Path("a").read_bytes() == Path("b").read_bytes() == hub.body
+    download.download("http://nowhere.invalid/b", Path("b"))
+    assert paths(hub) == ["http://nowhere.invalid/b"] and Path("b").read_bytes() == hub.body
+
+
+@pytest.fixture
+def mirror(hub, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    return hub
+
+
+def test_files_of_the_hub(workdir, mirror):
+    """From a mirror, with the token, at the commit that was listed; cut and resumed; checked."""
+    large = random.Random(1).randbytes(2**20)
+    mirror.add("models/a/b", {"x/1.bin": large, "x/2.txt": b"no", "3.bin": b"no"})
+    files = download.hub_files("a/b", "x/*.bin")
+    assert files == [(f"{download.HUB}/a/b/resolve/c0ffee/x/1.bin",
+                      hashlib.sha256(large).hexdigest())]
+    mirror.plan = ["cut"]
+    path, = download.fetch(files, Path("x"))
+    assert path.read_bytes() == large and ranges(mirror) == [None, None, f"bytes={2**19}-"]
+    assert paths(mirror) == ["/api/models/a/b/revision/main", *["/a/b/resolve/c0ffee/x/1.bin"] * 2]
+    assert all(token == "Bearer secret" for *_, token in mirror.seen)
+
+    mirror.bodies["/a/b/resolve/c0ffee/x/1.bin"] = large[::-1]
+    with pytest.raises(common.Failure, match="SHA-256"):
+        download.fetch(files, Path("y"))
+    mirror.add("models/a/b", {"x/1.bin": b"small"}, large=False)
+    (_, sha256), = download.hub_files("a/b", "x/*.bin")
+    assert sha256 == "" and os.listdir("y") == []
+
+
+@pytest.mark.parametrize("plan, pattern, message", [
+    ([401], "x", "gated, private or not there"), ([403], "x", "gated or private"),
+    ([404], "x", "no such file"), ([], "y", "no such file"), ([500], "x", ".* replied 500")])
+def test_the_hub_refuses(workdir, mirror, plan, pattern, message):
+    mirror.add("models/a/b", {"x": b"x"})
+    mirror.plan = plan
+    with pytest.raises(common.Failure, match=f"^a/b/{pattern} on the hub: {message}") as error:
+        download.hub_files("a/b", pattern)
+    assert "\n" not in str(error.value) and len(mirror.seen) == 1 and not mirror.pauses
+
+
+def test_no_network(workdir, hub, monkeypatch):
+    """One line that names the way out, at once."""
+    nobody = "http://127.0.0.1:9"
+    monkeypatch.setenv("HF_ENDPOINT", nobody)
+    for call in (lambda: download.hub_files("a/b", "x"),
+                 lambda: prepare("text", "a", "sample.txt", "--vocab", "bert-base-uncased"),
+                 lambda: download.download(f"{nobody}/a.zip", Path("a.zip")),
+                 lambda: download.download(f"{download.HUB}/a/b", Path("a"))):
+        with pytest.raises(common.Failure, match="no connection.*--vocab FILE or --from") as error:
+            call()
+        assert "\n" not in str(error.value)
+    assert not hub.pauses and sorted(os.listdir()) == ["sample.txt", "vocab.txt"]
 
 
 def test_sources_are_complete():
-    """Every file has a size and a checksum of the right form, but for those of the hub, which
-    tells them, and every corpus of the command line has its sources."""
-    sources = [files for _, files in prepare_data.SOURCES.values()]
-    for url, size, sha256 in itertools.chain(*prepare_data.GLUE.values(), *sources):
-        assert url.startswith("https://") and (
-            url.startswith(prepare_data.HUB) or size > 0 and len(bytes.fromhex(sha256)) == 32)
-    assert {"wikipedia", "bookcorpus", "pg19"} <= prepare_data.SOURCES.keys()
-    assert [url[-29:] for url, _, _ in prepare_data.SOURCES["wikipedia"][1]][::40] == [
-        f"/train-{n:05}-of-00041.parquet" for n in (0, 40)]
+    """Every file has a checksum of the right form, every task and corpus its files."""
+    for url, sha256 in download.FILES.values():
+        assert url.startswith("https://") and len(bytes.fromhex(sha256)) == 32
+    assert len(download.FILES) == 17
+    names = {*itertools.chain(*download.GLUE.values()), *download.SQUAD, *download.MIRRORS,
+             "bookcorpus.tar.bz2",
+             *(f"wikitext-{kind}-v1.zip" for kind in ("2", "2-raw", "103", "103-raw"))}
+    assert names == download.FILES.keys() and len(download.GLUE) == 8
 
 
 def zipped(files):
@@ -188,63 +264,67 @@ def test_wikitext_is_downloaded_once(workdir, hub, monkeypatch):
     hub.body = zipped({f"wikitext-2/wiki.{name}.tokens": WIKITEXT
                        for name in ("train", "valid", "test")})
     url = f"{hub.url}/wikitext-2-v1.zip"
-    monkeypatch.setitem(prepare_data.SOURCES, "wikitext2", ("", [(url, 0, "")]))
+    monkeypatch.setitem(download.FILES, "wikitext-2-v1.zip", (url, ""))
     prepare("wikitext2", "--vocab", "vocab.txt")
     prepare("wikitext2", "--vocab", "vocab.txt", "--force")
-    corpus = prepare_data.Corpus("wikitext2")
+    corpus = data.Corpus("wikitext2")
     assert len(hub.seen) == 1 and corpus.meta["source"] == url
-    monkeypatch.setitem(prepare_data.MIRRORS, f"{hub.url}/a.zip", f"{hub.url}/mirror/a.zip")
+    monkeypatch.setitem(download.MIRRORS, "a.zip", f"{hub.url}/mirror/a.zip")
     hub.plan = [404]
-    path, = prepare_data.fetch([(f"{hub.url}/a.zip", 0, "")])
-    assert path.read_bytes() == hub.body and hub.seen[-1][0] == "/mirror/a.zip"
+    path, = download.fetch([(f"{hub.url}/a.zip", "")])
+    assert path.read_bytes() == hub.body and paths(hub)[-1] == "/mirror/a.zip"
     assert sorted(os.listdir("data")) == ["downloads", "wikitext2"]
 
 
-def test_corpora_are_downloaded(workdir, hub, monkeypatch):
-    """Wikipedia's shards, BookCorpus's tar and, where that is gone, its copy, PG-19's books."""
+def test_corpora_are_downloaded(workdir, mirror, monkeypatch):
+    """Wikipedia's files, BookCorpus's tar and, where that is gone, its copy, PG-19's books."""
     write_parquet("a.parquet", ["cat", "sat", "mat", "the mat"])
-    hub.body = Path("a.parquet").read_bytes()
-    monkeypatch.setenv("HF_ENDPOINT", hub.url)
-    monkeypatch.setitem(prepare_data.SOURCES, "wikipedia", ("", [
-        (f"{prepare_data.HUB}/train-{n}.parquet", 0, "") for n in range(2)]))
+    parquet = Path("a.parquet").read_bytes()
+    mirror.add("datasets/wikimedia/wikipedia", {
+        "20231101.en/train-0.parquet": parquet, "20231101.en/train-1.parquet": parquet,
+        "20231101.fr/train-0.parquet": b"other"})
     prepare("wikipedia", "--vocab", "vocab.txt")
-    corpus = prepare_data.Corpus("wikipedia")
+    corpus = data.Corpus("wikipedia")
     assert corpus.meta["documents"] == {"train": 2, "val": 1, "test": 1}
     assert corpus.meta["duplicates"] == 4
-    assert [path for path, *_ in hub.seen] == ["/train-0.parquet", "/train-1.parquet"]
+    folder = "/datasets/wikimedia/wikipedia"
+    assert paths(mirror) == [f"/api{folder}/revision/main", *(
+        f"{folder}/resolve/c0ffee/20231101.en/train-{n}.parquet" for n in range(2))]
+    mirror.seen.clear()
+    prepare("wikipedia", "--vocab", "vocab.txt", "--force")  # all of it is there
+    assert not mirror.seen
+    Path("data/downloads/wikipedia/train-1.parquet").unlink()
+    prepare("wikipedia", "--vocab", "vocab.txt", "--force")
+    assert [path[-15:] for path in paths(mirror)] == ["a/revision/main", "train-1.parquet"]
 
     monkeypatch.setattr(prepare_data, "SENTENCES", 1)
-    monkeypatch.setitem(prepare_data.SOURCES, "bookcorpus", ("", [(f"{hub.url}/b.tar.bz2", 0, "")]))
-    bodies = {"/b.tar.bz2": b"", prepare_data.BOOKCORPUS_COPY.removeprefix(prepare_data.HUB):
-              json.dumps([f"{prepare_data.HUB}/0.parquet"]).encode(), "/0.parquet": hub.body,
-              "/list/test_files.txt": b"test/7.txt\ntest/8.txt\n", "/7.txt": b"cat\n\nsat\n",
-              "/8.txt": b"mat\n"}
-    answer = hub.answer
-    def choose(handler):
-        hub.body = bodies[handler.path]
-        hub.plan = [404] if handler.path == "/b.tar.bz2" else []
-        answer(handler)
-    hub.answer = choose
+    name = "bookcorpus.tar.bz2"
+    monkeypatch.setitem(download.FILES, name, (f"{mirror.url}/{name}", ""))
+    mirror.add("datasets/rojagtap/bookcorpus", {"default/train/0000.parquet": parquet})
+    mirror.plan = [404]
+    mirror.seen.clear()
     prepare("bookcorpus", "--vocab", "vocab.txt")
-    corpus = prepare_data.Corpus("bookcorpus")
+    corpus = data.Corpus("bookcorpus")
     assert texts_of(corpus, "train") == ["cat", "sat"] and texts_of(corpus, "test") == ["the mat"]
+    assert paths(mirror)[1].endswith("/bookcorpus/revision/refs%2Fconvert%2Fparquet")
 
-    monkeypatch.setitem(prepare_data.SOURCES, "pg19", (
-        "", [(f"{hub.url}/list/test_files.txt", 0, "")]))
-    monkeypatch.setattr(prepare_data, "PG19", f"{hub.url}/")
+    mirror.add("datasets/deepmind/pg19", {
+        "data/test_files.txt": b"test/7.txt\ntest/8.txt\n"}, large=False)
+    mirror.bodies |= {"/7.txt": b"cat\n\nsat\n", "/8.txt": b"mat\n"}
+    monkeypatch.setattr(download, "PG19", f"{mirror.url}/")
     prepare("pg19", "--vocab", "vocab.txt")
-    pg19 = prepare_data.Corpus("pg19")
+    pg19 = data.Corpus("pg19")
     assert texts_of(pg19, "test") == ["cat sat", "mat"] and len(pg19.split("train")) == 0
-    assert len(measure.heldout(pg19, "test", 4, 2, 8)) == 1
-    with pytest.raises(configs.UserError, match="too few"):
-        measure.heldout(pg19, "val", 4, 2, 8)
+    assert len(data.heldout(pg19, "test", 4, 2, 8)) == 1
+    with pytest.raises(common.UserError, match="too few"):
+        data.heldout(pg19, "val", 4, 2, 8)
 
 
 def test_glue_and_squad(workdir, hub, monkeypatch, capsys):
     """Downloaded, or from a folder as downloads or as these unpack to: the same official files."""
     hub.body = zipped({"SST-2/": "", "SST-2/train.tsv": "a\t1\n", "SST-2/dev.tsv": "b\t0\n",
                        "SST-2/original/raw.txt": "c", "__MACOSX/SST-2/._train.tsv": "d"})
-    monkeypatch.setitem(prepare_data.GLUE, "SST-2", [(f"{hub.url}/SST-2.zip", 0, "")])
+    monkeypatch.setitem(download.FILES, "SST-2.zip", (f"{hub.url}/SST-2.zip", ""))
     expected = {"train.tsv": b"a\t1\n", "dev.tsv": b"b\t0\n", "original/raw.txt": b"c"}
 
     def found(folder):
@@ -272,52 +352,77 @@ def test_glue_and_squad(workdir, hub, monkeypatch, capsys):
     prepare("glue", "MRPC", "--from", ".")
     assert found("data/glue/MRPC") == {name: name.encode() for name in names}
     hub.body = b"{}"
-    monkeypatch.setitem(prepare_data.SOURCES, "squad", (
-        "", [(f"{hub.url}/{split}-v1.1.json", 2, "") for split in ("train", "dev")]))
+    for name in download.SQUAD:
+        monkeypatch.setitem(download.FILES, name, (f"{hub.url}/{name}", ""))
     prepare("squad")
     assert found("data/squad") == {"train-v1.1.json": b"{}", "dev-v1.1.json": b"{}"}
 
     Path("bad.zip").write_bytes(Path("data/downloads/SST-2.zip").read_bytes()[:-30])
     Path("out.zip").write_bytes(zipped({"a/../../../../train.tsv": "escaped"}))
     for args, words in ((["glue", "SST2"], "SST-2"), (["glue", "RTE", "--from", "."], "RTE.zip"),
-                        (["glue", "RTE", "--from", "bad.zip"], "bad.zip: damaged"),
-                        (["glue", "RTE", "--from", "out.zip"], "outside"),
-                        (["glue", "RTE", "QNLI", "--from", "data/downloads/SST-2.zip"], "RTE.zip"),
-                        (["glue", "RTE", "QNLI", "--from", "data/glue/SST-2"], "RTE.zip"),
+                        (["glue", "RTE", "--from", "bad.zip"], "bad.zip: not unpacked"),
+                        (["glue", "RTE", "--from", "out.zip"], "no file in it"),
+                        (["glue", "RTE", "QNLI", "--from", "data/downloads/SST-2.zip"], "give one"),
+                        (["glue", "RTE", "QNLI", "--from", "data/glue/SST-2"], "give one"),
                         (["squad", "--force", "--from", "data/glue"], "train-v1.1")):
-        with pytest.raises(configs.UserError, match=words):
+        with pytest.raises(common.UserError, match=words):
             prepare(*args)
     assert sorted(os.listdir("data/glue")) == ["MRPC", "SST-2"]
 
 
-def test_weights_are_downloaded_once(workdir, hub, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", hub.url)
-    monkeypatch.setattr(prepare_data, "BERT_VOCAB", "")
-    prepare("text", "a", "sample.txt", "--vocab", "vocab.txt")
-    prepare("weights", "bert-base-uncased")
-    prepare("weights", "bert-base-uncased")
-    folder = "/google-bert/bert-base-uncased/resolve/main/"
+def test_unpacked_archives_stay_inside(workdir):
+    """Whatever their files are called; several folders are kept, a tar is unpacked too."""
+    Path("a.zip").write_bytes(zipped({"a/1.txt": "1", "b/2.txt": "2", "../out.txt": "escaped",
+                                      f"{Path.cwd()}/out.txt": "escaped"}))
+    download.unpack(Path("a.zip"), Path("data/a"))
+    assert sorted(os.listdir("data/a")) == ["a", "b"] and os.listdir("data") == ["a"]
+    with tarfile.open("b.tar.bz2", "w:bz2") as archive:
+        archive.add("sample.txt", "books/sample.txt")
+    download.unpack(Path("b.tar.bz2"), Path("data/b"))
+    assert os.listdir("data/b") == ["sample.txt"]
+    with tarfile.open("c.tar.bz2", "w:bz2") as archive:
+        archive.add("sample.txt", "../../out.txt")
+    Path("d.tar.bz2").write_bytes(Path("b.tar.bz2").read_bytes()[:60])
+    Path("e.zip").write_bytes(b"PK")
+    Path("f.zip").write_bytes(zipped({".": "odd"}))
+    for name in ("c.tar.bz2", "d.tar.bz2", "e.zip", "f.zip"):
+        with pytest.raises(common.UserError, match=f"{name}: not unpacked"):
+            download.unpack(Path(name), Path("data/c"))
+    assert sorted(os.listdir("data")) == ["a", "b"] and not list(Path().rglob("out.txt"))
+
+
+def test_weights_are_downloaded_once(workdir, mirror, monkeypatch):
+    monkeypatch.setattr(download, "BERT_VOCAB", hashlib.sha256(b"words").hexdigest())
     safe = importlib.util.find_spec("safetensors")
     names = ["config.json", "vocab.txt", "model.safetensors" if safe else "pytorch_model.bin"]
-    assert [path for path, *_ in hub.seen] == [folder + name for name in names]
+    for name in ("bert-base", "bert-large"):
+        mirror.add(f"models/google-bert/{name}-uncased", {
+            "config.json": b"{}", "vocab.txt": b"words" if name == "bert-base" else b"others",
+            "model.safetensors": b"1", "pytorch_model.bin": b"2", "tf_model.h5": b"3"}, large=False)
+    prepare("weights", "bert-base-uncased")
+    prepare("weights", "bert-base-uncased")
+    folder = "/google-bert/bert-base-uncased"
+    assert paths(mirror) == [path for name in names for path in (
+        f"/api/models{folder}/revision/main", f"{folder}/resolve/c0ffee/{name}")]
     assert sorted(os.listdir("data/weights/bert-base-uncased")) == sorted(names)
+    with pytest.raises(common.Failure, match="vocab.txt: expected"):
+        prepare("weights", "bert-large-uncased")
     Path("local").mkdir()
     for name in ("config.json", "vocab.txt", "pytorch_model.bin"):
         Path("local", name).write_text(name)
     prepare("weights", "distilbert-base-uncased", "--from", "local")
     assert sorted(os.listdir("data/weights/distilbert-base-uncased")) == sorted(os.listdir("local"))
     Path("local/config.json").unlink()
+    shutil.rmtree("data/weights/bert-large-uncased")
     for args, message in ((["roberta-base"], "RoBERTa's weights"), (["bert"], "bert-base-uncased"),
-                          (["bert-large-uncased", "--from", "local"], "no config.json")):
-        with pytest.raises(configs.UserError, match=message):
+                          (["bert-large-uncased", "--from", "local"], "no config.json"),
+                          (["bert-base-uncased", "bert", "--from", "local"], "give one NAME")):
+        with pytest.raises(common.UserError, match=message):
             prepare("weights", *args)
-    hub.plan = [401]
-    with pytest.raises(configs.Failure, match="gated"):
-        prepare("weights", "bert-large-uncased")
-    hub.seen.clear()
+    mirror.seen.clear()
     Path("data/weights/bert-base-uncased/vocab.txt").write_bytes(Path("vocab.txt").read_bytes())
     Path("text").mkdir()
     for number in range(3):
         Path(f"text/{number}.txt").write_text(f"{'cat ' * number}sat")
     prepare("pg19", "--from", "text")  # BERT's vocabulary, which is there
-    assert prepare_data.Corpus("pg19").vocab_size == len(PIECES) and not hub.seen
+    assert data.Corpus("pg19").vocab_size == len(PIECES) and not mirror.seen

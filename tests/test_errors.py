@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import bench
-import configs
+import common
+import data
 import finetune
 import measure
 import prepare_data
@@ -117,7 +118,7 @@ BERT_SETTINGS = {"model_type": "bert", "num_hidden_layers": 1, "num_attention_he
 def weights(name, content):
     """A folder of weights, hf, in which this file has this content (config.json these settings)."""
     def spoil():
-        vocab = "\n".join([*prepare_data.SPECIALS, *(f"w{n}" for n in range(35))]) + "\n"
+        vocab = "\n".join([*data.SPECIALS, *(f"w{n}" for n in range(35))]) + "\n"
         found = {"config.json": {}, "vocab.txt": vocab.encode(), "pytorch_model.bin": {}}
         if name == "model.safetensors":
             pytest.importorskip("safetensors")
@@ -144,8 +145,8 @@ def read_task(args):
 MAINS = {  # the scripts, and what they call that is also for programs
     "pretrain.py": pretrain.main, "finetune.py": finetune.main, "measure.py": measure.main,
     "bench.py": lambda args: bench.main(), "prepare_data.py": lambda args: prepare_data.main(),
-    "load": lambda args: configs.load(Settings, args), "find": lambda args: tasks.find(*args),
-    "Corpus": lambda args: prepare_data.Corpus(*args).split("train"), "read": read_task,
+    "load": lambda args: common.load(Settings, args), "find": lambda args: tasks.find(*args),
+    "Corpus": lambda args: data.Corpus(*args).split("train"), "read": read_task,
 }
 MISTAKES = {  # (the fixture of the working directory, what runs): (args, what spoils it, *words)
     ("workdir", "load"): [
@@ -158,7 +159,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("--flag=1", None, "flag", "expected bool", "int"),
         ("--layers=1,2.5", None, "layers", "tuple of ints"),
         ("c.py", written("c.py", "name = 5"), "c.py", "name", "expected str", "int"),
-        ("--steps", None, "--steps", "--steps=VALUE"),
+        ("--steps", None, "--steps", "expected one argument"),
         ("c.py steps=1", written("c.py", ""), "--steps=VALUE"),
         ("d.py", written("c.py", ""), "d.py", "no such config"),
         ("c.py", written("c.py", "steps = 1\nlr = 1 / 0"), "c.py:2", "ZeroDivisionError"),
@@ -168,6 +169,10 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("text new sample.txt nothing", lambda: Path("nothing").mkdir(), "nothing"),
         ("text ../new sample.txt", None, "../new"), ("text .new sample.txt", None, ".new"),
         ("text new sample.txt --vocab_size 70000", None, "70000"),
+        ("text new sample.txt --vocab_size 255", None, "255"),
+        ("text new sample.txt --val_every 2", None, "--val_every", "at least 3"),
+        ("pg19 --vocab_size 300", None, "pg19 has no training split"),
+        ("glue rte", None, "rte: no task of GLUE", "RTE"),
         ("text new sample.txt --vocab missing", None, "missing"),
         ("wikitext2 --from nothing", lambda: Path("nothing").mkdir(), "wiki.train.tokens"),
         ("wikitext2 --from sample.txt", None, "sample.txt"),
@@ -194,9 +199,9 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("wikipedia --from wiki --vocab vocab.txt", parquet(column="body"), "no column 'text'"),
         ("wikipedia --from nowhere --vocab vocab.txt", None, "nowhere: no such file")],
     ("workdir", "Corpus"): [
-        ("docs", None, "prepare_data.py docs\n"),
-        ("wikitext103_raw", None, "prepare_data.py wikitext103 --raw\n"),
-        ("mine", None, "prepare_data.py text mine PATH...\n"),
+        ("mine", None, "data/mine: no such corpus", "prepare_data.py text mine PATH...\n"),
+        ("docs", None, "data/docs: no such corpus", "prepare_data.py docs\n"),
+        ("wikitext2_raw", None, "no such corpus", "prepare_data.py wikitext2 --raw\n"),
         ("sample", sample(Path("data/sample/meta.json").unlink),
          "prepare_data.py text sample PATH"),
         ("sample", sample(written("data/sample/meta.json", '{"name":')), "meta.json: damaged"),
@@ -224,19 +229,19 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("train", tsv("train", "sentence\tlabel\n" + "a\tx\nb\ty\n" * 70 + "a\n" * 3),
          "error: own/train.tsv:142: 1 fields, expected 2 (3 of 143 rows are malformed)"),
         ("train", tsv("train", "sentence\tlabel\na\t \nb\t\n"),
-         "error: own/train.tsv:2: no label (2 of 2"),
+         "error: own/train.tsv:2: label ' ': expected a class (2 of 2"),
         ("train", tsv("train", "sentence\tlabel\na\tx\ncaf\udce9\ty\n"),
-         "error: own/train.tsv:3: 0xe9 at byte 3"),
+         "error: own/train.tsv: 'utf-8' codec can't decode byte 0xe9 in position 22"),
         ("train", tsv("train", "sentence\tscore\na\t1\nb\tnan\nc\thigh\n"),
-         "error: own/train.tsv:3: nan is no score (2 of 3"),
+         "error: own/train.tsv:3: label 'nan': expected a number (2 of 3"),
         ("dev", tsv("dev", "sentence\tlabel\na\tx\n\nb\tz\n"),
-         "error: own/dev.tsv:4: label 'z' is none of x, y"),
+         "error: own/dev.tsv:4: label 'z': expected x, y"),
         ("dev", tsv("dev", "sentence\tlabel\na\tx\nb\n"),
          "error: own/dev.tsv:3: 1 fields, expected 2"),
         ("dev", tsv("dev", "sentence\tlabel\na\tb\tx\n"),
          "error: own/dev.tsv:2: 3 fields, expected 2"),
         ("dev", tsv("dev", "sentence\n"), "error: own/dev.tsv:1: columns ['sentence']"),
-        ("dev", tsv("dev", None), "error: own/dev.tsv: no such file"),
+        ("dev", tsv("dev", None), "error: own/dev.tsv: [Errno 2] No such file"),
         ("test", tsv("test", "index\tsentence\n0\n"),
          "error: own/test.tsv:2: 1 fields, expected 2"),
         ("test", tsv("test", "index\ttext\n0\ta\n"),
@@ -263,7 +268,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("fill hf [MASK]", weights("config.json", {"num_attention_heads": 3}), "multiple"),
         ("fill hf [MASK]", weights("config.json", {"hidden_size": "wide"}), "config.json: damaged"),
         ("fill hf [MASK]", weights("vocab.txt", "\n".join(
-            [*prepare_data.SPECIALS, "The", *map(str, range(34))]).encode()), "a cased vocabulary"),
+            [*data.SPECIALS, "The", *map(str, range(34))]).encode()), "a cased vocabulary"),
         ("fill hf [MASK]", weights("vocab.txt", b"[PAD]\n"), "not a vocabulary")],
     ("two_runs", "measure.py"): [
         ("table out/none --data tiny", None, "out/none", "no weights"),

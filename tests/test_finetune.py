@@ -1,6 +1,7 @@
 """
 Fine-tuning: what it leaves, what it learns, and that no kill or signal changes it.
 """
+import argparse
 import json
 import math
 import os
@@ -15,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-import configs
+import checkpoint
+import common
+import data
 import finetune
-import model as bert
-import prepare_data
 import tasks
+from model import BertConfig, Classifier, SpanReader
 from tests.helpers import KILLS, ROOT, assert_same, files, log, squad_file, steps_saved, tune
 
 
@@ -58,7 +60,7 @@ def test_a_fine_tuned_run_leaves_what_it_promises(tuned, capsys):
         "animal", "none"}
     saved = torch.load(run / "step_000075/model.pt", weights_only=True)
     assert saved["head"] == "classifier" and saved["labels"] == ["animal", "none"]
-    assert type(bert.load_model(run / "best")) is bert.Classifier
+    assert type(checkpoint.load_model(run / "best")) is Classifier
     assert saved["config"]["memory_layers"] == (2, 3)
 
     before = files()
@@ -68,13 +70,13 @@ def test_a_fine_tuned_run_leaves_what_it_promises(tuned, capsys):
 def test_the_best_epoch_counts(tuned, monkeypatch):
     """Of equals the first; nan is worse than any."""
     values = iter([math.nan, 0.5, 0.7, 0.7, 0.6] + [0.7])
-    weights, evaluate = [], finetune.Trainer.evaluate
+    weights, evaluate = [], finetune.evaluate
 
     def fake(trainer):
         weights.append(trainer.model.head.weight.detach().clone())
         return {"accuracy": next(values)}, evaluate(trainer)[1]
 
-    monkeypatch.setattr(finetune.Trainer, "evaluate", fake)
+    monkeypatch.setattr(finetune, "evaluate", fake)
     assert tune("--epochs=5", "--train_examples=16", "--out=out/run") == 0
     assert scores("out/run/seed0")["epoch"] == 3
     assert torch.equal(weights[5], weights[2]) and not torch.equal(weights[5], weights[4])
@@ -101,8 +103,8 @@ def test_submitted_scores_are_possible_ones(tuned, monkeypatch):
         lines = Path("out/tiny_pairs/seed0", path).read_text().splitlines()[1:]
         return [float(line.split("\t")[-1]) for line in lines]
 
-    monkeypatch.setattr(finetune.Trainer, "predict",
-                        lambda trainer, examples: np.linspace(-99, 99, len(examples.ids)))
+    monkeypatch.setattr(finetune, "predict",
+                        lambda trainer, part: np.linspace(-99, 99, len(part.ids)))
     assert tune("--task=pairs", "--max_steps=1") == 0
     assert (min(column("predictions.tsv")), max(column("predictions.tsv"))) == (-99, 99)
     found = column("submission/pairs.tsv")
@@ -121,17 +123,36 @@ def best_span_by_hand(logits, first, length, n=20, longest=30):
 @pytest.mark.parametrize("n, longest", [(20, 30), (3, 30), (5, 2), (1, 1)])
 def test_best_spans(n, longest):
     torch.manual_seed(n)
-    lengths, first = torch.tensor([40, 31, 12, 7, 6]), torch.tensor([5, 3, 9, 5, 5])  # last: empty
+    lengths, first = np.array([40, 31, 12, 7, 6]), np.array([5, 3, 9, 5, 5])  # the last: empty
     logits = torch.randn(5, 40, 2, dtype=torch.float64)
     logits[0, 2] = logits[1, 30] = logits[2, 20] = 99  # in the question, its [SEP], the padding
-    scores, spans = finetune.best_spans(logits, torch.arange(40) < lengths[:, None], first, n,
-                                        longest)
+    scores, spans = finetune.best_spans(logits, first, lengths - 1, n, longest)
     for row in range(5):
         score, *span = best_span_by_hand(logits[row], first[row].item(), lengths[row].item(), n,
                                          longest)
         assert scores[row].item() == pytest.approx(score)
         assert spans[row].tolist() == span or score == -math.inf
     assert scores[4] == -math.inf
+
+
+def test_an_answer_has_at_most_30_tokens():
+    logits = torch.zeros(1, 60, 2)
+    logits[0, 5, 0] = logits[0, 35, 1] = 9  # 31 tokens
+    logits[0, 34, 1] = 8
+    score, spans = finetune.best_spans(logits, np.array([3]), np.array([59]))
+    assert (score.item(), spans.tolist()) == (17, [[5, 34]])
+
+
+def test_predictions_are_without_dropout(tuned):
+    config = finetune.Config(task="pairs", max_len=32, batch_size=8)
+    tokenizer = data.load_tokenizer(Path("out/tiny/vocab.txt"))
+    prepared = finetune.Data(tasks.find("pairs"), tokenizer, config)
+    sizes = checkpoint.load_file("out/tiny/step_000004/model.pt")["config"]
+    model = Classifier(BertConfig(**{**sizes, "dropout": 0.5}), 1).train()
+    trainer = argparse.Namespace(model=model, batches=prepared,
+                                 device=torch.device("cpu"), dtype=torch.float32)
+    first, second = (finetune.predict(trainer, prepared.dev[""]) for _ in range(2))
+    assert len(set(first)) > 1 and (first == second).all() and model.training
 
 
 def test_squad_is_learned_by_heart(tuned, capsys):
@@ -142,38 +163,41 @@ def test_squad_is_learned_by_heart(tuned, capsys):
     assert (result["eval_f1"], result["eval_exact_match"], result["eval_samples"]) == (100, 100, 2)
     assert json.loads((run / "predictions.json").read_text()) == {"q0": "cat", "q1": "cat"}
     assert torch.load(run / "best/model.pt", weights_only=True)["head"] == "span"
-    assert type(bert.load_model(run / "best")) is bert.SpanReader
+    assert type(checkpoint.load_model(run / "best")) is SpanReader
     data = squad_file(Path("data/squad/train-v1.1.json"))
     data["data"][0]["paragraphs"][0]["qas"][1]["answers"][0]["answer_start"] = 5
     Path("data/squad/train-v1.1.json").write_text(json.dumps(data))
     capsys.readouterr()
     assert tune(*args[:3], "--max_steps=1", "--out=out/other") == 0
-    assert "labels 1 exact, 1 not at its offset (the first: q1)" in capsys.readouterr().out
+    assert "1 exact (the first: q0), 1 not at its offset (the first: q1)" in capsys.readouterr().out
 
 
 def test_padding_changes_no_prediction_and_no_loss(tuned):
     """Neither the loss of classes nor that of spans, in training mode, nor what is learned."""
-    config = finetune.Config(task="squad", max_len=24, doc_stride=8, dropout=0.0, batch_size=4)
-    tokenizer = prepare_data.build_tokenizer(Path("out/tiny/vocab.txt"))
-    data = finetune.Data(tasks.find("squad"), tokenizer, config)
-    sizes = bert.BertConfig(**{**bert.load_file("out/tiny/step_000004/model.pt")["config"],
-                               "dropout": 0.0})
-    results, pad = [], data.train.pad
-    index = np.array([0, len(data.train.ids) // 2 - 1])  # the first window, and a short one
-    assert len(set(data.train.lengths[index])) == 2
-    for multiple, pad_id in ((1, 0), (16, 9)):
+    config = finetune.Config(task="squad", max_len=24, doc_stride=8, dropout=0.0, batch_size=2)
+    tokenizer = data.load_tokenizer(Path("out/tiny/vocab.txt"))
+    prepared = finetune.Data(tasks.find("squad"), tokenizer, config)
+    sizes = checkpoint.load_file("out/tiny/step_000004/model.pt")["config"]
+    lengths = prepared.train.lengths
+    index = np.array([0, len(lengths) // 2 - 1])  # the first window, and a short one
+    assert len(set(lengths[index])) == 2
+    results = []
+    for pad_id, multiple in ((0, 1), (9, 16)):
         torch.manual_seed(0)
-        trainer = finetune.Trainer(config, data, bert.SpanReader(sizes).double(),
-                                   torch.device("cpu"), torch.float32)
-        data.train.pad = lambda index, _, __, m=multiple, p=pad_id: pad(index, p, m)
-        data.pad_id = pad_id
-        logits, mask = trainer.forward(trainer.model, data.train, index)
-        loss = finetune.loss_of(logits.double(), torch.from_numpy(data.train.labels[index]), mask)
-        loss.backward()
-        results.append([loss, *(p.grad for p in trainer.model.parameters() if p.grad is not None)])
+        model = SpanReader(BertConfig(**{**sizes, "dropout": 0.0})).double()
+        batch = {**prepared.train.pad(index, pad_id, multiple),
+                 "labels": prepared.train.labels[index]}
+        batch = {name: torch.from_numpy(array) for name, array in batch.items()}
+        assert batch["ids"].shape[1] % multiple == 0
+        model(**batch).backward()
+        del batch["labels"]
+        logits = model(**batch).detach()
+        results.append([logits[0, :lengths[index[0]]], logits[1, :lengths[index[1]]],
+                        *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert batch["ids"].shape[1] > lengths[0] and (batch["ids"] == 9).any()
     assert len(results[0]) == len(results[1]) > 20
     for ours, padded in zip(*results, strict=True):
-        torch.testing.assert_close(ours, padded, rtol=1e-4, atol=1e-6)  # logits are float32
+        torch.testing.assert_close(ours, padded, rtol=1e-4, atol=1e-6)  # the loss is in float32
 
 
 def test_bfloat16_fine_tuning(tuned):
@@ -194,7 +218,7 @@ def assert_same_tuning(run, reference):
     assert scores(run) == scores(reference)
     ours, theirs = (Path(path, "predictions.tsv").read_bytes() for path in (run, reference))
     assert ours == theirs
-    for name in (f"{bert.find_checkpoint(reference).name}/{part}.pt" for part in
+    for name in (f"{checkpoint.find_checkpoint(reference).name}/{part}.pt" for part in
                  ("model", "optimizer")):
         assert_same(*(torch.load(Path(p, name), weights_only=True) for p in (run, reference)), name)
 
@@ -243,5 +267,5 @@ def test_a_signal_saves_and_fine_tuning_goes_on(tuned, monkeypatch, capsys, at):
 
 def test_other_settings_are_another_fine_tuning(tuned):
     assert tune("--max_steps=2") == 0
-    with pytest.raises(configs.UserError, match="lr = 0.005, not 0.002"):
+    with pytest.raises(common.UserError, match="lr = 0.005, not 0.002"):
         tune("--max_steps=2", "--lr=2e-3")

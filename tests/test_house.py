@@ -1,5 +1,5 @@
 """
-The code's own order: imports run one way down, and reading data takes no torch.
+The code's own order: imports run one way down, no script imports a script, files stay small.
 """
 import ast
 import subprocess
@@ -7,34 +7,35 @@ import sys
 
 from tests.helpers import ROOT
 
-SCRIPTS = {"pretrain", "finetune", "bench"}
-BELOW = {"configs": set(), "pkm": set(), "prepare_data": {"configs"},
-         "tasks": {"prepare_data", "configs"}, "model": {"pkm", "prepare_data", "configs"},
-         "measure": {"model", "tasks", "prepare_data", "configs"}}
-PACKAGES = {"torch", "numpy", "tiktoken", "tokenizers", "requests", "matplotlib", "pyarrow",
-            "safetensors"}
+SCRIPTS = ["pretrain", "finetune", "measure", "bench", "prepare_data", "export"]
+ROOMS = ["common", "pkm", "download", "data", "model", "huggingface", "checkpoint", "training",
+         "usage", "tasks"]
+PACKAGES = {"torch", "numpy", "tiktoken", "tokenizers", "requests", "tqdm", "huggingface_hub",
+            "matplotlib", "pyarrow", "safetensors"}
+PATHS = {path.stem: path for path in ROOT.glob("*.py") if not path.stem.startswith("test_")}
 
 
 def test_imports_run_one_way_down():
-    paths = {path.stem: path for path in ROOT.glob("*.py") if not path.stem.startswith("test_")}
-    paths["configs"] = ROOT / "configs" / "__init__.py"
-    assert paths.keys() >= BELOW.keys() | {"pretrain"}
-    for name, path in paths.items():
+    assert PATHS.keys() == {*ROOMS, *SCRIPTS}
+    for name, path in PATHS.items():
         nodes = list(ast.walk(ast.parse(path.read_text())))
         imported = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import)
                     for alias in node.names}
         imported |= {node.module.split(".")[0] for node in nodes
                      if isinstance(node, ast.ImportFrom)}
-        own = imported & paths.keys()
-        assert own <= BELOW.get(name, paths.keys() - SCRIPTS), (name, own)
-        assert imported - own - sys.stdlib_module_names <= PACKAGES, name
+        ours = imported & PATHS.keys()
+        below = ROOMS if name in SCRIPTS else ROOMS[:ROOMS.index(name)]
+        assert ours <= set(below), name
+        assert imported - ours - sys.stdlib_module_names <= PACKAGES, name
+        assert not (name == "pkm" and ours)
 
 
-def test_preparing_data_needs_no_torch():
-    code = "import sys, prepare_data; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+def test_the_core_is_read_in_an_evening():
+    lines = {name: len(path.read_text().splitlines()) for name, path in PATHS.items()}
+    assert sum(lines[name] for name in ("pkm", "model", "data", "training", "pretrain")) <= 1350
+    assert max(lines.values()) <= 650 and sum(lines.values()) <= 4750
 
 
-def test_reading_does_not_import_torch(workdir):
+def test_preparing_data_needs_neither_torch_nor_requests():
     code = "import sys, prepare_data; sys.exit('torch' in sys.modules or 'requests' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import configs
+import checkpoint
+import common
+import data
+import export
 import measure
-import model as bert
-import prepare_data
-from tests.helpers import assert_one_line, assert_same, log, train
+import training
+from model import BertConfig, Classifier, MaskedLM, SpanReader, build_model
+from tests.helpers import assert_one_line, assert_same, log, save_model, train
 
 
 def hugging_face(kind, **sizes):
@@ -42,9 +45,9 @@ def assert_same_logits(ours, theirs):
         out = theirs(ids, attention_mask=mask.long(),
                      **({} if distil else {"token_type_ids": types}))
         logits = ours(ids, mask=mask, token_types=types)
-        if isinstance(ours, bert.SpanReader):
+        if isinstance(ours, SpanReader):
             out = [torch.stack([out.start_logits, out.end_logits], 2)]
-        where = ... if isinstance(ours, bert.Classifier) else mask
+        where = ... if isinstance(ours, Classifier) else mask
         assert out[0][where].std() > 0.3
         torch.testing.assert_close(logits[where], out[0][where], rtol=0, atol=1e-4)
 
@@ -76,11 +79,11 @@ def test_hugging_face_folders_give_the_same_logits(tmp_path, kind, layout):
             weights = {n.removeprefix("bert.").removeprefix("distilbert."): w
                        for n, w in weights.items()}
         torch.save(weights, tmp_path / "pytorch_model.bin")
-    ours = bert.load_model(tmp_path).eval()
-    assert type(ours) is {"S": bert.Classifier, "r": bert.Classifier, "Q": bert.SpanReader}.get(
-        kind.split("BertFor")[-1][0], bert.MaskedLM)
+    ours = checkpoint.load_model(tmp_path).eval()
+    assert type(ours) is {"S": Classifier, "r": Classifier, "Q": SpanReader}.get(
+        kind.split("BertFor")[-1][0], MaskedLM)
     assert_same_logits(ours, theirs)
-    saved = bert.read_weights(tmp_path)
+    saved = checkpoint.read_weights(tmp_path)
     assert saved.get("labels") == {"BertForSequenceClassification": [
         "class 0", "class 1", "class 2"], "regression": []}.get(kind)
 
@@ -89,11 +92,10 @@ def saved_run(tmp_path, model, vocab_size=40, labels=()):
     """A run's folder with a checkpoint of the model and a vocabulary of its size."""
     for name, p in model.named_parameters():
         nn.init.normal_(p, float("norm" in name and "weight" in name), 0.4)
-    words = [*prepare_data.SPECIALS, *(f"w{n}" for n in range(vocab_size - 5))]
+    words = [*data.SPECIALS, *(f"w{n}" for n in range(vocab_size - 5))]
     (tmp_path / "run").mkdir()
     (tmp_path / "run/vocab.txt").write_text("\n".join(words) + "\n")
-    optimizer = torch.optim.AdamW(bert.optimizer_groups(model, 0))
-    bert.save_checkpoint(tmp_path / "run", 3, model.eval(), optimizer, {"step": 3}, labels=labels)
+    save_model(tmp_path / "run", model.eval(), labels)
     return tmp_path / "run"
 
 
@@ -101,7 +103,7 @@ def tiny_head(head, labels=(), **settings):
     torch.manual_seed(0)
     sizes = {"vocab_size": 40, "n_layer": 3, "n_head": 4, "d_model": 32, "d_ff": 64, "max_len": 24,
              "n_keys": 4, "memory_heads": 2, "topk": 3, "key_dim": 4}
-    return bert.build_model(bert.BertConfig(**{**sizes, **settings}), head, labels)
+    return build_model(BertConfig(**{**sizes, **settings}), head, labels)
 
 
 @pytest.mark.parametrize("type_vocab", [2, 0])
@@ -113,7 +115,7 @@ def test_export_loads_in_transformers(tmp_path, capsys, head, auto, labels, type
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("safetensors")
     model = tiny_head(head, labels, type_vocab=type_vocab)
-    bert.main(["export", str(saved_run(tmp_path, model, labels=labels)), str(tmp_path / "out")])
+    export.main([str(saved_run(tmp_path, model, labels=labels)), str(tmp_path / "out")])
     theirs, loading = getattr(transformers, f"AutoModelFor{auto}").from_pretrained(
         tmp_path / "out", output_loading_info=True)
     assert not loading["missing_keys"] and not loading["mismatched_keys"]
@@ -125,12 +127,12 @@ def test_export_loads_in_transformers(tmp_path, capsys, head, auto, labels, type
     pair = tokenizer("W3 w5", "w7 [MASK]")
     assert pair["input_ids"] == [2, 8, 10, 3, 12, 4, 3]
     assert pair["token_type_ids"] == [0] * 4 + [1] * 3
-    again = bert.load_model(tmp_path / "out").eval()
+    again = checkpoint.load_model(tmp_path / "out").eval()
     ids = torch.randint(40, (2, 9))
     assert type(again) is type(model)
     torch.testing.assert_close(again(ids), model(ids), rtol=1e-5, atol=1e-6)  # aligned otherwise
-    with pytest.raises(configs.UserError, match="exists"):
-        bert.export(tmp_path / "run", tmp_path / "out")
+    with pytest.raises(common.UserError, match="exists"):
+        export.export(tmp_path / "run", tmp_path / "out")
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0], ids=["PKM", "ResM"])
@@ -140,17 +142,18 @@ def test_export_of_a_memory_comes_back_bit_for_bit(tmp_path, head, alpha):
     model = tiny_head(head, ("a", "b"), memory_layers=(1, 3), alpha=alpha, type_vocab=0).train()
     model(torch.randint(40, (4, 9)))  # the batch norm has statistics now
     run = saved_run(tmp_path, model, labels=("a", "b") if head == "classifier" else ())
-    bert.export(run, tmp_path / "out")
-    saved, again = bert.read_weights(run), bert.read_weights(tmp_path / "out")
+    export.export(run, tmp_path / "out")
+    saved, again = checkpoint.read_weights(run), checkpoint.read_weights(tmp_path / "out")
     assert_same(saved["weights"], again["weights"])
     assert saved["config"] == again["config"] and saved.get("labels") == again.get("labels")
     ids = torch.randint(40, (2, 9))
-    torch.testing.assert_close(bert.load_model(tmp_path / "out").eval()(ids), model.eval()(ids),
-                               rtol=1e-5, atol=1e-6)  # another alignment, another rounding
+    loaded = checkpoint.load_model(tmp_path / "out").eval()
+    torch.testing.assert_close(loaded(ids), model.eval()(ids), rtol=1e-5,
+                               atol=1e-6)  # another alignment, another rounding
     readme = (tmp_path / "out/README.md").read_text()
     assert "load_model" in readme and "(1, 3)" in readme and "4 x 4 slots" in readme
     fresh = tiny_head(None, memory_layers=(1, 3), alpha=alpha, type_vocab=0)
-    bert.init_from(fresh, tmp_path / "out")
+    checkpoint.init_from(fresh, tmp_path / "out")
     assert torch.equal(fresh.bert.layers[2].memory.values.weight,
                        model.bert.layers[2].memory.values.weight)
 
@@ -177,12 +180,12 @@ def test_a_run_starts_from_hugging_faces_weights(place, capsys):
     first = log("out/init")[0]
     said = capsys.readouterr().out
     assert "init_from data/weights/bert-base-uncased:" in said and "loaded       MLM head" in said
-    batches = measure.heldout(prepare_data.Corpus("tiny"), "val", 16, 2, 8)
+    batches = data.heldout(data.Corpus("tiny"), "val", 16, 2, 8)
     total = 0.0
     with torch.no_grad():
-        for inputs, positions, labels, _ in batches:
-            logits = theirs.eval()(inputs).logits.gather(
-                1, positions[..., None].expand(-1, -1, 25))
+        for batch in batches:
+            ids, positions, labels = training.to_device(batch, torch.device("cpu")).values()
+            logits = theirs.eval()(ids).logits.gather(1, positions[..., None].expand(-1, -1, 25))
             total += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     assert first["loss"] == pytest.approx(float(total) / first["masked_tokens"], rel=1e-5)
     settings = json.loads(Path("out/init/config.json").read_text())

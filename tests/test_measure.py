@@ -2,7 +2,6 @@
 Tables, figures and what slots store: measure.py's commands.
 """
 import collections
-import itertools
 import json
 import math
 import os
@@ -14,19 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-import configs
+import checkpoint
+import common
+import data
+import export
 import measure
-import model as bert
-import prepare_data
+import pkm
+import usage
+from model import Classifier
 from tests.helpers import prepare, record_search, train, tune
-
-
-def test_progress_tells_when_it_will_end(capsys, monkeypatch):
-    now = itertools.count(0, 4)  # seconds a batch
-    monkeypatch.setattr(measure, "monotonic", lambda: next(now))
-    assert list(measure.progress(list(range(6)), "work")) == list(range(6))
-    assert capsys.readouterr().err == ("work: 3 of 6 batches, ETA 0:00:12\n"
-                                       "work: 6 of 6 batches, ETA 0:00:00\n")
 
 
 def test_table(place, capsys):
@@ -45,9 +40,9 @@ def test_table(place, capsys):
     header, _, plain, tiny = ([cell.strip() for cell in line.split("|")[1:-1]]
                               for line in text.splitlines()[:4])
     assert header[-2:] == ["more ppl", "tiny ppl"] and plain[1:10] == ["-"] * 9
-    model, device = measure.load_run("out/tiny")[0], torch.device("cpu")
-    expected = {name: [measure.evaluate(model, measure.heldout(
-        prepare_data.Corpus(name), "test", 16, 8, masking=n), device)[0] for n in (0, 1)]
+    model, device = checkpoint.load_model("out/tiny"), torch.device("cpu")
+    expected = {name: [usage.evaluate(model, data.heldout(
+        data.Corpus(name), "test", 16, 8, masking=n), device)[0] for n in (0, 1)]
         for name in ("more", "tiny")}
     saved = json.loads(Path("results/t2.json").read_text())
     assert [r["run"] for r in saved["runs"]] == ["out/plain", "out/tiny"]
@@ -60,26 +55,26 @@ def test_table(place, capsys):
         ppl = [r["perplexity"] for r in results]
         assert f"{np.mean(ppl):.2f} [{min(ppl):.2f}, {max(ppl):.2f}]" == tiny[
             header.index(f"{name} ppl")]
-    row, usage = dict(zip(header, tiny, strict=True)), [r["layers"] for r in expected["tiny"]]
-    assert row["layers"] == "2/3" and row["accesses"] == f"{usage[0][2]['accesses']:,}"
+    row, layers = dict(zip(header, tiny, strict=True)), [r["layers"] for r in expected["tiny"]]
+    assert row["layers"] == "2/3" and row["accesses"] == f"{layers[0][2]['accesses']:,}"
     for name, key, scale, form in [("MU %", "mu", 100, ".1f"), ("KL_w", "kl_w", 1, ".2f"),
                                    ("top-1 MU %", "top1_mu", 100, ".1f"),
                                    ("KL_u", "kl_u", 1, ".2f"),
                                    ("effective k", "effective_k", 1, ".1f")]:
-        assert row[name] == "/".join(f"{scale * np.mean([u[n][key] for u in usage]):{form}}"
+        assert row[name] == "/".join(f"{scale * np.mean([u[n][key] for u in layers]):{form}}"
                                      for n in (2, 3))
     measure.main(["table", "out/tiny/step_000002", "--data", "tiny", "--sequences", "2"])
     assert "| 64" in capsys.readouterr().out  # 2 sequences x 16 tokens x 2 heads
 
 
 def test_a_weights_folder_is_measured_like_a_run(place, capsys):
-    """Its half-precision weights in float32; a fine-tuned model guesses no words any more."""
+    """Its half-precision weights in float32; a fine-tuned model is refused."""
     safetensors = pytest.importorskip("safetensors.torch")
     assert train("--max_steps=2", "--memory_layers=") == 0
-    bert.export("out/tiny", "folder")
+    export.export("out/tiny", "folder")
     file = Path("folder/model.safetensors")
     safetensors.save_file({n: w.half() for n, w in safetensors.load_file(file).items()}, file)
-    assert {p.dtype for p in bert.load_model("folder").parameters()} == {torch.float32}
+    assert {p.dtype for p in checkpoint.load_model("folder").parameters()} == {torch.float32}
     capsys.readouterr()
     measure.main(["table", "out/tiny", "folder", "--data", "tiny", "--device", "cpu", "--out", "t"])
     assert "all sequences of 16;" in Path("t.md").read_text()  # the shortest that one is for
@@ -89,15 +84,16 @@ def test_a_weights_folder_is_measured_like_a_run(place, capsys):
     assert theirs["perplexity"] == pytest.approx(ours["perplexity"], rel=1e-3)
     assert theirs["masked_tokens"] == ours["masked_tokens"] and theirs["layers"] == {}
     measure.main(["fill", "folder", "[MASK] ."])
-    tuned = bert.Classifier(bert.load_model("out/tiny").bert.config, 2)
-    bert.save_checkpoint("out/tuned", 1, tuned, torch.optim.SGD(tuned.parameters()), {})
+    tuned = Classifier(checkpoint.load_model("out/tiny").bert.config, 2)
+    checkpoint.save_checkpoint("out/tuned", tuned, torch.optim.SGD(tuned.parameters()),
+                               pkm.LazyAdam([]), {"step": 1})
     shutil.copy("out/tiny/vocab.txt", "out/tuned")
-    with pytest.raises(configs.UserError, match="out/tuned: fine-tuned"):
+    with pytest.raises(common.UserError, match="out/tuned: a fine-tuned checkpoint has no"):
         measure.main(["table", "out/tiny", "out/tuned", "--data", "tiny"])
     shutil.rmtree("folder")
     assert train("--max_steps=2", "--out=out/memory") == 0
-    bert.export("out/memory", "folder")
-    with pytest.raises(configs.UserError, match="folder: its corpus is not known"):
+    export.export("out/memory", "folder")
+    with pytest.raises(common.UserError, match="folder: its corpus is not known"):
         measure.main(["slots", "folder", "--layer", "2"])
 
 
@@ -112,13 +108,13 @@ def test_usage_on_a_task(tuned, capsys):
             if line.startswith("| out")]
     assert [cell.strip() for cell in rows[0][2:5]] == ["own", "200", "2/3"]
 
-    tokenizer = prepare_data.build_tokenizer(Path("out/tiny/vocab.txt"))
+    tokenizer = data.load_tokenizer(Path("out/tiny/vocab.txt"))
     rows = [line.split("\t") for line in Path("own/train.tsv").read_text().splitlines()[1:]]
     expected = {label: [0, 0] for label in ("animal", "none")}
     before = {label: [0, 0] for label in expected}
     for place, counts in ((run / "seed0/best", expected), ("out/tiny", before)):
-        model, top1 = bert.load_model(bert.find_weights(place)[0]).eval(), {}
-        with measure.watch(model, lambda n, slots, _, top1=top1: top1.update({n: slots[..., 0]})):
+        model, top1 = checkpoint.load_model(checkpoint.find_weights(place)[0]).eval(), {}
+        with usage.watch(model, lambda n, slots, _, top1=top1: top1.update({n: slots[..., 0]})):
             for text, label in rows:
                 model.bert(torch.tensor([tokenizer.encode(f"[CLS] {text} [SEP]").ids]))
                 for i, n in enumerate((2, 3)):
@@ -148,7 +144,7 @@ def test_usage_on_a_task(tuned, capsys):
                           (["table", "out/tiny", str(run)], "table takes runs of pretraining"),
                           (["table", "out/tiny"], "table takes runs of pretraining"),
                           (["glue", "out/tiny"], "no fine-tuned run")]:
-        with pytest.raises(configs.UserError, match=message):
+        with pytest.raises(common.UserError, match=message):
             measure.main(args)
 
 
@@ -181,7 +177,7 @@ def test_glue_prints_the_papers_columns(workdir, capsys):
                      **{(f"out/{name}", "N", "3"): [cells[0], *"------"] for name in "fg"}}
     assert json.loads(Path("table4.json").read_text())[0]["seeds"]["mnli"].keys() == {"0", "1", "2"}
     (folder.parent / "seed3").mkdir()
-    with pytest.raises(configs.UserError, match="out: no fine-tuned run"):
+    with pytest.raises(common.UserError, match="out: no fine-tuned run"):
         measure.main(["glue", "out"])
 
 
@@ -205,12 +201,12 @@ def test_staleness(place, capsys):
     run.mkdir(parents=True)
     (run / "config.json").write_text(json.dumps({
         "tokenizer_hash": "", "init_checkpoint": "", "first_step": 0, "memory_layers": [2, 3]}))
-    with pytest.raises(configs.UserError, match="out/hand/usage"):
+    with pytest.raises(common.UserError, match="out/hand/usage"):
         measure.main(["staleness", "out/hand"])
     steps = [500_000, 1_000_000, 1_500_000]  # where names no longer sort by step
     tops = {n: [rng.integers(0, 2, 50) * 3 for _ in steps] for n in (2, 3)}
     for i, step in enumerate(steps):
-        measure.write_usage(run, step, {n: {"read": tops[n][i], "top1": tops[n][i]} for n in tops})
+        usage.write_usage(run, step, {n: {"read": tops[n][i], "top1": tops[n][i]} for n in tops})
     measure.main(["staleness", "out/hand", "--out", "figures/two"])
     out = capsys.readouterr().out
     saved = json.loads(Path("figures/two.json").read_text())
@@ -241,7 +237,7 @@ def test_curves_go_on_where_the_initial_model_ended(place, capsys):
     assert json.loads(Path("figures/a.json").read_text())["out/more"] == more
 
 
-def test_curves_show_where_initialized_runs_start(monkeypatch):
+def test_curves_show_where_initialized_runs_start():
     """However high, and marked; not where the others start. No two runs look alike in grey."""
     pytest.importorskip("matplotlib")
 
@@ -249,12 +245,9 @@ def test_curves_show_where_initialized_runs_start(monkeypatch):
         return [{"step": first + n, "perplexity": p, "layers": {"2": {"top1_mu": 0.5}}}
                 for n, p in enumerate(perplexities)]
 
-    figures = []
-    monkeypatch.setattr(measure, "save_figure", lambda figure, out: figures.append(figure))
     found = {"base": evaluations(0, 30000, 9, 5), "more": evaluations(2, 5, 4),
              "pkm": evaluations(2, 70, 6, 3), "resm": evaluations(2, 5.1, 3.5)}
-    measure.draw_curves(found, "")
-    left = figures[0].axes[0]
+    left = measure.draw_curves(found).axes[0]
     (first, last), (low, high) = left.get_xlim(), left.get_ylim()
     assert 0 < first < 2 and last > 4 and low < 3 and 70 < high < 30000
     assert len(left.get_yticks()) > 3 and left.get_yscale() == "log"
@@ -270,8 +263,8 @@ def test_slots_are_those_that_the_contexts_read_most(place, capsys):
                   "--device", "cpu", "--out", "s"])
     most = json.loads(Path("s.json").read_text())
     assert Path("s.md").read_text() in capsys.readouterr().out
-    model, tokenizer, _ = measure.load_run("out/tiny")
-    ids = torch.from_numpy(measure.cut(prepare_data.Corpus("tiny"), "test", 16, 512))
+    model, tokenizer = checkpoint.load_model("out/tiny").eval(), data.load_tokenizer("out/tiny")
+    ids = torch.from_numpy(data.cut(data.Corpus("tiny"), "test", 16, 512))
     calls = record_search(model)
     with torch.no_grad():  # sequence by sequence
         for sequence in ids:

@@ -5,15 +5,18 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-import model as bert
+import checkpoint
+import huggingface
+from model import SIZES, BertConfig, Classifier, MaskedLM, SpanReader, value_tables
 from tests.helpers import tiny_bert
 
 
 def closed_form(size, vocab, memory_layers=(), ffn_in_them=True):
     """Parameters of BERT with pooler and head, and of memories of 512^2 slots, from the shapes."""
-    layers, d, d_ff = (bert.SIZES[size][name] for name in ("n_layer", "d_model", "d_ff"))
+    layers, d, d_ff = (SIZES[size][name] for name in ("n_layer", "d_model", "d_ff"))
     ffn = 2 * d * d_ff + d + d_ff
     count = (vocab + 512 + 2) * d + 2 * d  # embeddings and their norm
     count += layers * (4 * (d * d + d) + ffn + 4 * d)
@@ -28,8 +31,8 @@ def test_parameter_counts_are_those_of_table_1(size, layers, millions):
     systems = [((), 1.0), (layers, 0.0), (layers, 1.0)]  # BERT, PKM, ResM
     for (memory_layers, alpha), expected in zip(systems, millions, strict=True):
         with torch.device("meta"):
-            model = bert.MaskedLM(bert.BertConfig(memory_layers=memory_layers, alpha=alpha,
-                                                  **bert.SIZES[size]))
+            model = MaskedLM(BertConfig(memory_layers=memory_layers, alpha=alpha,
+                                                  **SIZES[size]))
         count = sum(p.numel() for p in model.parameters())
         assert count == closed_form(size, 30522, memory_layers, bool(alpha))
         assert round(count / 1e6, 1) == expected
@@ -68,6 +71,23 @@ def test_padding_changes_no_real_token_of_bert():
         torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-9)
 
 
+def test_a_model_with_memories_is_one_graph():
+    """Also in training: no graph break, though the reads are kept for the optimizer."""
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = tiny_bert(n_layer=6, memory_layers=(2, 4))
+    ids, positions = torch.randint(5, 40, (2, 12)), torch.randint(12, (2, 3))
+    batch = {"ids": ids, "positions": positions, "labels": ids[:, :3]}
+    loss = torch.compile(model, backend=backend, fullgraph=True)(**batch)
+    loss.backward()
+    assert len(graphs) == 1 and all(t.reads for t in value_tables(model).values())
+
+
 def test_padded_batches_compile_but_once():
     """Each has another number of real tokens: that must not be compiled into a graph."""
     torch.compiler.reset()
@@ -87,6 +107,53 @@ def test_padded_batches_compile_but_once():
     assert len(graphs) == before
 
 
+@pytest.mark.parametrize("alpha", [0.0, 1.0], ids=["PKM", "ResM"])
+def test_dropout_is_where_devlin_et_al_have_it(monkeypatch, alpha):
+    """After the embeddings, in attention, after attention and FFN, before the classifier; none in
+    a memory, and none in evaluation."""
+    def dropout(x, p, training):
+        rates.append(("dropout", p if training else 0.0))
+        return x
+
+    def attention(q, k, v, attn_mask, dropout_p):
+        rates.append(("attention", dropout_p))
+        return q
+
+    monkeypatch.setattr(F, "dropout", dropout)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    config = tiny_bert(dropout=0.3, memory_layers=(2,), alpha=alpha).bert.config
+    model, ids = Classifier(config, 2), torch.randint(40, (2, 9))
+    for rate in (0.3, 0.0):
+        rates = []
+        model.train(rate > 0)(ids)
+        ffns = config.n_layer - (alpha == 0)
+        assert sorted(rates) == sorted([("attention", rate)] * config.n_layer + [
+            ("dropout", rate)] * (1 + config.n_layer + ffns + 1))
+
+
+def test_losses_of_the_heads():
+    """Against the definition, by hand; padded tokens are no place for an answer."""
+    config = tiny_bert(dropout=0.0).bert.config
+    ids, mask = torch.randint(40, (3, 8)), torch.arange(8) < torch.tensor([[8], [5], [3]])
+    reader, classes, score = SpanReader(config), Classifier(config, 4), Classifier(config, 1)
+    spans, labels = torch.tensor([[1, 7], [0, 0], [2, 2]]), torch.tensor([3, 0, 1])
+    logits = reader(ids, mask)
+    expected = [logits[n, :length, side].logsumexp(0) - logits[n, spans[n, side], side]
+                for n, length in enumerate((8, 5, 3)) for side in (0, 1)]
+    torch.testing.assert_close(reader(ids, mask, labels=spans), sum(expected) / 6)
+    logits = classes(ids, mask)
+    expected = [logits[n].logsumexp(0) - logits[n, labels[n]] for n in range(3)]
+    torch.testing.assert_close(classes(ids, mask, labels=labels), sum(expected) / 3)
+    expected = ((score(ids, mask)[:, 0] - labels) ** 2).mean()
+    torch.testing.assert_close(score(ids, mask, labels=labels.float()), expected)
+
+
+def test_a_mask_of_ones_and_zeros_is_a_mask():
+    model, ids = tiny_bert(memory_layers=(2,)).eval(), torch.randint(40, (3, 8))
+    mask = torch.arange(8) < torch.tensor([[8], [5], [3]])
+    assert torch.equal(model(ids, mask.long()), model(ids, mask))  # as a tokenizer returns it
+
+
 def test_head_at_positions_and_loss():
     model = tiny_bert(memory_layers=(2,)).double().eval()
     ids = torch.randint(40, (3, 12))
@@ -94,11 +161,11 @@ def test_head_at_positions_and_loss():
     labels[0, 1] = labels[2] = -100
     full = model(ids)
     expected = torch.stack([full[b, positions[b]] for b in range(3)])
-    torch.testing.assert_close(model(ids, positions), expected)
+    torch.testing.assert_close(model(ids, positions=positions), expected)
     losses = [full[b, p].exp().sum().log() - full[b, p, label]
               for b in range(3) for p, label in zip(positions[b], labels[b]) if label != -100]
-    torch.testing.assert_close(model(ids, positions, labels).double(), sum(losses) / 7,
-                               rtol=1e-6, atol=1e-6)  # the loss is in float32
+    loss = model(ids, positions=positions, labels=labels)  # in float32
+    torch.testing.assert_close(loss.double(), sum(losses) / 7, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForPreTraining"])
@@ -111,8 +178,8 @@ def test_logits_equal_hugging_face(kind):
     for name, p in theirs.named_parameters():  # so that every weight shows in the logits
         nn.init.normal_(p, float("norm" in name.lower() and "weight" in name), 0.4)
     ours = tiny_bert(vocab_size=99, n_head=4, d_model=32, d_ff=64, max_len=24).eval()
-    loaded = bert.load_weights(ours, bert.from_huggingface(theirs.state_dict(), ours.bert.config),
-                               "theirs", partial=True)
+    weights = huggingface.from_huggingface(theirs.state_dict(), ours.bert.config)
+    loaded = checkpoint.load_weights(ours, weights, "theirs", partial=True)
     missing = ours.state_dict().keys() - loaded
     assert missing == ({"bert.pooler.weight", "bert.pooler.bias"} if "Masked" in kind else set())
     ids, types = torch.randint(99, (3, 20)), torch.randint(2, (3, 20))
@@ -139,11 +206,12 @@ def test_heads_equal_hugging_face(kind):
     for name, p in theirs.named_parameters():  # so that every weight shows in the logits
         nn.init.normal_(p, float("norm" in name.lower() and "weight" in name), 0.4)
     config = tiny_bert(vocab_size=99, n_head=4, d_model=32, d_ff=64, max_len=24).bert.config
-    ours = bert.Classifier(config, 3) if "Sequence" in kind else bert.SpanReader(config)
+    ours = Classifier(config, 3) if "Sequence" in kind else SpanReader(config)
     weights, head = theirs.state_dict(), "classifier" if "Sequence" in kind else "qa_outputs"
-    mapped = bert.from_huggingface(weights, config)
+    mapped = huggingface.from_huggingface(weights, config)
     mapped |= {f"head.{part}": weights[f"{head}.{part}"] for part in ("weight", "bias")}
-    missing = ours.state_dict().keys() - bert.load_weights(ours, mapped, "theirs", partial=True)
+    loaded = checkpoint.load_weights(ours, mapped, "theirs", partial=True)
+    missing = ours.state_dict().keys() - loaded
     assert missing == (set() if "Sequence" in kind else {"bert.pooler.weight", "bert.pooler.bias"})
     ids, types = torch.randint(99, (3, 20)), torch.randint(2, (3, 20))
     mask = torch.arange(20) < torch.tensor([[20], [13], [5]])

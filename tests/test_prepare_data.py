@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import configs
+import common
+import data
+import export
 import measure
-import model as bert
 import prepare_data
 from tests.helpers import (
     PIECES,
@@ -53,7 +54,7 @@ def test_documents_by_file_and_held_out_share(workdir):
         Path(f"books/{'more/' * (number % 2)}{number:02}.txt").write_text("cat\n\n" * (number + 1))
     Path("books/notes.md").write_text("sat")
     prepare("text", "books", "books", "--split", "file", "--val_every", 10, "--vocab", "vocab.txt")
-    corpus = prepare_data.Corpus("books")
+    corpus = data.Corpus("books")
     assert corpus.meta["documents"] == {"train": 16, "val": 2, "test": 2}
     # 00, 02 ... 18, then more/01 ... more/19: the 9th and 19th are 16 and 17
     assert [len(text.split()) for text in texts_of(corpus, "val")] == [17, 18]
@@ -68,7 +69,7 @@ def test_duplicates_are_dropped(workdir):
     for name, text in DOUBLES.items():
         Path(name).write_text(text)
     prepare("text", "one", "a.txt", "b.txt", "--vocab", "vocab.txt")
-    corpus = prepare_data.Corpus("one")
+    corpus = data.Corpus("one")
     assert texts_of(corpus, "train") == ["cat", "mat sat", "mat sat"]  # "mat\nsat" and "mat sat"
     assert texts_of(corpus, "val") == ["sat"] and texts_of(corpus, "test") == ["the"]
     assert corpus.meta["duplicates"] == 2
@@ -78,8 +79,8 @@ def test_batches_do_not_change_the_ids(workdir, monkeypatch):
     prepare_sample()
     monkeypatch.setattr(prepare_data, "BATCH", 5)
     prepare("text", "small", "sample.txt", "--vocab", "vocab.txt")
-    for which in prepare_data.SPLITS:
-        big, small = (prepare_data.Corpus(name).split(which) for name in ("sample", "small"))
+    for which in data.SPLITS:
+        big, small = (data.Corpus(name).split(which) for name in ("sample", "small"))
         assert np.array_equal(big, small)
 
 
@@ -89,9 +90,17 @@ def test_long_lines_are_cut_where_no_id_changes(workdir):
     pieces = list(prepare_data._pieces(line))
     assert "".join(pieces) == line and len(pieces) > 2 and max(map(len, pieces)) < 2**16 + 20
     assert list(prepare_data._pieces("x" * 10**6)) == ["x" * 10**6]
-    tokenizer = prepare_data.build_tokenizer(PIECES)
+    tokenizer = data.load_tokenizer("vocab.txt")
     ids = itertools.chain.from_iterable(tokenizer.encode(piece).ids for piece in pieces)
     assert list(ids) == tokenizer.encode(line).ids
+
+
+def test_share_of_held_out_documents_by_default(monkeypatch):
+    shares = {}
+    for command in ("text a b", "wikipedia", "wikibooks"):
+        monkeypatch.setattr(sys, "argv", ["prepare_data.py", *command.split()])
+        shares[command[:4]] = prepare_data.parse_arguments().val_every
+    assert shares == {"text": 100, "wiki": 1000}
 
 
 def test_unigram_perplexity():
@@ -164,7 +173,7 @@ def test_other_text_starts_anew(workdir, monkeypatch):
 def test_existing_corpus_and_force(workdir, monkeypatch):
     prepare_sample()
     old = {path.name: path.read_bytes() for path in Path("data/sample").iterdir()}
-    with pytest.raises(configs.UserError, match="data/sample exists already"):
+    with pytest.raises(common.UserError, match="data/sample exists already"):
         prepare_sample()
 
     Path("sample.txt").write_text("mat\n\ncat\n\nsat\n\nmat cat\n\nmat sat\n")
@@ -182,11 +191,11 @@ def test_existing_corpus_and_force(workdir, monkeypatch):
                       lambda a, b: 1 / 0 if Path(b).name == "sample" else rename(a, b))
         with pytest.raises(ZeroDivisionError):
             prepare_sample("--force")
-    assert prepare_data.Corpus(".old_sample").meta["documents"]["train"] == 2
+    assert data.Corpus(".old_sample").meta["documents"]["train"] == 2
     assert not Path("data/sample").exists()
 
     prepare_sample()
-    assert prepare_data.Corpus("sample").meta["documents"] == {"train": 3, "val": 1, "test": 1}
+    assert data.Corpus("sample").meta["documents"] == {"train": 3, "val": 1, "test": 1}
     assert os.listdir("data") == ["sample"]
     assert sorted(os.listdir("data/sample")) == sorted(old)
 
@@ -197,20 +206,20 @@ def test_wikitext_articles(workdir):
         Path(f"wiki/wiki.{name}.tokens").write_text(WIKITEXT)
         Path(f"wiki/wiki.{name}.raw").write_text(WIKITEXT.replace("mat", "sat"))
     prepare("wikitext2", "--from", "wiki", "--vocab", "vocab.txt")
-    corpus = prepare_data.Corpus("wikitext2")
+    corpus = data.Corpus("wikitext2")
     assert corpus.meta["documents"] == {"train": 2, "val": 2, "test": 2}
     assert texts_of(corpus, "val")[1] == "[UNK] [UNK] [UNK] cat"  # = Second =
     assert "mat" in texts_of(corpus, "train")[0]
 
     Path("wiki/wiki.valid.tokens").write_text("")
-    with pytest.raises(configs.UserError, match="valid.tokens: empty"):
+    with pytest.raises(common.UserError, match="valid.tokens: empty"):
         prepare("wikitext2", "--from", "wiki", "--vocab", "vocab.txt", "--force")
 
     with zipfile.ZipFile("wiki.zip", "w") as archive:
         for path in Path("wiki").iterdir():
             archive.write(path, f"wikitext-2-raw/{path.name}")
     prepare("wikitext2", "--raw", "--from", "wiki.zip", "--vocab", "vocab.txt")
-    raw = prepare_data.Corpus("wikitext2_raw")
+    raw = data.Corpus("wikitext2_raw")
     assert raw.meta["documents"] == corpus.meta["documents"]
     assert "mat" not in texts_of(raw, "train")[0]
 
@@ -224,7 +233,7 @@ def test_wikitext2_articles_as_published(workdir):
         lines = list(itertools.islice(file, 3000))
     Path("wiki/train.txt").write_text("".join(lines), encoding="utf-8")
     prepare("wikitext2", "--from", "wiki", "--vocab_size", 1000)
-    corpus = prepare_data.Corpus("wikitext2")
+    corpus = data.Corpus("wikitext2")
     assert (corpus.meta["documents"]["val"], corpus.meta["documents"]["test"]) == (60, 60)
     assert corpus.vocab_size == 1000 and corpus.special_ids == (0, 1, 2, 3, 4)
     tokenizer = corpus.tokenizer()
@@ -246,7 +255,7 @@ def test_the_papers_corpora_from_files(workdir, monkeypatch):
         archive.add("books.txt")
     for place in ("books.parquet", "books.txt", "bookcorpus.tar.bz2"):
         prepare("wikibooks", "--from", "wiki", place, "--vocab", "vocab.txt", "--force")
-        corpus = prepare_data.Corpus("wikibooks")
+        corpus = data.Corpus("wikibooks")
         assert texts_of(corpus, "train") == ["the cat sat .", "the mat", "cat ##s"]
         assert (texts_of(corpus, "val"), texts_of(corpus, "test")) == (["cat sat"], ["mat the"])
     assert corpus.meta["duplicates"] == 2  # an article, and the last sentence
@@ -255,8 +264,8 @@ def test_the_papers_corpora_from_files(workdir, monkeypatch):
 def test_packages_that_are_missing_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(configs.UserError, match="a.parquet needs a package: pip install pyarrow"):
-        list(prepare_data._parquet(Path("a.parquet"), True))
+    with pytest.raises(common.UserError, match="a.parquet needs a package: pip install pyarrow"):
+        list(prepare_data._rows(Path("a.parquet"), []))
 
 
 def test_docs_from_source(workdir, monkeypatch):
@@ -282,17 +291,29 @@ def test_docs_from_source(workdir, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(library))
     empty = type("Spec", (), {"origin": str(workdir / "nowhere/__init__.py")})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: empty)
-    prepare_data.prepare_docs(vocab=PIECES + ["number", "same", *map(str, range(40)), "odd", "?"])
-    corpus = prepare_data.Corpus("docs")
+    vocab = PIECES + ["number", "same", *map(str, range(40)), "odd", "?"]
+    Path("vocab.txt").write_text("\n".join(vocab) + "\n")
+    prepare("docs", "--vocab", "vocab.txt")
+    corpus = data.Corpus("docs")
     assert corpus.meta["documents"] == {"train": 37, "val": 2, "test": 2}
     assert corpus.tokenizer().decode(corpus.split("val")) == "number 18. number 38."
     assert corpus.tokenizer().decode(corpus.split("train")).count("same.") == 1
+
+    prepare("docs_task")  # its dev is the corpus's val
+    rows = {split: Path(f"data/docs_task/{split}.tsv").read_text().splitlines()
+            for split in ("train", "dev", "test")}
+    assert rows["dev"] == ["sentence\tlabel", "Number 18.\tPython", "Number 38.\tPython"]
+    assert rows["test"] == ["index\tsentence", "0\tNumber 19.", "1\tNumber 39."]
+    assert rows["train"][1:4] == ["Number 0.\tPython", "Same.\tPython", "Number 1.\tPython"]
 
 
 def test_gpt2_corpus_and_run(place, gpt2_files, capsys, monkeypatch):
     """From text to filled-in masks and an exported tokenizer, with GPT-2's vocabulary."""
     prepare("text", "bytes", "text.txt", "--tokenizer", "gpt2")
-    corpus = prepare_data.Corpus("bytes")
+    prepare("text", "again", "text.txt", "--vocab", "data/bytes")
+    for file in ("tokenizer.json", "train.bin", "vocab.txt"):
+        assert Path("data/again", file).read_bytes() == Path("data/bytes", file).read_bytes()
+    corpus = data.Corpus("bytes")
     assert corpus.vocab_size == 50261 and corpus.special_ids == (50259, 50256, 50257, 50258, 50260)
     documents = Path("text.txt").read_text().split("\n\n")
     reference = byte_level_bpe(gpt2_files)  # of lines with their line breaks
@@ -307,7 +328,7 @@ def test_gpt2_corpus_and_run(place, gpt2_files, capsys, monkeypatch):
     assert_one_line(capsys, "tiny.py", "--out=out/bytes", words=["another vocabulary"])
     assert train("--dataset=bytes", "--max_steps=2", "--out=out/plain", "--memory_layers=") == 0
     transformers = pytest.importorskip("transformers")
-    bert.export("out/plain", "hf")
+    export.export("out/plain", "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained("hf")
     assert tokenizer("a <mask> dog")["input_ids"] == [50257, 64, 50260, 3290, 50258]
     assert tokenizer.mask_token_id == 50260 and tokenizer.pad_token_id == 50259

@@ -2,7 +2,6 @@
 Downstream tasks: their official files, SQuAD's windows, and scores as officially computed.
 """
 import collections
-import dataclasses
 import json
 import math
 import random
@@ -10,10 +9,11 @@ import random
 import numpy as np
 import pytest
 
-import configs
+import common
+import data
 import prepare_data
 import tasks
-from tests.helpers import SHARED, squad_file
+from tests.helpers import SHARED, prepare, squad_file
 
 MRPC = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"
 SPLITS_OF = {  # the official layouts, a few rows each: split, content, the texts and labels in it
@@ -52,6 +52,15 @@ SPLITS_OF = {  # the official layouts, a few rows each: split, content, the text
 }
 
 
+def rows(task, split):
+    """The texts of a split, and its labels or Nones."""
+    texts, labels = tasks.read(task, split)
+    if labels is None:
+        return texts, [None] * len(texts)
+    assert labels.dtype == (np.int64 if task.labels else np.float32)
+    return texts, [round(label, 5) for label in labels.tolist()]
+
+
 @pytest.mark.parametrize("name", SPLITS_OF)
 def test_official_files(tmp_path, capsys, name):
     folder = tmp_path / "glue" / tasks.GLUE[name][0]
@@ -64,15 +73,14 @@ def test_official_files(tmp_path, capsys, name):
     assert task == tasks.find(name, tmp_path)
     for split, _, expected in SPLITS_OF[name]:
         if expected:
-            rows = tasks.read(task, split)
-            assert [(row.texts, row.label) for row in rows] == expected
+            assert list(zip(*rows(task, split), strict=True)) == expected
     left_out = "train.tsv:3: 4 fields, expected 6; 1 of 3 rows left out"
     assert (left_out in capsys.readouterr().out) == (name == "qqp")
     if name == "mnli":
         assert task.dev == {"": "dev_matched", "_mm": "dev_mismatched"}
     if name == "mrpc":  # as GLUE's own script lays it out
         (folder / "dev.tsv").write_text(f"{MRPC}\n0\t1\t2\tX\tY\n", encoding="utf-8")
-        assert [row.texts for row in tasks.read(task, "dev")] == [("X", "Y")]
+        assert tasks.read(task, "dev")[0] == [("X", "Y")]
 
 
 @pytest.mark.skipif(not (SHARED / "glue").is_dir(), reason="no GLUE on this machine")
@@ -80,18 +88,21 @@ def test_official_files(tmp_path, capsys, name):
     ("sst2", "SST-2", (67349, 872, 1821)), ("rte", "RTE", (2490, 277, 3000))])
 def test_official_counts(name, folder, counts):
     task = tasks.find(name, SHARED)
-    found = [tasks.read(task, split) for split in ("train", "dev", "test")]
-    assert task.folder == SHARED / "glue" / folder and tuple(map(len, found)) == counts
-    assert {row.label for row in found[0]} == {row.label for row in found[1]} == {0, 1}
+    texts, labels = zip(*(tasks.read(task, split) for split in ("train", "dev", "test")),
+                        strict=True)
+    assert task.folder == SHARED / "glue" / folder and tuple(map(len, texts)) == counts
+    assert set(labels[0].tolist()) == set(labels[1].tolist()) == {0, 1} and labels[2] is None
 
 
 def test_an_official_label_is_not_learned_from_a_typing_error(tmp_path, capsys):
     (tmp_path / "glue/RTE").mkdir(parents=True)
-    rows = ["0\ta\tb\tentailment", "1\ta\tb\tentailmnt", "2\ta\tb\tnot_entailment"]
+    lines = ["0\ta\tb\tentailment", "1\ta\tb\tentailmnt", "2\ta\tb\tnot_entailment"]
     (tmp_path / "glue/RTE/train.tsv").write_text("\n".join([
-        "index\tsentence1\tsentence2\tlabel", *rows]))
-    assert [row.label for row in tasks.read(tasks.find("rte", tmp_path), "train")] == [0, 1]
-    assert "train.tsv:3: label 'entailmnt' is none of" in capsys.readouterr().out
+        "index\tsentence1\tsentence2\tlabel", *lines]))
+    texts, labels = tasks.read(tasks.find("rte", tmp_path), "train")
+    assert len(texts) == 2 and labels.tolist() == [0, 1]
+    message = "train.tsv:3: label 'entailmnt': expected entailment, not_entailment; 1 of 3 rows"
+    assert message in capsys.readouterr().out
 
 
 def test_a_folder_of_ones_own_may_have_an_official_name(tmp_path):
@@ -104,27 +115,29 @@ def test_the_task_of_docs(workdir, monkeypatch):
     files = [(package, [f"First of {package}\nline {n}.\n\nMore.", f"{package}'s tab\there {n}."])
              for n in range(20) for package in ("Python", "torch")]
     monkeypatch.setattr(prepare_data, "_read_docs", lambda: ("somewhere", files))
+    monkeypatch.setattr(tasks, "run_script", lambda script, command: prepare(command))
     task = tasks.find("docs")
-    rows = tasks.read(task, "train")
-    assert task.labels == ["Python", "torch"] and len(rows) == 72
-    assert [(row.texts, row.label) for row in rows[:3]] == [
-        (("First of Python line 0.",), 0), (("Python's tab here 0.",), 0),
-        (("First of torch line 0.",), 1)]
-    assert [row.texts[0] for row in tasks.read(task, "dev")] == [
-        "First of Python line 9.", "Python's tab here 9.", "First of Python line 19.",
-        "Python's tab here 19."]
-    assert [row.label for row in tasks.read(task, "test")] == [None] * 4
+    texts, labels = tasks.read(task, "train")
+    assert task.labels == ["Python", "torch"] and len(texts) == len(labels) == 72
+    assert texts[:3] == [("First of Python line 0.",), ("Python's tab here 0.",),
+                         ("First of torch line 0.",)]
+    assert labels[:3].tolist() == [0, 0, 1]
+    assert tasks.read(task, "dev")[0] == [
+        ("First of Python line 9.",), ("Python's tab here 9.",), ("First of Python line 19.",),
+        ("Python's tab here 19.",)]
+    texts, labels = tasks.read(task, "test")
+    assert len(texts) == 4 and labels is None
 
 
 @pytest.fixture
 def fox():
     words = "the cafe s 1990 ##s fox sat it on cat . ? \" '"
-    return prepare_data.build_tokenizer([*prepare_data.SPECIALS, *words.split()])
+    return data.wordpiece_tokenizer([*data.SPECIALS, *words.split()])
 
 
 def test_encode_cuts_the_longer_text(fox):
     def encoded(*texts, max_len):
-        found = tasks.encode(fox, [tasks.Row(1, texts, 0)], max_len)
+        found = tasks.encode(fox, [texts], np.array([0]), max_len)
         return found.ids[0].tolist(), found.first.tolist()
 
     fox.encode_special_tokens = True
@@ -136,11 +149,13 @@ def test_encode_cuts_the_longer_text(fox):
     assert encoded("cat " * 5, "sat " * 4, max_len=8) == ([2, *[cat] * 3, 3, sat, sat, 3], [5])
     assert encoded("", "sat", max_len=8) == ([2, 3, sat, 3], [2])
     assert encoded("[SEP] it", max_len=9) == ([2, 1, 1, 1, it, 3], [6])  # text, not the token
-    rows = [tasks.Row(1, ("cat", "sat it"), 0), tasks.Row(2, ("it", "sat"), 1)]
-    both = tasks.encode(fox, rows, 9)
-    ids, types, lengths = both.pad(np.array([1, 0]), 7, 4)
-    assert ids.tolist() == [[2, it, 3, sat, 3, 7, 7, 7], [2, cat, 3, sat, it, 3, 7, 7]]
-    assert types.tolist() == [[0] * 3 + [1] * 5] * 2 and lengths.tolist() == [5, 6]
+    both = tasks.encode(fox, [("cat", "sat it"), ("it", "sat")], np.array([0, 1]), 9)
+    batch = both.pad(np.array([1, 0]), 7, 4)
+    assert list(batch) == ["ids", "token_types", "mask"] and batch["ids"].dtype == np.int64
+    assert batch["ids"].tolist() == [[2, it, 3, sat, 3, 7, 7, 7], [2, cat, 3, sat, it, 3, 7, 7]]
+    assert batch["token_types"].tolist() == [[0] * 3 + [1] * 5] * 2
+    assert batch["mask"].tolist() == [[n < length for n in range(8)] for length in (5, 6)]
+    assert list(both.pad(np.array([0]), 7, 3)) == ["ids", "token_types"]  # nothing is padded
 
 
 def test_batches_are_of_one_length_and_complete():
@@ -161,17 +176,23 @@ def test_a_malformed_squad_file(tmp_path):
     path = tmp_path / "train-v1.1.json"
     data = squad_file(path)
     text, question = path.read_text(), data["data"][0]["paragraphs"][0]["qas"][1]
-    cases = [(text[:300], f"{path}:{text[:300].count(chr(10)) + 1}: truncated or damaged"),
+    cases = [(text[:300], f"line {text[:300].count(chr(10)) + 1} column"),
              ("[]", "not a file of SQuAD 1.1"), ("\xff", "not a file of SQuAD 1.1")]
     for change, message in [(lambda: question.update(answers=[]), "question q1 has no answer"),
-                            (lambda: question.pop("answers"), "after question q0: KeyError")]:
+                            (lambda: question.pop("answers"), "not a file of SQuAD 1.1: KeyError")]:
         change()
         cases.append((json.dumps(data), message))
     for content, message in cases:
         path.write_bytes(content.encode("latin-1"))
-        with pytest.raises(configs.UserError) as error:
+        with pytest.raises(common.UserError) as error:
             tasks.read_squad(path)
         assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def begins(tokenizer, windows):
+    """The index of the paragraph's token that each window begins with."""
+    return [tokenizer.encode(question.context).offsets.index(tuple(offsets[0])) if len(offsets)
+            else 0 for question, offsets in zip(windows.question, windows.offsets, strict=True)]
 
 
 FOX = "The Café's 1990s fox — \"Ünïcode\" — sat.  It sat on  the cat."
@@ -183,13 +204,13 @@ FOX = "The Café's 1990s fox — \"Ünïcode\" — sat.  It sat on  the cat."
     ("1990s f", "cuts a token"), ("99", "cuts a token"), ("  ", "without a token")])
 def test_answers_come_back_through_windows(fox, answer, fate):
     """Of 13 tokens, 7 of them the paragraph's, beginning 2 apart; the last one holds its end."""
-    question = tasks.Question("q", "it sat?", 0, [(FOX.index(answer), answer)])
-    found, fates = tasks.windows(fox, [FOX], [question], 13, 2)
+    question = tasks.Question("q", "it sat?", FOX, [(FOX.index(answer), answer)])
+    found, fates = tasks.windows(fox, [question], 13, 2)
     tokens = fox.encode(FOX).ids
     assert fates == {fate: ["q"]} and len(found.ids) == math.ceil((len(tokens) - 7) / 2) + 1
     seen = set()
     for n, ids in enumerate(found.ids):
-        begin = found.begin[n]
+        begin = begins(fox, found)[n]
         head = fox.encode("[CLS] it sat ? [SEP]").ids
         assert ids.tolist() == [*head, *tokens[begin:begin + 7], 3]
         seen.update(range(begin, begin + len(ids) - 6))
@@ -201,29 +222,31 @@ def test_answers_come_back_through_windows(fox, answer, fate):
         assert found.labels[n, 1] < found.lengths[n] - 1  # not on the [SEP]
         assert (tasks.answers(found, only, found.labels)["q"] == answer) == (fate == "exact")
     question.answers = [(FOX.index(answer) + 1, answer)]
-    found, fates = tasks.windows(fox, [FOX], [question], 13, 2, train=True)
+    found, fates = tasks.windows(fox, [question], 13, 2, train=True)
     assert fates == {"not at its offset": ["q"]} and not found.ids
 
 
 def test_a_window_steps_over_nothing_and_a_long_question_is_cut(fox):
     """The step is no more than what a window holds."""
-    question = tasks.Question("q", "it " * 90, 0, [(0, "The")])
-    found, _ = tasks.windows(fox, [FOX, ""], [question, dataclasses.replace(
-        question, context=1)], 40, 128)
+    questions = [tasks.Question("q", "it " * 90, text, [(0, "The")]) for text in (FOX, "")]
+    found, _ = tasks.windows(fox, questions, 40, 128)
     assert all(ids[:22].tolist() == [2, *[12] * 20, 3] for ids in found.ids)
-    assert found.begin.tolist() == [0, 17, 0] and found.question.tolist() == [0, 0, 1]
+    assert begins(fox, found) == [0, 17, 0]
+    assert [question.context for question in found.question] == [FOX, FOX, ""]
     assert len(found.ids[2]) == 23
+    found, _ = tasks.windows(fox, questions[:1], 200, 128)
+    assert found.first.tolist() == [66]  # 64 tokens of the question
 
 
 def test_the_best_window_answers(fox):
-    question = tasks.Question("q", "it?", 0, [(0, "The")])
-    found, _ = tasks.windows(fox, [FOX], [question, dataclasses.replace(question, id="r")], 12, 7)
-    of_q = np.flatnonzero(found.question == 0)
+    questions = [tasks.Question(name, "it?", FOX, [(0, "The")]) for name in "qr"]
+    found, _ = tasks.windows(fox, questions, 12, 7)
+    of_q = [n for n, question in enumerate(found.question) if question.id == "q"]
     scores, spans = np.full(len(found.ids), -np.inf), np.zeros((len(found.ids), 2), int)
     for n, score in zip(of_q, (1.0, 3.0, 2.0), strict=False):
         scores[n], spans[n] = score, found.first[n]  # the window's first token
     texts = tasks.answers(found, scores, spans)
-    offsets = fox.encode(FOX).offsets[found.begin[of_q[1]]]
+    offsets = fox.encode(FOX).offsets[begins(fox, found)[of_q[1]]]
     assert texts == {"q": FOX[slice(*offsets)], "r": ""}
 
 
@@ -231,15 +254,14 @@ def test_the_best_window_answers(fox):
 def test_squad_gold_answers_come_back():
     """Scored, dev's first answers are all right; labelled in windows and mapped back, they and a
     tenth of train's are the text, but for those that end inside a token."""
-    tokenizer = prepare_data.build_tokenizer(SHARED / "bert-vocab/vocab.txt")
+    tokenizer = data.load_tokenizer(SHARED / "bert-vocab/vocab.txt")
     for split, every, n_windows in (("dev", 1, 10833), ("train", 10, None)):
-        contexts, questions = tasks.read_squad(SHARED / f"squad/{split}-v1.1.json")
-        kept = set(range(0, len(contexts), every))
+        questions = tasks.read_squad(SHARED / f"squad/{split}-v1.1.json")
+        kept = set(list(dict.fromkeys(q.context for q in questions))[::every])
         questions = [q for q in questions if q.context in kept]
-        contexts = [text if n in kept else "" for n, text in enumerate(contexts)]
         gold = {q.id: q.answers[0][1] for q in questions}
         assert tasks.score_squad(questions, gold) == {"exact_match": 100, "f1": 100}
-        found, fates = tasks.windows(tokenizer, contexts, questions, 384, 128)
+        found, fates = tasks.windows(tokenizer, questions, 384, 128)
         assert n_windows in (None, len(found.ids))
         labelled = found.labels[:, 0] > 0
         back = tasks.answers(found, np.where(labelled, 0, -np.inf), found.labels)
@@ -300,7 +322,7 @@ SQUAD_CASES = [  # prediction, references
 
 @pytest.mark.parametrize("prediction, references", SQUAD_CASES)
 def test_squad_scores(prediction, references):
-    question = tasks.Question("q", "?", 0, [(0, text) for text in references])
+    question = tasks.Question("q", "?", "", [(0, text) for text in references])
     found = tasks.score_squad([question], {"q": prediction})
     exact, f1 = official_scores(prediction, references)
     assert found == pytest.approx({"exact_match": exact, "f1": f1})
@@ -308,13 +330,13 @@ def test_squad_scores(prediction, references):
 
 def test_squad_scores_are_means():
     """Known numbers: F1 of 2 words against 3 with 2 in common is 80, and of none 0."""
-    questions = [tasks.Question(n, "?", 0, [(0, "big red dog")]) for n in "abcd"]
+    questions = [tasks.Question(n, "?", "", [(0, "big red dog")]) for n in "abcd"]
     said = {"a": "a big red dog.", "b": "red dog", "c": "", "d": "cat"}
     assert tasks.score_squad(questions, said) == pytest.approx({"exact_match": 25, "f1": 45})
     rng, words = random.Random(0), ["the", "a", "Red", "dog", "big", "!", "U.S."]
     for _ in range(200):
         texts = [" ".join(rng.choices(words, k=rng.randrange(5))) for _ in range(3)]
-        question = tasks.Question("q", "?", 0, [(0, text) for text in texts[1:]])
+        question = tasks.Question("q", "?", "", [(0, text) for text in texts[1:]])
         assert tuple(tasks.score_squad([question], {"q": texts[0]}).values()) == pytest.approx(
             official_scores(texts[0], texts[1:]))
 
@@ -337,7 +359,7 @@ def test_class_metrics_equal_scikit_learns():
                                  ("matthews_correlation", "matthews_corrcoef", {})]:
             expected = getattr(theirs, name)(labels, predictions, **more)
             found = tasks.METRICS[ours](labels, predictions)
-            assert type(found) is float and found == pytest.approx(expected, abs=1e-12), ours
+            assert found == pytest.approx(expected, abs=1e-12), ours
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -352,7 +374,6 @@ def test_correlations_equal_scipys():
               (np.arange(9.0), np.full(9, 0.1)), (np.ones(9), np.ones(9)),
               (1e6 + rng.normal(size=50), 1e-9 * rng.normal(size=50))]
     for x, y in pairs:
-        for ours, theirs in [(tasks.pearson, stats.pearsonr), (tasks.spearmanr, stats.spearmanr)]:
-            found = ours(x, y)
-            assert type(found) is float
-            assert found == pytest.approx(theirs(x, y).statistic, abs=1e-9, nan_ok=True)
+        for name, theirs in [("pearson", stats.pearsonr), ("spearmanr", stats.spearmanr)]:
+            expected = theirs(x, y).statistic
+            assert tasks.METRICS[name](x, y) == pytest.approx(expected, abs=1e-9, nan_ok=True)

@@ -8,27 +8,27 @@ import pytest
 import torch
 from torch import nn
 
-import measure
-import prepare_data
+import data
+import usage
 from tests.helpers import record_search, tiny_bert
 
 
 def test_usage_metrics_known_answers():
     one, every = np.zeros(64), np.ones(64)
     one[5] = 10
-    m = measure.usage_metrics(one, one, one, topk=1, effective_k=10)
+    m = usage.usage_metrics(one, one, one, topk=1, effective_k=10)
     assert m["mu"] == m["top1_mu"] == 1 / 64 and m["accesses"] == 10 and m["effective_k"] == 1
     assert m["kl_u"] == m["kl_w"] == pytest.approx(math.log(64))
     assert m["mu_uniform"] == m["top1_mu_uniform"] == pytest.approx(1 - (63 / 64) ** 10)
-    m = measure.usage_metrics(4 * every, every, every / 3, topk=4, effective_k=64 * 2.5)
+    m = usage.usage_metrics(4 * every, every, every / 3, topk=4, effective_k=64 * 2.5)
     assert m["mu"] == m["top1_mu"] == 1 and abs(m["kl_u"]) + abs(m["kl_w"]) < 1e-12
     assert m["mu_uniform"] == pytest.approx(1 - (60 / 64) ** 64) and m["effective_k"] == 2.5
     four = np.repeat([10.0, 0.0], [4, 60])  # every access reads the same 4 slots
-    m = measure.usage_metrics(four, one, np.repeat([4, 3, 2, 1, 0.0], [1, 1, 1, 1, 60]), 4, 30)
+    m = usage.usage_metrics(four, one, np.repeat([4, 3, 2, 1, 0.0], [1, 1, 1, 1, 60]), 4, 30)
     assert m["mu"] == 4 / 64 and m["kl_u"] == pytest.approx(math.log(64 / 4))
     assert math.log(64 / 4) < m["kl_w"] < math.log(64)
     half = np.repeat([2.0, 0.0], 32)  # slots that are never read add nothing
-    m = measure.usage_metrics(half, half, half, topk=1, effective_k=64)
+    m = usage.usage_metrics(half, half, half, topk=1, effective_k=64)
     assert m["mu"] == 0.5 and m["kl_u"] == pytest.approx(math.log(2))
 
 
@@ -37,9 +37,9 @@ def test_effective_k_of_known_weights():
     model = tiny_bert(memory_layers=(2,)).eval()
     slots = torch.tensor([[[0, 1, 2], [3, 4, 5]]], dtype=torch.int32)
     weights = torch.tensor([[[1.0, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3]]])
-    with torch.no_grad(), measure.count_reads(model) as counts:
+    with torch.no_grad(), usage.count_reads(model) as counts:
         model.bert.layers[1].memory.values(slots, weights)
-    metrics = measure.usage_metrics(**counts[2])
+    metrics = usage.usage_metrics(**counts[2])
     assert metrics["effective_k"] == pytest.approx(2) and metrics["accesses"] == 2
 
 
@@ -64,19 +64,26 @@ def plain_usage(slots, weights, n_slots):
             "top1_mu_uniform": 1 - (1 - 1 / n_slots) ** n}, read, top1, weight
 
 
+def batch(ids, positions, labels, mask=None):
+    """Tensors or lists as evaluate takes them."""
+    arrays = {"ids": ids, "positions": positions, "labels": labels, "mask": mask}
+    return {name: np.asarray(array) for name, array in arrays.items() if array is not None}
+
+
 def test_evaluate_counts_every_read_but_padding_and_knows_the_uniform_model():
     model = tiny_bert(memory_layers=(1, 3)).train()
     calls = record_search(model)
     nn.init.zeros_(model.bert.words.weight)  # the tied decoder: all logits 0
     masks = [None, torch.arange(12) < torch.tensor([[12], [5], [1], [9]]), None]
-    batches = [(torch.randint(40, (n, 12)), torch.randint(12, (n, 2)), torch.randint(40, (n, 2)), m)
-               for n, m in zip((4, 4, 1), masks, strict=True)]
-    batches[0][2][0] = -100
+    batches = [batch(torch.randint(40, (n, 12)), torch.randint(12, (n, 2)),
+                     torch.randint(40, (n, 2)), mask)
+               for n, mask in zip((4, 4, 1), masks, strict=True)]
+    batches[0]["labels"][0] = -100
     before = [b.clone() for b in model.buffers()]
-    results, counts = measure.evaluate(model, batches, torch.device("cpu"))
+    results, counts = usage.evaluate(model, batches, torch.device("cpu"))
     assert model.training and all(map(torch.equal, before, model.buffers()))
     assert results["perplexity"] == pytest.approx(40) and results["masked_tokens"] == 16
-    assert results["accuracy"] == sum((b[2] == 0).sum().item() for b in batches) / 16
+    assert results["accuracy"] == sum((b["labels"] == 0).sum() for b in batches) / 16
     assert calls.keys() == results["layers"].keys() == {1, 3}
     for layer, reads in calls.items():
         slots, weights = (torch.cat(part).flatten(0, 1).tolist()
@@ -101,28 +108,29 @@ class Stub(nn.Module):
 
 
 def test_perplexity_of_a_stub():
-    batches = [(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64),
-                torch.tensor(labels), None) for labels in ([[1, -100], [2, 3]], [[-100, -100]] * 2)]
-    results, _ = measure.evaluate(Stub(), batches, torch.device("cpu"))
+    batches = [batch(np.zeros((2, 4), int), np.zeros((2, 2), int), labels)
+               for labels in ([[1, -100], [2, 3]], [[-100, -100]] * 2)]
+    results, _ = usage.evaluate(Stub(), batches, torch.device("cpu"))
     assert results["perplexity"] == pytest.approx((2 * 4 * 8) ** (1 / 3), rel=1e-6)
     assert results["masked_tokens"] == 3 and results["accuracy"] == pytest.approx(1 / 3)
 
 
 def test_perplexity_depends_on_neither_batch_size_nor_padding(place):
-    corpus, device = prepare_data.Corpus("tiny"), torch.device("cpu")
+    corpus, device = data.Corpus("tiny"), torch.device("cpu")
     model = tiny_bert(memory_layers=(2,), vocab_size=corpus.vocab_size).eval()
     for p in model.parameters():
         nn.init.normal_(p, std=0.5)
-    reference, counts = measure.evaluate(model, measure.heldout(corpus, "test", 16, 8), device)
-    *whole, (inputs, positions, labels, mask) = measure.heldout(corpus, "test", 16, 8)
-    length = int(mask.sum())
-    cut = [*whole, (inputs[:, :length], positions, labels, None)]  # the last one not padded
-    other = [*whole, (inputs.where(mask, 7), positions, labels, mask)]  # padded with something else
-    short = [(*(t[-1:] for t in (inputs, positions, labels)), mask)]
-    alone, bare = (measure.evaluate(model, b, device)[0]["loss"] for b in (short, cut[-1:]))
-    assert alone == pytest.approx(bare, rel=1e-5)
-    for batches in (cut, other, *(measure.heldout(corpus, "test", 16, n) for n in (1, 5, 1000))):
-        results, same = measure.evaluate(model, batches, device)
+    reference, counts = usage.evaluate(model, data.heldout(corpus, "test", 16, 8), device)
+    *whole, last = data.heldout(corpus, "test", 16, 8)
+    ids, mask = last["ids"], last["mask"]
+    assert ids.shape == (1, 16) and not mask.all()
+    bare = batch(ids[:, :mask.sum()], last["positions"], last["labels"])
+    cut = [*whole, bare]  # the last one not padded
+    other = [*whole, {**last, "ids": np.where(mask, ids, 7)}]  # padded with something else
+    padded, unpadded = (usage.evaluate(model, [b], device)[0]["loss"] for b in (last, bare))
+    assert padded == pytest.approx(unpadded, rel=1e-5)
+    for batches in (cut, other, *(data.heldout(corpus, "test", 16, n) for n in (1, 5, 1000))):
+        results, same = usage.evaluate(model, batches, device)
         assert results["perplexity"] == pytest.approx(reference["perplexity"], rel=1e-5)
         assert results["layers"][2] == pytest.approx(reference["layers"][2], rel=1e-6)
         assert np.array_equal(same[2]["read"], counts[2]["read"])
@@ -131,15 +139,16 @@ def test_perplexity_depends_on_neither_batch_size_nor_padding(place):
 def test_a_compiled_model_is_measured_through_its_raw_module():
     """Compiled and called before: hooks that come later are not seen by its graph."""
     model = tiny_bert(memory_layers=(1, 3)).eval()
-    batch = (torch.randint(40, (2, 12)), torch.tensor([[1], [2]]), torch.tensor([[7], [9]]), None)
+    ids, positions = torch.randint(40, (2, 12)), torch.tensor([[1], [2]])
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad():
-        compiled(batch[0], batch[1], mask=None)
-        with measure.count_reads(compiled) as counts:
-            compiled(batch[0], batch[1], mask=None)
+        compiled(ids, positions=positions)
+        with usage.count_reads(compiled) as counts:
+            compiled(ids, positions=positions)
     assert all(layer["read"].sum() == 0 for layer in counts.values())  # which is the trap
-    results, counts = measure.evaluate(compiled, [batch], torch.device("cpu"))
+    batches = [batch(ids, positions, [[7], [9]])]
+    results, counts = usage.evaluate(compiled, batches, torch.device("cpu"))
     torch._dynamo.reset()
-    expected, reference = measure.evaluate(model, [batch], torch.device("cpu"))
+    expected, reference = usage.evaluate(model, batches, torch.device("cpu"))
     assert results == expected and results["layers"][1]["accesses"] == 2 * 12 * 2
     assert all(np.array_equal(counts[n]["read"], reference[n]["read"]) for n in (1, 3))

@@ -1,8 +1,9 @@
 """
-What every script starts with: its settings, the device it runs on, and how it ends.
+What every script starts with: errors, settings, the device, progress, files that are never half
+written.
 
-A config is a short Python file of assignments; `--key=value` overrides it:
-$ python pretrain.py configs/demo.py --max_steps=100 --memory_layers=2,3
+A config is a short Python file of assignments; a setting on the command line overrides it:
+$ python pretrain.py configs/demo.py --max_steps=100 --memory_layers 2,3
 """
 import argparse
 import ast
@@ -11,32 +12,55 @@ import ctypes
 import dataclasses
 import difflib
 import importlib
+import inspect
 import os
+import re
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import types
 from pathlib import Path
 
+from tqdm import tqdm
+
 
 class UserError(ValueError):
-    """A mistake that the user can mend: one line on stderr, exit status 2, nothing written."""
+    """The user's mistake: one line on stderr, exit status 2, nothing written."""
 
 
 class Failure(RuntimeError):
-    """Something that went wrong while working: one line on stderr, exit status 1."""
+    """Something failed while working: one line on stderr, exit status 1."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Of the tools' command lines: a mistake is a UserError, one line."""
+    """ArgumentParser that raises UserError and shows the docstring as it is written."""
+
+    def __init__(self, **settings):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+                         **settings)
 
     def error(self, message):
         raise UserError(f"{message} ({self.prog} --help)")
 
+    def commands(self, *functions):
+        """Make every function a command of the same name, args.call. Returns option("NAME NAME",
+        ...), which is add_argument(...) for all the commands named."""
+        subparsers, parsers = self.add_subparsers(required=True, metavar="COMMAND"), {}
+        for function in functions:
+            name, summary = function.__name__, function.__doc__.split("\n")[0]
+            parsers[name] = subparsers.add_parser(name, help=summary)
+            parsers[name].set_defaults(command=name, call=function)
+
+        def option(names, *flags, **settings):
+            for name in names.split():
+                parsers[name].add_argument(*flags, **settings)
+        return option
+
 
 def whole(text, least=1):
-    """The type of a command-line argument that is a whole number."""
+    """argparse type: a whole number, at least `least`."""
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least {least}")
     return int(text)
@@ -47,41 +71,97 @@ def run(main):
     Failure or an error of the operating system (no space left, say), 130 for Ctrl-C."""
     try:
         sys.exit(main())
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except (UserError, Failure, OSError, KeyboardInterrupt) as error:
         print(f"error: {error}" if str(error) else "interrupted", file=sys.stderr)
         sys.exit({UserError: 2, KeyboardInterrupt: 130}.get(type(error), 1))
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, of a GPU
+            raise
+        print(f"error: {str(error).splitlines()[0]} Take a smaller batch_size; in pretraining with "
+              "as much more accumulation the step stays the same", file=sys.stderr)
+        sys.exit(1)
 
 
 def need(module, what):
-    """Import a package that only `what` needs; UserError that says so where it is missing."""
+    """Import an optional package; UserError that names it where it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError:
         raise UserError(f"{what} needs a package: pip install {module.split('.')[0]}") from None
 
 
+PRETRAINED = {  # weights that prepare_data.py fetches from the hub, all Apache-2.0
+    "bert-base-uncased": "google-bert/bert-base-uncased",
+    "bert-large-uncased": "google-bert/bert-large-uncased",
+    "distilbert-base-uncased": "distilbert/distilbert-base-uncased"}
+
+
+def unknown_weights(name):
+    """The UserError for weights that are neither on disk nor known."""
+    if "roberta" in name.lower():
+        return UserError(f"{name}: RoBERTa's weights have ids of their own for GPT-2's tokens, and "
+                         "are not read here: train from scratch on a corpus of --tokenizer gpt2")
+    return UserError(f"{name}: no weights there: python pretrain.py configs/{Path(name).name}.py "
+                     "makes a run, python prepare_data.py weights NAME fetches "
+                     f"{', '.join(PRETRAINED)}")
+
+
+def run_script(script, *args):
+    """Run another script of this folder, as a person would; Failure if it fails."""
+    print(f"$ python {script} {' '.join(args)}", flush=True)
+    path = Path(__file__).with_name(script)
+    if subprocess.run([sys.executable, path, *args], check=False).returncode:
+        raise Failure(f"python {script} {' '.join(args)} failed")
+
+
+class Progress(tqdm):
+    """A tqdm bar on a terminal; elsewhere a line every 10 seconds."""
+
+    def __init__(self, *args, **settings):
+        if not sys.stderr.isatty():
+            settings |= {"mininterval": 10, "delay": 10, "leave": False, "ascii": True,
+                         "ncols": 100}
+        super().__init__(*args, **settings)
+
+    @staticmethod
+    def status_printer(file):
+        if file.isatty():
+            return tqdm.status_printer(file)
+        return lambda text: text and print(text, file=file, flush=True)
+
+
 def load(defaults, argv):
     """Settings from `[CONFIG.py] [--key=value ...]` on top of typed defaults.
 
     defaults: a dataclass whose every field has a default of the type that it wants (bool, int,
-    float, str, or a tuple of ints). Prints and returns an instance of it. An int is fine where a
-    float is expected; anything else of another type, or an unknown key, is a UserError. With
-    --help it prints the script's docstring and the defaults, and exits.
+    float, str, or a tuple of ints) and a comment for --help. Prints and returns an instance of it.
+    An int is fine where a float is expected; anything else of another type, or an unknown key, is
+    a UserError.
     """
     known = {field.name: field.default for field in dataclasses.fields(defaults)}
-    if {"-h", "--help"} & set(argv):
-        print(sys.modules["__main__"].__doc__)
-        print("\n".join(f"--{key}={value}" for key, value in known.items()))
-        sys.exit(0)
-    values = {}
-    if argv and not argv[0].startswith("--"):
-        values, argv = _read(argv[0], known), argv[1:]
-    for arg in argv:
-        key, equals, text = arg.removeprefix("--").partition("=")
-        if not (arg.startswith("--") and equals):
-            hint = f"--{key}=VALUE" if key in known else "one config file, then --key=value"
-            raise UserError(f"{arg}: expected {hint}")
-        values[key] = _typed("command line", known, key, _parse(known, key, text))
+    comments = re.findall(r"^    (\w+): \w+ = [^#\n]+(?:  # (.*))?$", inspect.getsource(defaults),
+                          re.MULTILINE)
+    parser = Parser(description=sys.modules[defaults.__module__].__doc__,
+                    usage="%(prog)s [CONFIG.py] [--setting=VALUE ...]")
+    parser.add_argument("config", nargs="?", metavar="CONFIG.py")
+    for key, comment in comments:
+        parser.add_argument(f"--{key}", metavar="VALUE", default=argparse.SUPPRESS,
+                            help=f"({known[key]}) {comment}".replace("%", "%%"))
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        key = unknown[0].removeprefix("--").partition("=")[0]
+        if unknown[0].startswith("--") and key not in known:
+            raise unknown_key("command line", known, key)
+        hint = f"--{key}=VALUE" if key in known else "one config file, then --key=value"
+        raise UserError(f"{unknown[0]}: expected {hint}")
+    overrides = vars(args)
+    path = overrides.pop("config")
+    values = _read(path, known) if path else {}
+    values |= {key: _typed("command line", known, key, _parse(known[key], text))
+               for key, text in overrides.items()}
     config = defaults(**values)
     print("settings: " + ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(config).items()))
     return config
@@ -89,9 +169,9 @@ def load(defaults, argv):
 
 def _read(path, known):
     if not Path(path).is_file():
-        near = difflib.get_close_matches(path, map(str, Path("configs").glob("[!_]*.py")), n=1)
-        raise UserError(f"{path}: no such config file" + (f" (did you mean {near[0]}?)"
-                                                          if near else ""))
+        near = difflib.get_close_matches(path, map(str, Path("configs").glob("*.py")), n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise UserError(f"{path}: no such config file{hint}")
     try:
         names = runpy.run_path(path)
     except Exception as error:  # noqa: BLE001 - a user's file may raise anything
@@ -107,8 +187,8 @@ def _read(path, known):
             if not key.startswith("_") and not isinstance(value, types.ModuleType)}
 
 
-def _parse(known, key, text):
-    if isinstance(known.get(key), str):
+def _parse(default, text):
+    if isinstance(default, str):
         return text
     try:
         return ast.literal_eval(text) if text else ()
@@ -116,11 +196,15 @@ def _parse(known, key, text):
         return text  # _typed says what was expected
 
 
+def unknown_key(where, known, key):
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else " (--help lists the keys)"
+    return UserError(f"{where}: unknown key '{key}'{hint}")
+
+
 def _typed(where, known, key, value):
     if key not in known:
-        near = difflib.get_close_matches(key, known, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else " (--help lists the keys)"
-        raise UserError(f"{where}: unknown key '{key}'{hint}")
+        raise unknown_key(where, known, key)
     want = type(known[key])
     if want is tuple:
         value = (value,) if type(value) is int else tuple(value) if type(value) is list else value
@@ -135,7 +219,7 @@ def _typed(where, known, key, value):
 
 
 def at_least(config, lowest):
-    """UserError for a setting that is below its least value; lowest: {key: value}."""
+    """UserError for a setting below its least value; lowest: {key: value}."""
     for key, least in lowest.items():
         if not least <= getattr(config, key) < 2**63:  # nan is in no range
             raise UserError(f"{key} = {getattr(config, key)}: expected at least {least}")
@@ -181,23 +265,36 @@ def catch_signals():
     one ends the process at once."""
     def on_signal(number, frame):
         os.write(1, b"\nfinishing the step, then saving; once more quits at once, unsaved\n")
-        signal.signal(number, signal.SIG_DFL)
+        for each in both:
+            signal.signal(each, signal.SIG_DFL)
         signals.append(number)
 
-    signals = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+    signals, both = [], (signal.SIGINT, signal.SIGTERM)
+    for each in both:
+        signal.signal(each, on_signal)
     return signals
 
 
 def keep_freed_memory(device):
-    """Let a process that works on a CPU keep the memory that it frees, for the next step. By
+    """Let a process that works on a CPU keep the memory that it frees for the next step. By
     default glibc gives large blocks back to Linux, which then has to clear every page anew."""
     linux = device.type == "cpu" and sys.platform == "linux"
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None) if linux else None:
         m_trim_threshold, m_mmap_max = -1, -4
         mallopt(m_mmap_max, 0)
         mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def markdown(header, rows, align=str.ljust):
+    """A table in Markdown, columns aligned: one string. A float gets two decimals, None nothing."""
+    def text(cell):
+        cell = "" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell)
+        return cell.replace("|", "\\|")
+
+    rows = [[text(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    return "".join(f"| {' | '.join(map(align, row, widths))} |\n" for row in rows)
 
 
 @contextlib.contextmanager

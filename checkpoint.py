@@ -1,0 +1,176 @@
+"""
+Trained weights on disk: the checkpoints of a run, and what else a run can start from.
+
+out/<run>/step_000500/{model,optimizer,state}.pt    a checkpoint: whole or absent
+>>> model = load_model("out/demo")                  # its newest one
+"""
+import copy
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+import huggingface
+from common import PRETRAINED, Failure, UserError, atomic, discard, unknown_weights
+from model import HEADS, BertConfig, Classifier, build_model
+
+
+def model_file(model, labels=()):
+    """What a model.pt holds: config and weights; unless it is a MaskedLM also its `head`, and of a
+    Classifier the `labels` of its classes (none for a regression)."""
+    saved = {"config": asdict(model.bert.config), "weights": model.state_dict()}
+    if head := next(head for head, kind in HEADS.items() if type(model) is kind):
+        saved |= {"head": head} | ({"labels": list(labels)} if head == "classifier" else {})
+    return saved
+
+
+def save_checkpoint(run, model, dense, values, state, keep=2, labels=()):
+    """Write out/<run>/step_<step>/{model,optimizer,state}.pt, the folder whole or not at all, then
+    drop all but the `keep` newest. dense, values: the two optimizers; state: a dict of plain
+    Python, with `step`; labels: see model_file."""
+    folder = Path(run) / f"step_{state['step']:06d}"
+    moments = torch.optim.Optimizer.state_dict(values)  # LazyAdam's own would be a copy
+    files = {"model": model_file(model, labels),
+             "optimizer": {"dense": dense.state_dict(), "values": moments},
+             "state": state}
+    save_files(folder, files)
+    for old in checkpoints(run)[:-keep]:
+        discard(old)
+    return folder
+
+
+def save_files(folder, files):
+    """Write {name: content} as <folder>/<name>.pt, the folder whole or not at all."""
+    try:
+        with atomic(folder) as temporary:
+            temporary.mkdir()
+            for name, content in files.items():
+                torch.save(content, temporary / f"{name}.pt")
+    except RuntimeError as error:  # how torch.save reports a failed write
+        reason = str(error).splitlines()[0]
+        raise Failure(f"{folder}: not saved, is the disk full? ({reason}); older "
+                      "checkpoints are untouched") from None
+
+
+def checkpoints(run):
+    """The run's whole checkpoints, oldest first."""
+    found = [p for p in Path(run).glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
+    return sorted(found, key=lambda p: int(p.name[5:]))
+
+
+def find_checkpoint(path):
+    """`path` itself if it is a checkpoint, the newest one of it if it is a run, else None."""
+    if (Path(path) / "model.pt").is_file():
+        return Path(path)
+    return next(reversed(checkpoints(path)), None)
+
+
+def find_weights(path):
+    """Where the weights of `path` are: a run (its newest checkpoint), a checkpoint, a folder in
+    Hugging Face layout, or the name of one in data/weights/. Returns (folder, its vocab.txt);
+    UserError where there is nothing."""
+    if checkpoint := find_checkpoint(path):
+        return checkpoint, checkpoint.parent / "vocab.txt"
+    for folder in (Path(path), Path("data/weights", path)):
+        files = [folder / name for name in huggingface.FILES]
+        if (folder / "config.json").is_file() and any(file.is_file() for file in files):
+            return folder, folder / "vocab.txt"
+    if str(path) in PRETRAINED:
+        raise UserError(f"{path}: not there yet: python prepare_data.py weights {path}")
+    raise unknown_weights(str(path))
+
+
+def read_weights(path):
+    """What find_weights finds: a dict of config (BertConfig's settings), weights (under our names,
+    of a Hugging Face folder those that it has), and maybe head and labels, as save_checkpoint writes it."""
+    folder, _ = find_weights(path)
+    if (folder / "model.pt").is_file():
+        return load_file(folder / "model.pt", mmap=True)
+    return huggingface.read_folder(folder)
+
+
+def load_model(path):
+    """The MaskedLM, Classifier or SpanReader of `path` (see find_weights). It maps a checkpoint's
+    file, and has no second copy in memory; writing to the model does not change the file."""
+    saved = read_weights(path)
+    model = build_model(BertConfig(**saved["config"]), saved.get("head"), saved.get("labels", ()))
+    # Hugging Face leaves the pooler out where the head has no use for it
+    spare = {} if isinstance(model, Classifier) else {
+        name: w for name, w in model.state_dict().items() if name.startswith("bert.pooler.")}
+    load_weights(model, spare | saved["weights"], path, assign=find_checkpoint(path) is not None)
+    return model
+
+
+def load_file(path, hint="remove its folder to use an older checkpoint", mmap=False):
+    """torch.load(weights_only=True): tensors and plain Python, nothing that runs. With mmap, a
+    tensor is read from disk when it is first used."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
+        raise UserError(f"{path}: truncated, damaged or no file of tensors "
+                        f"({type(error).__name__}; nothing in it was run): {hint}") from None
+
+
+def load_optimizers(checkpoint, dense, values):
+    """The other half of save_checkpoint: the moments of both optimizers. Returns the state."""
+    saved = load_file(Path(checkpoint) / "optimizer.pt", mmap=True)
+    if "param_groups" not in saved["values"]:  # an older version's {layer: moments}
+        moments = [{"step": old["steps"], "exp_avg": old["exp_avg"],
+                    "exp_avg_sq": old["exp_avg_sq"]} for old in saved["values"].values()]
+        saved["values"] = {**values.state_dict(), "state": dict(enumerate(moments))}
+    dense.load_state_dict(copy.deepcopy(saved["dense"]))  # not mapped from the file
+    values.load_state_dict(saved["values"])
+    return load_file(Path(checkpoint) / "state.pt")
+
+
+def load_weights(model, weights, source, partial=False, assign=False):
+    """Copy a state dict into the model, or with `assign` let the model have its tensors. Each must
+    be there in the model's shape; with `partial` it may lack some, or bring more. Returns the
+    names that were copied."""
+    expected = model.state_dict()
+    for name in sorted(expected.keys() & weights.keys()):
+        if expected[name].shape != weights[name].shape:
+            raise UserError(f"{source}: {name} has shape {tuple(weights[name].shape)}, here it is "
+                            f"{tuple(expected[name].shape)}: take the sizes of its training")
+    if not partial and expected.keys() != weights.keys():
+        name = min(expected.keys() ^ weights.keys())
+        has = "no" if name in expected else "an unknown"
+        raise UserError(f"{source}: it has {has} {name}: this is another kind of model")
+    model.load_state_dict(weights, strict=False, assign=assign)
+    return expected.keys() & weights.keys()
+
+
+def init_from(model, path, reinit_ffn=False):
+    """Start from the trained model at `path` (see find_weights; section 4.1): copy what fits, and
+    print what was loaded, left random or dropped. With reinit_ffn (ResM') the FFN of memory layers
+    stays random; a task's head always does."""
+    weights = read_weights(path)["weights"]
+    random = {("FFN", n) for n in model.bert.config.memory_layers if reinit_ffn}
+    random.add(("task head", None))
+    loaded = load_weights(model, {name: w for name, w in weights.items()
+                                  if _group(name) not in random}, path, partial=True)
+    parameters, groups = dict(model.named_parameters()), {}
+    for name in [*parameters, *sorted(weights.keys() - model.state_dict().keys())]:
+        status = ("loaded" if name in loaded else "left random" if name in parameters
+                  else "dropped")
+        part, layer = _group(name)
+        size = parameters.get(name, weights.get(name)).numel()
+        groups.setdefault((status, part), []).append((layer, size))
+    print(f"init_from {find_weights(path)[0]}:")
+    for (status, part), members in groups.items():
+        layers = sorted({layer for layer, _ in members if layer})
+        where = f"  layers {', '.join(map(str, layers))}" if layers else ""
+        print(f"  {status:12} {part:16} {sum(n for _, n in members):13,d} parameters{where}")
+
+
+def _group(name):
+    """The part of the model that a parameter belongs to, and its layer, counted from 1."""
+    layer = re.match(r"bert\.layers\.(\d+)\.(\w+)", name)
+    if not layer:
+        return ("pooler" if "pooler" in name else "embeddings" if name.startswith("bert.")
+                else "task head" if name.startswith("head.") else "MLM head"), None
+    part = {"memory": "memory", "up": "FFN", "down": "FFN"}.get(layer[2], "attention, norms")
+    return part, int(layer[1]) + 1
+
+

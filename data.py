@@ -1,0 +1,241 @@
+"""
+Token ids: a prepared corpus, cut into sequences, masked, in batches.
+
+>>> corpus = Corpus("docs")                         # data/docs, made by prepare_data.py docs
+>>> batches = MaskedBatches(corpus, config)         # for training
+>>> batches.get(step=0, micro=0)                    # {"ids": ..., "positions": ..., "labels": ...}
+>>> heldout(corpus, "val", seq_len=512, batch_size=8)   # for evaluation
+"""
+import collections
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from common import UserError
+
+SPLITS = ("train", "val", "test")
+SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+GPT2_SPECIALS = ("<pad>", "<|endoftext|>", "<s>", "</s>", "<mask>")  # in the same order
+CORPORA = ("docs", "wikitext2", "wikitext103", "wikipedia", "bookcorpus", "wikibooks", "pg19")
+IDS = ("pad_id", "unk_id", "cls_id", "sep_id", "mask_id")
+BATCH = ("ids", "positions", "labels")  # names of a masked batch's arrays
+READ_AT_ONCE = 2**21  # ids
+MASKED = 0.15  # share of the tokens to predict
+
+
+def read_vocab(path):
+    """The tokens of a vocab.txt, or of the one in the folder `path`: a list of str, by id."""
+    path = Path(path, "vocab.txt") if Path(path).is_dir() else Path(path)
+    try:
+        tokens = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    except (FileNotFoundError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: no vocabulary of UTF-8 text ({error})") from None
+    missing = [token for token in special_tokens(tokens) if token not in tokens]
+    again = [token for token, number in collections.Counter(tokens).items() if number > 1]
+    if missing or again or len(tokens) > 2**16:
+        raise UserError(f"{path}: not a vocabulary: " + (
+            f"no {', '.join(missing)}" if missing else f"{again[0]!r} more than once" if again
+            else f"{len(tokens):,} tokens, but ids of 16 bits allow 65,536"))
+    return tokens
+
+
+def special_tokens(vocab):
+    """A vocabulary's padding, unknown, first, separator and mask tokens. Byte-level BPE has no
+    unknown token; GPT-2's <|endoftext|> fills the slot."""
+    return GPT2_SPECIALS if "<mask>" in vocab else SPECIALS
+
+
+def vocab_hash(vocab):
+    """SHA-256 of a list of tokens: tells vocabularies apart."""
+    return hashlib.sha256("\n".join(vocab).encode()).hexdigest()
+
+
+def vocab_facts(vocab):
+    """What meta.json says of a vocabulary: its size, hash and special ids."""
+    return {"vocab_size": len(vocab), **dict(zip(IDS, map(vocab.index, special_tokens(vocab)))),
+            "tokenizer_hash": vocab_hash(vocab)}
+
+
+def load_tokenizer(path):
+    """The tokenizers.Tokenizer of a vocab.txt or of the folder that it is in: uncased BERT's, or,
+    where a byte-level BPE's tokenizer.json lies beside it, that one. It adds no special tokens."""
+    vocab = read_vocab(path)
+    if special_tokens(vocab) is SPECIALS:
+        return wordpiece_tokenizer(vocab)
+    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "tokenizer.json"
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001 - tokenizers raises plain Exceptions
+        raise UserError(f"{file}: no tokenizer ({error}): prepare the corpus again") from None
+
+
+def wordpiece_tokenizer(vocab):
+    """Uncased BERT's tokenizer of a list of tokens."""
+    ids = {token: number for number, token in enumerate(vocab)}
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    return tokenizer
+
+
+class Corpus:
+    """A prepared corpus: data/<name>/. UserError when it is missing, cut short or inconsistent.
+
+    Attributes: name, meta (meta.json as a dict), vocab_size, pad_id, unk_id, cls_id, sep_id,
+    mask_id, special_ids (the tuple of those five), tokenizer_hash. A corpus that is only for
+    measuring (pg19) has no train and val tokens, and no unigram_perplexity in its meta.
+    """
+
+    def __init__(self, name, root="data"):
+        self.name, self.folder = name, Path(root, name)
+        file = self.folder / "meta.json"
+        if not file.is_file():
+            known = name.removesuffix("_raw") in CORPORA
+            command = name.replace("_raw", " --raw") if known else f"text {name} PATH..."
+            raise UserError(f"{self.folder}: no such corpus: python prepare_data.py {command}")
+        facts = vocab_facts(read_vocab(self.folder))
+        try:
+            self.meta = json.loads(file.read_text(encoding="utf-8"))
+            tokens = [self.meta["tokens"][split] for split in SPLITS]
+            whole = facts.items() <= self.meta.items() and min(tokens) >= 0 < max(tokens)
+            whole = whole and (min(tokens) == 0 or self.meta["unigram_perplexity"] > 0)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            whole = False
+        if not whole:
+            raise UserError(f"{file}: damaged, or not of the vocab.txt beside it (which hashes to "
+                            f"{facts['tokenizer_hash'][:12]}): prepare the corpus again")
+        self.vocab_size, self.tokenizer_hash = facts["vocab_size"], facts["tokenizer_hash"]
+        self.special_ids = tuple(facts[key] for key in IDS)
+        self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = self.special_ids
+
+    def tokenizer(self):
+        return load_tokenizer(self.folder)
+
+    def split(self, which):
+        """Token ids of split 'train', 'val' or 'test': a read-only np.memmap of uint16, (tokens,).
+        UserError when the file's size is not meta.json's or an id is outside the vocabulary."""
+        file, expected = self.folder / f"{which}.bin", 2 * self.meta["tokens"][which]
+        size = file.stat().st_size if file.is_file() else 0
+        if size != expected:
+            raise UserError(f"{file}: expected {expected} bytes, found {size}: prepare it again")
+        ids = np.memmap(file, dtype="<u2", mode="r") if size else np.empty(0, "<u2")
+        for at in range(0, len(ids), READ_AT_ONCE):
+            outside = ids[at:at + READ_AT_ONCE] >= self.vocab_size
+            if outside.any():
+                at += int(outside.argmax())
+                raise UserError(f"{file}: id {ids[at]} at position {at}, but the vocabulary has "
+                                f"{self.vocab_size} tokens: prepare it again")
+        return ids
+
+
+def mask_tokens(ids, rng, vocab_size, special_ids, mask_id):
+    """Choose tokens to predict: of 100, 80 become [MASK], 10 a random token, 10 stay.
+
+    ids: (batch, seq_len) integers; rng: numpy Generator. Special tokens are never chosen, nor
+    drawn. The number of positions is the same for every sequence, round(0.15 * seq_len), so that
+    shapes are static; should a sequence have fewer ordinary tokens, the rest get the label -100.
+    Returns int64 arrays: inputs (batch, seq_len), positions and labels (batch, masked).
+    """
+    count = max(1, round(MASKED * ids.shape[1]))
+    special = np.isin(ids, special_ids)
+    order = rng.random(ids.shape) + special  # special tokens sort behind all others
+    positions = np.sort(np.argpartition(order, count - 1, axis=1)[:, :count], axis=1)
+    labels = np.take_along_axis(ids, positions, axis=1).astype(np.int64)
+    chosen = ~np.take_along_axis(special, positions, axis=1)
+    random = rng.integers(vocab_size - len(special_ids), size=labels.shape)
+    for number in sorted(special_ids):  # step over them, one by one
+        random += random >= number
+    draw = rng.random(labels.shape)
+    new = np.where(draw < 0.8, mask_id, np.where(draw < 0.9, random, labels))
+    inputs = ids.astype(np.int64)
+    np.put_along_axis(inputs, positions, np.where(chosen, new, labels), axis=1)
+    labels[~chosen] = -100
+    return inputs, positions, labels
+
+
+class MaskedBatches:
+    """Training batches: which sequences, in which order, masked where, is a function of
+    (seed, step, micro-batch), so a resumed run needs no data position. Every epoch cuts the text
+    at another offset and goes through its sequences in another order.
+
+    config: has seed, seq_len, batch_size and accumulation.
+    """
+
+    def __init__(self, corpus, config):
+        self.corpus, self.config = corpus, config
+        self.accumulation = config.accumulation
+        self.tokens = corpus.split("train")
+        self.per_epoch = len(self.tokens) // (config.seq_len - 2) - 1  # - 1: room for the offset
+        if self.per_epoch < 1:
+            raise UserError(f"data/{corpus.name}/train.bin: {len(self.tokens)} tokens are too few "
+                            f"for sequences of {config.seq_len}: shorter seq_len, or more text")
+        self.unit = "tokens"
+        self.size = config.accumulation * config.batch_size * config.seq_len  # tokens a step
+        self.epoch = self.order = self.text = None
+
+    def epochs(self, steps):
+        return steps * self.config.accumulation * self.config.batch_size / self.per_epoch
+
+    def get(self, step, micro):
+        """A micro-batch: arrays ids, positions and labels (see mask_tokens), by name."""
+        config, corpus, width, rows = self.config, self.corpus, self.config.seq_len - 2, []
+        first = (step * config.accumulation + micro) * config.batch_size
+        for number in range(first, first + config.batch_size):
+            epoch, i = divmod(number, self.per_epoch)
+            if epoch != self.epoch:
+                rng = np.random.default_rng([config.seed, 1, epoch])
+                self.order, offset = rng.permutation(self.per_epoch), rng.integers(width)
+                self.epoch, self.text = epoch, self.tokens[offset:]
+            start = self.order[i] * width
+            rows.append(self.text[start:start + width])
+        ids = np.column_stack([np.full(len(rows), corpus.cls_id), rows,
+                               np.full(len(rows), corpus.sep_id)])
+        rng = np.random.default_rng([config.seed, 2, step, micro])
+        parts = mask_tokens(ids, rng, corpus.vocab_size, corpus.special_ids, corpus.mask_id)
+        return dict(zip(BATCH, parts, strict=True))
+
+
+def cut(corpus, split, seq_len, sequences=None):
+    """A split in sequences, int64 (sequences, seq_len), each [CLS] + (seq_len - 2) tokens + [SEP]:
+    all of it, the last one padded, or at most `sequences` full ones, evenly spread over it."""
+    tokens, width = corpus.split(split), seq_len - 2
+    full = len(tokens) // width
+    chosen = np.linspace(0, full - 1, min(sequences or full, full)).astype(np.int64)
+    rows, rest = tokens[:full * width].reshape(full, width)[chosen], tokens[full * width:]
+    ids = np.column_stack([np.full(len(rows), corpus.cls_id), rows,
+                           np.full(len(rows), corpus.sep_id)])
+    if sequences is None and len(rest):
+        last = np.array([[corpus.cls_id, *rest, corpus.sep_id]])
+        return np.concatenate([ids, np.pad(last, ((0, 0), (0, width - len(rest))),
+                                           constant_values=corpus.pad_id)])
+    if not full:
+        raise UserError(f"data/{corpus.name}/{split}.bin: {len(tokens)} tokens are too few for one "
+                        f"sequence of {seq_len}: take a shorter seq_len or more text")
+    return ids
+
+
+def heldout(corpus, split, seq_len, batch_size, sequences=None, masking=0):
+    """Masked batches of a split that is cut by cut(): a list of dicts of arrays ids, positions,
+    labels, as mask_tokens makes them, and of the padded last sequence also `mask`, True at real
+    tokens. What is masked depends on the seed `masking`, the text and the vocabulary only."""
+    def draw(ids):
+        return mask_tokens(ids, rng, corpus.vocab_size, corpus.special_ids, corpus.mask_id)
+
+    ids, rng = cut(corpus, split, seq_len, sequences), np.random.default_rng([0, masking])
+    real = ids != corpus.pad_id
+    full, length = int(real.all(1).sum()), int(real[-1].sum())
+    drawn = draw(ids[:full])
+    batches = [dict(zip(BATCH, (part[at:at + batch_size] for part in drawn), strict=True))
+               for at in range(0, full, batch_size)]
+    if length < seq_len:  # 15% of its own tokens are masked, then it is padded
+        last = dict(zip(BATCH, draw(ids[-1:, :length]), strict=True))
+        last["ids"] = np.pad(last["ids"], ((0, 0), (0, seq_len - length)),
+                             constant_values=corpus.pad_id)
+        batches.append({**last, "mask": real[-1:]})
+    return batches

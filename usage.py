@@ -1,0 +1,160 @@
+"""
+Memory usage: hooks count what the memories of a model read, for the metrics of section 3.2.
+
+>>> with count_reads(model) as counts:
+...     model(ids)
+>>> usage_metrics(**counts[4])                      # of layer 4: MU, top-1 MU, KL_u, KL_w
+"""
+import contextlib
+import functools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from common import UserError, atomic
+from model import value_tables
+from training import read_settings, to_device
+
+
+@contextlib.contextmanager
+def watch(model, see):
+    """Until the `with` block ends, call see(layer, slots, weights) at every lookup of the model's
+    memories: (tokens, heads, topk) both, best first. Padded tokens are never looked up. Hooks are
+    not called inside a compiled model: run the raw one."""
+    def hook(layer, table, inputs, output):
+        slots, weights = inputs[:2]
+        see(layer, slots, weights)
+
+    hooks = [table.register_forward_hook(functools.partial(hook, layer))
+             for layer, table in value_tables(model).items()]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def count_reads(model):
+    """Count what every memory of a model reads: `with count_reads(model) as counts`. One access is
+    one head's read for one token, our reading of the x of section 3.2.
+
+    counts[layer] is a dict. `read` (how often a slot was among the top k), `top1` (how often it was
+    the best) and `weight` (the sum of its softmax weights) are (n_slots,) arrays. `topk` is an int.
+    `effective_k` is exp(entropy of an access's weights), summed over the accesses: 1 where one slot
+    has all the weight, topk where all slots have the same.
+    """
+    counts = {}
+    for layer, table in value_tables(model).items():
+        device = table.weight.device
+        device = "cpu" if device.type == "mps" else device  # MPS has no float64
+        zeros = torch.zeros(len(table.weight), dtype=torch.int64, device=device)
+        counts[layer] = {"read": zeros, "top1": zeros.clone(), "weight": zeros.double(),
+                         "effective_k": zeros[0].double()}
+
+    def count(layer, slots, weights):
+        sums = counts[layer]
+        device, n_slots = sums["read"].device, len(sums["read"])
+        slots, weights = slots.to(device), weights.to(device)
+        flat = slots.flatten()
+        sums["read"] += flat.bincount(minlength=n_slots)
+        sums["top1"] += slots[..., 0].flatten().bincount(minlength=n_slots)
+        sums["weight"] += flat.bincount(weights.flatten().double(), minlength=n_slots)
+        sums["effective_k"] += torch.special.entr(weights).sum(-1).exp().sum(dtype=torch.float64)
+        sums["topk"] = slots.shape[-1]
+
+    with watch(model, count):
+        yield counts
+    for sums in counts.values():
+        for name in ("read", "top1", "weight"):
+            sums[name] = sums[name].cpu().numpy()
+        sums["effective_k"] = sums["effective_k"].item()
+
+
+def usage_metrics(read, top1, weight, topk, effective_k):
+    """The metrics of section 3.2 from the counts of a layer (see count_reads): mu and top1_mu as
+    shares of 1, kl_u and kl_w in nats. Also the number of accesses, the mean effective k of an
+    access, and the mu and top1_mu of as many accesses to uniformly random slots."""
+    n_slots, accesses = len(read), int(top1.sum())
+
+    def kl_to_uniform(counts):
+        share = counts[counts > 0] / counts.sum()  # 0 log 0 = 0
+        return float(math.log(n_slots) + (share * np.log(share)).sum())
+
+    def uniform(k):
+        return 1 - (1 - k / n_slots) ** accesses
+
+    return {"mu": float((read > 0).mean()), "top1_mu": float((top1 > 0).mean()),
+            "kl_u": kl_to_uniform(read), "kl_w": kl_to_uniform(weight),
+            "effective_k": effective_k / accesses, "accesses": accesses,
+            "mu_uniform": uniform(topk), "top1_mu_uniform": uniform(1)}
+
+
+@torch.no_grad()
+def evaluate(model, batches, device, dtype=torch.float32):
+    """Loss (nats), perplexity and accuracy of a masked language model over all masked positions of
+    `batches` (see data.heldout), and under `layers` the usage_metrics of each memory layer. Returns
+    (results, the counts of count_reads). A compiled model is run as its raw module."""
+    model = getattr(model, "_orig_mod", model)
+    was_training = model.training
+    model.eval()
+    loss = correct = masked = 0
+    with count_reads(model) as counts:
+        for batch in batches:
+            batch = to_device(batch, device)
+            labels = batch.pop("labels").flatten()
+            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                logits = model(**batch)
+            logits = logits.flatten(0, 1).float()
+            loss += F.cross_entropy(logits, labels, reduction="sum").item()
+            correct += (logits.argmax(1) == labels).sum().item()
+            masked += (labels != -100).sum().item()
+    model.train(was_training)
+    results = {"loss": loss / masked, "perplexity": math.exp(min(loss / masked, 700)),
+               "accuracy": correct / masked, "masked_tokens": masked,
+               "layers": {n: usage_metrics(**sums) for n, sums in counts.items()}}
+    return results, counts
+
+
+def describe(results):
+    """The results of evaluate as lines to print."""
+    yield f"perplexity {results['perplexity']:.2f}, accuracy {results['accuracy']:.1%}"
+    for layer, m in results["layers"].items():
+        yield (f"layer {layer}: MU {m['mu']:.1%} (uniform use: {m['mu_uniform']:.1%}), top-1 MU "
+               f"{m['top1_mu']:.1%} ({m['top1_mu_uniform']:.1%}), KL_u {m['kl_u']:.2f}, "
+               f"KL_w {m['kl_w']:.2f}, {m['accesses']:,} accesses")
+
+
+def write_usage(run, step, counts):
+    """Write <run>/usage/step_<step>.npz: layer<n>_read and layer<n>_top1, int32 (n_slots,)."""
+    arrays = {f"layer{n}_{name}": sums[name].astype(np.int32)
+              for n, sums in counts.items() for name in ("read", "top1")}
+    with atomic(Path(run) / "usage" / f"step_{step:06d}.npz") as path, path.open("wb") as file:
+        np.savez_compressed(file, **arrays)
+
+
+def read_usage(run):
+    """A run's usage snapshots, oldest first: {step: {"layer2_top1": (n_slots,) counts, ...}}."""
+    if not read_settings(run, ["memory_layers"])["memory_layers"]:
+        raise UserError(f"{run}: a run without memory has no usage snapshots")
+    files = {int(path.stem[5:]): path for path in Path(run, "usage").glob("step_*.npz")}
+    if not files:
+        raise UserError(f"{run}/usage: no snapshot yet: there is one every usage_interval steps")
+    return {step: dict(np.load(files[step])) for step in sorted(files)}
+
+
+def read_evaluations(run):
+    """The evaluations in a run's log.jsonl; `step` counts the steps of the initial model too."""
+    first, log = read_settings(run)["first_step"], Path(run) / "log.jsonl"
+    try:  # a running process may be in the middle of the last line
+        records = [json.loads(line) for line in log.read_text().split("\n")[:-1]]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{log}: not readable ({error})") from None
+    evaluations = [{**r, "step": first + r["step"]} for r in records if "perplexity" in r]
+    if not evaluations:
+        raise UserError(f"{log}: no evaluation in it yet")
+    return evaluations
