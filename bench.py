@@ -26,7 +26,18 @@ from torch import nn
 
 import common
 import pkm
-from common import Failure, Parser, Progress, atomic, markdown, need, run, setup, whole
+from common import (
+    Failure,
+    Parser,
+    Progress,
+    UserError,
+    atomic,
+    markdown,
+    need,
+    run,
+    setup,
+    whole,
+)
 from data import mask_tokens
 from model import SIZES, BertConfig, Classifier, MaskedLM, value_tables
 from training import flops_per_token, optimizer_groups, peak_flops, to_device
@@ -435,6 +446,8 @@ def main():
         argv = ["inference", *argv]
     args = parser.parse_args(argv)
     args.device, args.dtype = setup(args.device, args.dtype)
+    if args.dtype == torch.float16 and args.command in ("train", "against_transformers"):
+        raise UserError("dtype = 'float16': training is timed in float32 and bfloat16")
     args.autocast = torch.autocast(args.device.type, args.dtype, args.dtype != torch.float32)
     if args.keep_freed or args.command == "train":
         common.keep_freed_memory(args.device)

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import time
 from pathlib import Path
 
@@ -210,19 +209,21 @@ def unpack(path, folder):
         return folder
     print(f"{path}: unpacking", flush=True)
     settings = {} if path.suffix == ".zip" else {"filter": "data"}  # a zip needs none
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".tmp_", dir=folder.parent) as scratch:
-        top = Path(scratch, "all")
+    with atomic(folder) as temporary:
         try:
-            shutil.unpack_archive(path, top, **settings)
+            shutil.unpack_archive(path, temporary, **settings)
         except Exception as error:  # noqa: BLE001 - each kind of archive has its own errors
             raise UserError(f"{path}: not unpacked ({error}): if it is damaged, remove it to "
                             "download it again") from None
-        discard(top / "__MACOSX")
-        inside = list(top.glob("*"))
+        discard(temporary / "__MACOSX")
+        inside = list(temporary.glob("*"))
         if not inside:
             raise damaged(path, "no file in it")
-        os.replace(inside[0] if len(inside) == 1 and inside[0].is_dir() else top, folder)
+        if len(inside) == 1 and inside[0].is_dir():
+            top = inside[0].rename(temporary / ".top")  # a file in it may have the same name
+            for file in list(top.iterdir()):
+                file.rename(temporary / file.name)
+            top.rmdir()
     return folder
 
 
@@ -289,8 +290,9 @@ def fetch_task(folder, names, path=None, force=False):
     if len(files) == 1 and files[0].suffix == ".zip":
         unpack(files[0], new)
     else:
-        new.mkdir(parents=True)
-        for file in files:
-            shutil.copyfile(file, new / file.name)
+        with atomic(new) as temporary:
+            temporary.mkdir()
+            for file in files:
+                shutil.copyfile(file, temporary / file.name)
     replace(folder, new)
     print(f"{folder}: {', '.join(sorted(p.name for p in folder.iterdir() if p.is_file()))}")

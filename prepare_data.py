@@ -250,6 +250,8 @@ def _encode(work, state, lines, vocab):
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(work / f"{split}.bin", "ab")) for split in SPLITS]
         for file, kept in zip(files, state["bytes"]):
+            if file.tell() < kept:
+                raise UserError(f"{file.name}: shorter than when it was left: remove {work}")
             file.truncate(kept)
         for done, texts in _batches(lines, state["documents"]):
             for file, some in zip(files, texts):
@@ -459,6 +461,8 @@ def prepare_docs(args):
 def prepare_docs_task(args):
     """data/docs_task/{train,dev,test}.tsv: which package is a docstring of? Only its first
     paragraph is given. What is dev here is val in the corpus."""
+    if Path("data/docs_task").exists():
+        raise UserError("data/docs_task exists already: remove it to make it again")
     _, files = _read_docs()
     rows = {"train": ["sentence\tlabel"], "dev": ["sentence\tlabel"], "test": ["index\tsentence"]}
     for at, (package, texts) in enumerate(files):

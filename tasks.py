@@ -131,13 +131,17 @@ def read(task, split):
 
 def read_lines(path):
     """(line number, fields) of each line of a TSV file that is not blank."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {error}") from None
-    for number, line in enumerate(text.split("\n"), 1):  # only \n ends a line
-        if line := line.rstrip("\r"):
-            yield number, line.split("\t")
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    with path.open("rb") as lines:  # as bytes: a text may have line separators other than "\n"
+        for number, line in enumerate(lines, 1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}:{number}: {line[error.start]:#04x} at byte {error.start} "
+                                "of the line is not UTF-8") from None
+            if text:
+                yield number, text.split("\t")
 
 
 def parse_label(task, text):
