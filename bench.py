@@ -316,8 +316,8 @@ def masked_batch(args, batch):
     """ids, positions and labels of `batch` sequences of random tokens, by name."""
     rng = np.random.default_rng(0)
     ids = rng.integers(1000, 30000, (batch, args.length))
-    parts = mask_tokens(ids, rng, 30522, (0, 100, 101, 102, 103), 103)
-    return to_device(dict(zip(("ids", "positions", "labels"), parts, strict=True)), args.device)
+    batch = mask_tokens(ids, rng, 30522, (0, 100, 101, 102, 103), 103)
+    return to_device(batch, args.device)
 
 
 def out_of_memory(error):

@@ -22,7 +22,6 @@ SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 GPT2_SPECIALS = ("<pad>", "<|endoftext|>", "<s>", "</s>", "<mask>")  # in the same order
 CORPORA = ("docs", "wikitext2", "wikitext103", "wikipedia", "bookcorpus", "wikibooks", "pg19")
 IDS = ("pad_id", "unk_id", "cls_id", "sep_id", "mask_id")
-BATCH = ("ids", "positions", "labels")  # names of a masked batch's arrays
 READ_AT_ONCE = 2**21  # ids
 MASKED = 0.15  # share of the tokens to predict
 
@@ -117,6 +116,11 @@ class Corpus:
     def tokenizer(self):
         return load_tokenizer(self.folder)
 
+    def enclose(self, rows):
+        """Token ids (sequences, width) as sequences: int64, each [CLS] + its ids + [SEP]."""
+        return np.column_stack([np.full(len(rows), self.cls_id), rows,
+                                np.full(len(rows), self.sep_id)])
+
     def split(self, which):
         """Token ids of split 'train', 'val' or 'test': a read-only np.memmap of uint16, (tokens,).
         UserError when the file's size is not meta.json's or an id is outside the vocabulary."""
@@ -140,7 +144,7 @@ def mask_tokens(ids, rng, vocab_size, special_ids, mask_id):
     ids: (batch, seq_len) integers; rng: numpy Generator. Special tokens are never chosen, nor
     drawn. The number of positions is the same for every sequence, round(0.15 * seq_len), so that
     shapes are static; should a sequence have fewer ordinary tokens, the rest get the label -100.
-    Returns int64 arrays: inputs (batch, seq_len), positions and labels (batch, masked).
+    Returns int64 arrays by name: ids (batch, seq_len), positions and labels (batch, masked).
     """
     count = max(1, round(MASKED * ids.shape[1]))
     special = np.isin(ids, special_ids)
@@ -156,7 +160,7 @@ def mask_tokens(ids, rng, vocab_size, special_ids, mask_id):
     inputs = ids.astype(np.int64)
     np.put_along_axis(inputs, positions, np.where(chosen, new, labels), axis=1)
     labels[~chosen] = -100
-    return inputs, positions, labels
+    return {"ids": inputs, "positions": positions, "labels": labels}
 
 
 class MaskedBatches:
@@ -194,11 +198,9 @@ class MaskedBatches:
                 self.epoch, self.text = epoch, self.tokens[offset:]
             start = self.order[i] * width
             rows.append(self.text[start:start + width])
-        ids = np.column_stack([np.full(len(rows), corpus.cls_id), rows,
-                               np.full(len(rows), corpus.sep_id)])
         rng = np.random.default_rng([config.seed, 2, step, micro])
-        parts = mask_tokens(ids, rng, corpus.vocab_size, corpus.special_ids, corpus.mask_id)
-        return dict(zip(BATCH, parts, strict=True))
+        return mask_tokens(corpus.enclose(rows), rng, corpus.vocab_size, corpus.special_ids,
+                           corpus.mask_id)
 
 
 def cut(corpus, split, seq_len, sequences=None):
@@ -208,10 +210,9 @@ def cut(corpus, split, seq_len, sequences=None):
     full = len(tokens) // width
     chosen = np.linspace(0, full - 1, min(sequences or full, full)).astype(np.int64)
     rows, rest = tokens[:full * width].reshape(full, width)[chosen], tokens[full * width:]
-    ids = np.column_stack([np.full(len(rows), corpus.cls_id), rows,
-                           np.full(len(rows), corpus.sep_id)])
+    ids = corpus.enclose(rows)
     if sequences is None and len(rest):
-        last = np.array([[corpus.cls_id, *rest, corpus.sep_id]])
+        last = corpus.enclose([rest])
         return np.concatenate([ids, np.pad(last, ((0, 0), (0, width - len(rest))),
                                            constant_values=corpus.pad_id)])
     if not full:
@@ -231,10 +232,10 @@ def heldout(corpus, split, seq_len, batch_size, sequences=None, masking=0):
     real = ids != corpus.pad_id
     full, length = int(real.all(1).sum()), int(real[-1].sum())
     drawn = draw(ids[:full])
-    batches = [dict(zip(BATCH, (part[at:at + batch_size] for part in drawn), strict=True))
+    batches = [{name: part[at:at + batch_size] for name, part in drawn.items()}
                for at in range(0, full, batch_size)]
     if length < seq_len:  # 15% of its own tokens are masked, then it is padded
-        last = dict(zip(BATCH, draw(ids[-1:, :length]), strict=True))
+        last = draw(ids[-1:, :length])
         last["ids"] = np.pad(last["ids"], ((0, 0), (0, seq_len - length)),
                              constant_values=corpus.pad_id)
         batches.append({**last, "mask": real[-1:]})

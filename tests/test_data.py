@@ -95,8 +95,8 @@ def test_masking():
     ids[:, 0], ids[:, 20], ids[:, -1] = 101, 102, 102
     ids[7, 4:] = 0  # three ordinary tokens
     original = ids.copy()
-    inputs, positions, labels = data.mask_tokens(ids, np.random.default_rng(1), vocab, special,
-                                                 mask_id)
+    batch = data.mask_tokens(ids, np.random.default_rng(1), vocab, special, mask_id)
+    inputs, positions, labels = (batch[name] for name in ("ids", "positions", "labels"))
     assert np.array_equal(ids, original)
     assert positions.shape == labels.shape == (2000, 6)  # 15% of 40
     assert all(len(set(row)) == 6 for row in positions.tolist())
@@ -121,7 +121,8 @@ def test_masking():
     assert abs(counts / (n / 38) - 1).max() < 5 / math.sqrt(n / 38)  # every place alike
     again = data.mask_tokens(ids, np.random.default_rng(1), vocab, special, mask_id)
     other = data.mask_tokens(ids, np.random.default_rng(2), vocab, special, mask_id)
-    assert np.array_equal(again[0], inputs) and not np.array_equal(other[1], positions)
+    assert np.array_equal(again["ids"], inputs)
+    assert not np.array_equal(other["positions"], positions)
 
 
 def unmasked(batch):
