@@ -26,18 +26,7 @@ from torch import nn
 
 import common
 import pkm
-from common import (
-    Failure,
-    Parser,
-    Progress,
-    UserError,
-    atomic,
-    markdown,
-    need,
-    run,
-    setup,
-    whole,
-)
+from common import UserError
 from data import mask_tokens
 from model import SIZES, BertConfig, Classifier, MaskedLM, value_tables
 from training import flops_per_token, optimizer_groups, peak_flops, to_device
@@ -90,7 +79,7 @@ def in_turn(what, functions, args, more=1, warmup=2):
     compile, are not in them; their time is printed."""
     synchronize = getattr(torch, args.device.type).synchronize
     times = {name: [] for name in functions}
-    for _ in Progress(range(warmup + more * args.rounds), what):
+    for _ in common.Progress(range(warmup + more * args.rounds), what):
         for name, function in functions.items():
             synchronize()
             start = time.perf_counter()
@@ -121,7 +110,7 @@ def show(records):
 
     for keys, group in itertools.groupby(records, key=list):
         header = [key.replace("_", " ") for key in keys]
-        print(markdown(header, [map(text, record.values()) for record in group]))
+        print(common.markdown(header, [map(text, record.values()) for record in group]))
 
 
 def proc(file, key):
@@ -320,11 +309,6 @@ def masked_batch(args, batch):
     return to_device(batch, args.device)
 
 
-def out_of_memory(error):
-    """Whether a RuntimeError says so; on a CPU torch has no type for it."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
 def train(args):
     """A pretraining step of plain BERT, +PKM and +ResM (the paper: 2.8 and 5.1 days)"""
     models, tables = {}, {}
@@ -346,7 +330,7 @@ def train(args):
         try:
             times = in_turn(f"{batch} x {args.length} tokens", steps, args)
         except RuntimeError as error:
-            if not (out_of_memory(error) and batch > 1):
+            if not (common.out_of_memory(error) and batch > 1):
                 raise
             values.zero_grad()
             batch //= 2
@@ -377,7 +361,7 @@ def peak_bytes(step, device):
 
 def against_transformers(args):
     """Ours and Hugging Face's BERT in turn: classification at batch size 1, an MLM training step"""
-    transformers = need("transformers", "a comparison with it")
+    transformers = common.need("transformers", "a comparison with it")
     size, results = SIZES[args.size], []
     config = transformers.BertConfig(
         hidden_size=size["d_model"], num_hidden_layers=size["n_layer"],
@@ -412,8 +396,9 @@ def against_transformers(args):
 
 
 def main():
-    parser = Parser(description=__doc__)
+    parser = common.Parser(description=__doc__)
     option = parser.commands(inference, layer, train, against_transformers)
+    whole = common.whole
     n_keys = functools.partial(whole, least=32)  # the topk of a head
     every = "inference layer train against_transformers"
     option(every, "--device", default="auto", help="cuda, mps or cpu")
@@ -445,7 +430,7 @@ def main():
     if not argv or argv[0].startswith("--") and argv[0] != "--help":
         argv = ["inference", *argv]
     args = parser.parse_args(argv)
-    args.device, args.dtype = setup(args.device, args.dtype)
+    args.device, args.dtype = common.setup(args.device, args.dtype)
     if args.dtype == torch.float16 and args.command in ("train", "against_transformers"):
         raise UserError("dtype = 'float16': training is timed in float32 and bfloat16")
     args.autocast = torch.autocast(args.device.type, args.dtype, args.dtype != torch.float32)
@@ -460,20 +445,13 @@ def main():
     facts = {"command": " ".join(["python bench.py", *argv]), "machine": machine,
              "torch": torch.__version__, "dtype": str(args.dtype)[6:], "rounds": args.rounds}
     print(", ".join(f"{key}: {value}" for key, value in facts.items()))
-    try:
-        results = args.call(args)
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        raise Failure(f"{args.command}: out of memory ({str(error).splitlines()[0]}): take a "
-                      "smaller model or fewer tokens") from None
+    results = args.call(args)
     show(results)
     line = json.dumps({**facts, "results": results})
     if args.out:
-        with atomic(args.out) as temporary:
-            temporary.write_text(line + "\n")
+        common.write_text(args.out, line + "\n")
     print(line)
 
 
 if __name__ == "__main__":
-    run(main)
+    common.run(main)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import huggingface
-from common import PRETRAINED, Failure, UserError, atomic, discard, unknown_weights
+from common import PRETRAINED, Failure, UserError, atomic, discard, load_file, unknown_weights
 from model import HEADS, BertConfig, Classifier, build_model
 
 
@@ -83,7 +83,8 @@ def find_weights(path):
 
 def read_weights(path):
     """What find_weights finds: a dict of config (BertConfig's settings), weights (under our names,
-    of a Hugging Face folder those that it has), and maybe head and labels, as save_checkpoint writes it."""
+    of a Hugging Face folder those that it has), and maybe head and labels, as save_checkpoint
+    writes it."""
     folder, _ = find_weights(path)
     if (folder / "model.pt").is_file():
         return load_file(folder / "model.pt", mmap=True)
@@ -100,16 +101,6 @@ def load_model(path):
         name: w for name, w in model.state_dict().items() if name.startswith("bert.pooler.")}
     load_weights(model, spare | saved["weights"], path, assign=find_checkpoint(path) is not None)
     return model
-
-
-def load_file(path, hint="remove its folder to use an older checkpoint", mmap=False):
-    """torch.load(weights_only=True): tensors and plain Python, nothing that runs. With mmap, a
-    tensor is read from disk when it is first used."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
-        raise UserError(f"{path}: truncated, damaged or no file of tensors "
-                        f"({type(error).__name__}; nothing in it was run): {hint}") from None
 
 
 def load_optimizers(checkpoint, dense, values):

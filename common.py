@@ -78,11 +78,17 @@ def run(main):
         print(f"error: {error}" if str(error) else "interrupted", file=sys.stderr)
         sys.exit({UserError: 2, KeyboardInterrupt: 130}.get(type(error), 1))
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, of a GPU
+        if not out_of_memory(error):
             raise
-        print(f"error: {str(error).splitlines()[0]} Take a smaller batch_size; in pretraining with "
-              "as much more accumulation the step stays the same", file=sys.stderr)
+        print(f"error: {str(error).splitlines()[0]} Take a smaller batch_size (in pretraining with "
+              "as much more accumulation the step stays the same), fewer tokens or a smaller model",
+              file=sys.stderr)
         sys.exit(1)
+
+
+def out_of_memory(error):
+    """Whether torch's RuntimeError says so; on a CPU it has no type of its own."""
+    return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
 
 
 def need(module, what):
@@ -316,6 +322,28 @@ def atomic(path):
         os.replace(temporary, path)
     finally:
         discard(temporary)
+
+
+def load_file(path, mmap=False, hint="remove its folder to use an older checkpoint"):
+    """A file of torch.save or a .safetensors: tensors and plain Python, nothing that runs. With
+    mmap, a tensor is read from disk when it is first used."""
+    import torch
+
+    try:
+        if path.suffix == ".safetensors":
+            return need("safetensors.torch", f"{path}").load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
+        raise UserError(f"{path}: truncated, damaged or no file of tensors "
+                        f"({type(error).__name__}; nothing in it was run): {hint}") from None
+
+
+def write_text(path, text):
+    """Write a file that is whole or absent (see atomic)."""
+    with atomic(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def discard(path):

@@ -17,7 +17,17 @@ import shutil
 import time
 from pathlib import Path
 
-from common import PRETRAINED, Failure, Progress, UserError, atomic, discard, need, unknown_weights
+from common import (
+    PRETRAINED,
+    Failure,
+    Progress,
+    UserError,
+    atomic,
+    discard,
+    need,
+    unknown_weights,
+    write_text,
+)
 
 FILES_BY_SERVER = """
 https://wikitext.smerity.com/  CC BY-SA 3.0
@@ -189,8 +199,7 @@ def fetch_corpus(name):
     files = json.loads(listing.read_text()) if listing.exists() else [""]
     if not all((folder / file).is_file() for file in files):
         sources = hub_files(repo, pattern, "dataset", revision)
-        with atomic(listing) as temporary:
-            temporary.write_text(json.dumps([Path(url).name for url, _ in sources]))
+        write_text(listing, json.dumps([Path(url).name for url, _ in sources]))
         fetch(sources, folder)
     if name == "pg19":
         books = folder / "test_files.txt"

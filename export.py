@@ -22,7 +22,11 @@ def export(path, folder):
     """Write `path` (see find_weights) as a folder that transformers' from_pretrained loads:
     config.json, model.safetensors, vocab.txt, tokenizer.json. transformers has no memory: a model
     with one gets the same layout and a model_type of its own, which load_model reads."""
-    saved, vocab = read_weights(path), read_vocab(find_weights(path)[1])
+    save_file = need("safetensors.torch", "export").save_file
+    if Path(folder).exists():
+        raise UserError(f"{folder} exists already")
+    source, vocab_file = find_weights(path)
+    saved, vocab = read_weights(source), read_vocab(vocab_file)
     config, head, labels = BertConfig(**saved["config"]), saved.get("head"), saved.get("labels")
     plain = not config.memory_layers or (config.alpha, config.beta) == (1, 0)
     if plain and not config.type_vocab:  # as good as none
@@ -46,20 +50,17 @@ def export(path, folder):
         names = labels or ["LABEL_0"]
         settings |= {"id2label": dict(enumerate(names)),
                      "label2id": {name: n for n, name in enumerate(names)}}
-    tokenizer = load_tokenizer(find_weights(path)[1])
+    tokenizer = load_tokenizer(vocab_file)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{cls} $A {sep}", pair=f"{cls} $A {sep} $B:1 {sep}:1",
         special_tokens=[(cls, vocab.index(cls)), (sep, vocab.index(sep))])
     about = {"tokenizer_class": "BertTokenizer" if cls == "[CLS]" else "PreTrainedTokenizerFast",
              "do_lower_case": cls == "[CLS]", "model_max_length": config.max_len, "pad_token": pad,
              "unk_token": unk, "cls_token": cls, "sep_token": sep, "mask_token": mask}
-    save_file = need("safetensors.torch", "export").save_file
-    if Path(folder).exists():
-        raise UserError(f"{folder} exists already")
     with atomic(folder) as temporary:
         temporary.mkdir()
         save_file(weights, temporary / "model.safetensors", {"format": "pt"})
-        shutil.copyfile(find_weights(path)[1], temporary / "vocab.txt")
+        shutil.copyfile(vocab_file, temporary / "vocab.txt")
         tokenizer.save(str(temporary / "tokenizer.json"))
         for name, content in (("config", settings), ("tokenizer_config", about)):
             (temporary / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")

@@ -24,7 +24,15 @@ import common
 import tasks
 from data import load_tokenizer
 from model import BertConfig, build_model, value_tables
-from training import Trainer, check_same_run, new_state, open_log, to_device, write_settings
+from training import (
+    Trainer,
+    autocast,
+    check_same_run,
+    new_state,
+    open_log,
+    to_device,
+    write_settings,
+)
 
 
 @dataclass
@@ -122,7 +130,7 @@ def predict(trainer, examples):
     model = trainer.model.eval()  # not the compiled model, which would be compiled again
     for index in tasks.batches(examples.lengths, data.size):
         batch = to_device(examples.pad(index, *data.padding), device)
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        with autocast(device, dtype):
             logits = model(**batch).float().cpu()
         if data.is_squad:
             end = examples.lengths[index] - 1  # a [SEP]
@@ -225,8 +233,7 @@ def write(path, content, task=None):
         rows = [task.labels[n] if task.labels else f"{n:.3f}" for n in content]
         rows = [f"{n}\t{row}\n" for n, row in enumerate(rows)]
         suffix, text = ".tsv", "".join(["index\tprediction\n", *rows])
-    with common.atomic(f"{path}{suffix}") as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    common.write_text(f"{path}{suffix}", text)
 
 
 def run_seed(config, out, data, initial, vocab, signals):
@@ -256,8 +263,6 @@ def run_seed(config, out, data, initial, vocab, signals):
         checkpoint.init_from(model, initial)
         state = new_state(best=None, last=None)
         write_settings(out, config, vocab, {"init_checkpoint": str(initial), "first_step": 0})
-    for file in out.glob(".tmp_*"):
-        common.discard(file)  # what a killed process left behind
     train(trainer, out, state, signals)
     if not signals:
         write_predictions(trainer, out, state)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import torch
 
-from common import UserError, need, unknown_weights
+from common import UserError, load_file, unknown_weights
 from data import read_vocab
 from model import BertConfig, build_model
 
@@ -125,17 +125,8 @@ def read_config(file):
 
 
 def read_tensors(path):
-    """The tensors of a .safetensors or a .bin file, by name; nothing in it is run."""
-    try:
-        if path.suffix == ".safetensors":
-            weights = need("safetensors.torch", f"{path}").load_file(path)
-        else:
-            weights = torch.load(path, map_location="cpu", weights_only=True)
-    except UserError:
-        raise
-    except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
-        raise UserError(f"{path}: truncated, damaged or no file of tensors; nothing in it was run "
-                        f"({type(error).__name__}): fetch it again") from None
+    """The tensors of a .safetensors or a .bin file, by name."""
+    weights = load_file(path, hint="fetch it again")
     if not (isinstance(weights, dict) and all(map(torch.is_tensor, weights.values()))):
         raise UserError(f"{path}: no state dict: expected names and tensors")
     return weights

@@ -24,7 +24,18 @@ import torch
 
 import tasks
 from checkpoint import find_weights, load_model, read_weights
-from common import Parser, Progress, UserError, atomic, markdown, need, run, setup, whole
+from common import (
+    Parser,
+    Progress,
+    UserError,
+    atomic,
+    markdown,
+    need,
+    run,
+    setup,
+    whole,
+    write_text,
+)
 from data import Corpus, cut, heldout, load_tokenizer, read_vocab, special_tokens
 from model import MaskedLM, value_tables
 from training import read_settings, to_device
@@ -139,16 +150,14 @@ def report(args, header, rows, note, data, draw=None):
     print(text, end="")
     if not args.out:
         return
-    files = {".md": text, ".json": json.dumps(data, indent=1) + "\n"}
+    write_text(f"{args.out}.md", text)
+    write_text(f"{args.out}.json", json.dumps(data, indent=1) + "\n")
     if draw:
-        files |= dict.fromkeys((".png", ".svg"), draw())
-    for suffix, content in files.items():
-        with atomic(args.out + suffix) as path:
-            if isinstance(content, str):
-                path.write_text(content, encoding="utf-8")
-            else:
-                content.savefig(path)
-        print(f"wrote {args.out}{suffix}")
+        figure = draw()
+        for suffix in (".png", ".svg"):
+            with atomic(args.out + suffix) as path:
+                figure.savefig(path)
+    print(f"wrote {args.out}.md, .json{', .png, .svg' if draw else ''}")
 
 
 USAGE = "layers | MU % | uniform | top-1 MU % | uniform | KL_u | KL_w | effective k | accesses"

@@ -111,9 +111,9 @@ class PKM(nn.Module):
 
 
 class Scores(torch.autograd.Function):
-    """Makes the search's top-k scores differentiable. Autograd would keep all scores until backward;
-    this keeps none, and works on 256 tokens at a time on a CPU, in cache: a training step of the
-    layer took up to 1.1 times as long without it (512 tokens, two cores of a Zen 4 EPYC)."""
+    """Makes the search's top-k scores differentiable. Autograd would keep all scores until
+    backward; this keeps none, and works on 256 tokens at a time on a CPU, in cache: a training step
+    of the layer took up to 1.1 times as long without it (512 tokens, two cores of Zen 4 EPYC)."""
 
     @staticmethod
     def forward(ctx, query, keys, index, score):

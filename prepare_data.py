@@ -36,7 +36,18 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 import common
 import data
 import download
-from common import Failure, Parser, Progress, UserError, atomic, discard, need, run, whole
+from common import (
+    Failure,
+    Parser,
+    Progress,
+    UserError,
+    atomic,
+    discard,
+    need,
+    run,
+    whole,
+    write_text,
+)
 from data import GPT2_SPECIALS, SPECIALS, SPLITS
 
 BATCH = 2**21  # characters encoded, or ids read back, at once: some 100 MB
@@ -158,18 +169,18 @@ def write_corpus(name, source, parts, vocab, val_every=0):
         if isinstance(vocab, int):
             vocab = _train_vocab((line for line, split in _lines(parts, counts, splits)
                                   if split == 0 and line), size, vocab)
-        _write(work / "vocab.txt", "\n".join(vocab) + "\n")
+        write_text(work / "vocab.txt", "\n".join(vocab) + "\n")
     else:
         print(f"{work}: going on after {state['documents']:,} documents")
     vocab = data.read_vocab(work)
     if data.special_tokens(vocab) is GPT2_SPECIALS:
-        _write(work / "tokenizer.json", byte_level_tokenizer(vocab).to_str(pretty=True))
+        write_text(work / "tokenizer.json", byte_level_tokenizer(vocab).to_str(pretty=True))
     lines = Progress(_lines(parts, counts, splits, state["documents"]), total=size,
                      desc=f"encoding {name}", initial=state["lines"], unit=" lines")
     _encode(work, state, lines, vocab)
     facts = data.vocab_facts(vocab)
     seen = {split: _count(work / f"{split}.bin", len(vocab)) for split in SPLITS}
-    _write(work / "meta.json", json.dumps({
+    write_text(work / "meta.json", json.dumps({
         "name": name, "source": source, **facts, "duplicates": int((splits < 0).sum()),
         "unigram_perplexity": unigram_perplexity(
             seen["train"], seen["val"], [facts[key] for key in data.IDS]),
@@ -226,11 +237,6 @@ def _assign(parts, counts, digests, val_every):
     return splits
 
 
-def _write(path, text):
-    with atomic(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
 def _lines(parts, counts, splits, done=0):
     """The text after the first `done` documents, each line with its document's split."""
     document = 0
@@ -264,7 +270,7 @@ def _encode(work, state, lines, vocab):
             if done:
                 state |= {"documents": done, "lines": lines.n,
                           "bytes": [file.tell() for file in files]}
-                _write(work / "state.json", json.dumps(state))
+                write_text(work / "state.json", json.dumps(state))
 
 
 def _batches(lines, documents):

@@ -16,18 +16,9 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import find_checkpoint, find_weights, init_from, load_file, load_weights
-from common import (
-    UserError,
-    at_least,
-    catch_signals,
-    discard,
-    keep_freed_memory,
-    load,
-    run,
-    run_script,
-    setup,
-)
+import common
+from checkpoint import find_checkpoint, find_weights, init_from, load_weights
+from common import UserError
 from data import Corpus, MaskedBatches, heldout, read_vocab, vocab_hash
 from model import SIZES, BertConfig, MaskedLM, value_tables
 from training import (
@@ -102,7 +93,7 @@ def start_model(config, sizes, corpus, checkpoint):
     the steps that the initial model had been trained for."""
     model = MaskedLM(BertConfig(**{**sizes, "vocab_size": corpus.vocab_size}))
     if checkpoint:
-        weights = load_file(checkpoint / "model.pt")["weights"]
+        weights = common.load_file(checkpoint / "model.pt")["weights"]
         load_weights(model, weights, checkpoint)
         before = read_settings(checkpoint.parent)
         return model, {key: before[key] for key in ("init_checkpoint", "first_step")}
@@ -113,7 +104,8 @@ def start_model(config, sizes, corpus, checkpoint):
     init_from(model, initial, config.reinit_ffn)
     origin = {"init_checkpoint": str(initial), "first_step": 0}
     if (initial / "state.pt").is_file():  # a run of ours
-        before, steps = read_settings(initial.parent), load_file(initial / "state.pt")["step"]
+        before = read_settings(initial.parent)
+        steps = common.load_file(initial / "state.pt")["step"]
         origin["first_step"] = before["first_step"] + steps
         if steps < before["max_steps"]:
             print(f"warning: {initial} is of an unfinished run: {steps:,} of "
@@ -138,7 +130,7 @@ def train(config, out, trainer, held_out, state):
         print(f"step {step:,}: " + "\n  ".join(describe(results)), flush=True)
         return counts
 
-    signals, log = catch_signals(), open_log(out, state["step"])
+    signals, log = common.catch_signals(), open_log(out, state["step"])
     has_memory = bool(value_tables(trainer.model))
     if state["step"] == 0:
         evaluation(0)
@@ -182,7 +174,7 @@ def validate(config):
               "log_interval": 1, "eval_interval": 1, "eval_sequences": 1, "usage_interval": 0,
               "checkpoint_interval": 1, "keep_checkpoints": 1, "n_layer": 0, "n_head": 0,
               "d_model": 0, "d_ff": 0}
-    at_least(config, lowest)
+    common.at_least(config, lowest)
     if config.reinit_ffn and not config.init_from:
         raise UserError("reinit_ffn = True: it goes with init_from, without it every FFN is new")
     if config.model not in SIZES:
@@ -204,17 +196,17 @@ def validate(config):
 def main(argv):
     if not argv:
         raise UserError("which config? python pretrain.py configs/demo.py; --help lists settings")
-    config = load(Config, argv)
+    config = common.load(Config, argv)
     sizes = validate(config)
     names = [Path(arg).stem for arg in argv if arg.endswith(".py") and not arg.startswith("--")]
     out = Path(config.out or f"out/{(names or ['pretrain'])[0]}")
     if out.exists() and not out.is_dir():
         raise UserError(f"out = {out}: a file is there, expected a folder")
-    device, dtype = setup(config.device, config.dtype, config.seed)
-    keep_freed_memory(device)
+    device, dtype = common.setup(config.device, config.dtype, config.seed)
+    common.keep_freed_memory(device)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
     if config.dataset == "docs" and not Path("data/docs").exists():
-        run_script("prepare_data.py", "docs")
+        common.run_script("prepare_data.py", "docs")
     corpus = Corpus(config.dataset)
     checkpoint = None if config.dry_run else find_checkpoint(out)
     if checkpoint:
@@ -239,7 +231,7 @@ def main(argv):
         return 0
     for file in out.glob("usage/step_*.npz"):
         if int(file.stem[5:]) > state["step"]:
-            discard(file)  # of a killed process, after its last checkpoint
+            common.discard(file)  # of a killed process, after its last checkpoint
     write_settings(out, config, corpus.folder / "vocab.txt", origin)
     number = train(config, out, trainer, held_out, state)
     if number:
@@ -251,4 +243,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run(lambda: main(sys.argv[1:]))
+    common.run(lambda: main(sys.argv[1:]))

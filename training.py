@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from checkpoint import load_optimizers, save_checkpoint
-from common import Failure, UserError, atomic, discard
+from common import Failure, UserError, atomic, discard, write_text
 from data import MASKED, read_vocab, vocab_hash
 from model import value_tables
 from pkm import LazyAdam
@@ -55,7 +55,7 @@ class Trainer:
 
         for micro in range(accumulation):
             batch = to_device(self.batches.get(step, micro), self.device)
-            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            with autocast(self.device, self.dtype):
                 loss = self.compiled(**batch) / accumulation
             self.scaler.scale(loss).backward()
             total += loss.detach()
@@ -147,6 +147,11 @@ def to_device(batch, device):
     return {name: t.to(device) for name, t in tensors.items()}
 
 
+def autocast(device, dtype):
+    """torch.autocast, unless dtype is float32."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
 def compiled(model, choice, device):
     """torch.compile(model), or the model itself, as `choice` ('on', 'off', 'auto') says. In the
     default mode: a replayed CUDA graph (mode="reduce-overhead") would store no reads."""
@@ -216,17 +221,18 @@ def flops_per_token(model, seq_len):
 
 
 def open_log(out, last_step):
-    """<out>/log.jsonl, one JSON object a line, without records newer than the checkpoint and without
-    the last line if a killed process left half of it."""
+    """<out>/log.jsonl, one JSON object a line, without records newer than the checkpoint and
+    without the last line if a killed process left half of it."""
     path, kept = Path(out) / "log.jsonl", ""
+    for file in path.parent.rglob(".tmp_*"):
+        discard(file)  # what a killed process left behind
     if path.exists() and last_step:
         for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
             try:
                 kept += f"{line}\n" if json.loads(line)["step"] <= last_step else ""
             except (ValueError, KeyError, TypeError):
                 raise UserError(f"{path}:{number}: not a record: remove the line") from None
-    with atomic(path) as temporary:
-        temporary.write_text(kept)
+    write_text(path, kept)
     return path.open("a", buffering=1)
 
 
@@ -234,15 +240,12 @@ def write_settings(out, config, vocab, origin):
     """Begin a run's folder, or go on in it: config.json and the tokenizer's files. vocab: the
     vocab.txt of the corpus or initial model; origin: {"init_checkpoint": path or '', "first_step":
     steps that the initial model was trained for}."""
-    for file in out.rglob(".tmp_*"):
-        discard(file)  # what a killed process left behind
     for file in (vocab, vocab.with_name("tokenizer.json")):  # a run can be used without its corpus
         if file.exists():
             with atomic(out / file.name) as temporary:
                 shutil.copyfile(file, temporary)
-    with atomic(out / "config.json") as temporary:
-        settings = {**asdict(config), **origin, "tokenizer_hash": vocab_hash(read_vocab(vocab))}
-        temporary.write_text(json.dumps(settings, indent=1))
+    settings = {**asdict(config), **origin, "tokenizer_hash": vocab_hash(read_vocab(vocab))}
+    write_text(out / "config.json", json.dumps(settings, indent=1))
 
 
 def read_settings(run, needed=()):

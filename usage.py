@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from common import UserError, atomic
 from model import value_tables
-from training import read_settings, to_device
+from training import autocast, read_settings, to_device
 
 
 @contextlib.contextmanager
@@ -107,7 +107,7 @@ def evaluate(model, batches, device, dtype=torch.float32):
         for batch in batches:
             batch = to_device(batch, device)
             labels = batch.pop("labels").flatten()
-            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            with autocast(device, dtype):
                 logits = model(**batch)
             logits = logits.flatten(0, 1).float()
             loss += F.cross_entropy(logits, labels, reduction="sum").item()

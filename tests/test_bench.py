@@ -116,8 +116,17 @@ def test_out_of_memory_halves_the_batch_then_is_one_line(monkeypatch, capsys, er
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["results"][0]["tokens"] == 2 * 16
     monkeypatch.setattr(bench, "training_step", failing_step(0))
-    with pytest.raises(common.Failure, match="^train: out of memory [^\n]*$"):
-        run_train(monkeypatch, "--batch_size", "8")
+    with pytest.raises(SystemExit) as end:
+        common.run(lambda: run_train(monkeypatch, "--batch_size", "8"))
+    said = capsys.readouterr().err.splitlines()
+    assert end.value.code == 1 and "Take a smaller batch_size" in said[-1]
+    assert not any("Traceback" in line for line in said)
+
+
+def test_float16_training_is_refused(monkeypatch):
+    monkeypatch.setattr(common, "setup", lambda *_: (torch.device("cpu"), torch.float16))
+    with pytest.raises(common.UserError, match="timed in float32 and bfloat16"):
+        run_train(monkeypatch)
 
 
 def test_what_does_not_fit_is_skipped(capsys):

@@ -147,7 +147,7 @@ def test_predictions_are_without_dropout(tuned):
     config = finetune.Config(task="pairs", max_len=32, batch_size=8)
     tokenizer = data.load_tokenizer(Path("out/tiny/vocab.txt"))
     prepared = finetune.Data(tasks.find("pairs"), tokenizer, config)
-    sizes = checkpoint.load_file("out/tiny/step_000004/model.pt")["config"]
+    sizes = common.load_file(Path("out/tiny/step_000004/model.pt"))["config"]
     model = Classifier(BertConfig(**{**sizes, "dropout": 0.5}), 1).train()
     trainer = argparse.Namespace(model=model, batches=prepared,
                                  device=torch.device("cpu"), dtype=torch.float32)
@@ -177,7 +177,7 @@ def test_padding_changes_no_prediction_and_no_loss(tuned):
     config = finetune.Config(task="squad", max_len=24, doc_stride=8, dropout=0.0, batch_size=2)
     tokenizer = data.load_tokenizer(Path("out/tiny/vocab.txt"))
     prepared = finetune.Data(tasks.find("squad"), tokenizer, config)
-    sizes = checkpoint.load_file("out/tiny/step_000004/model.pt")["config"]
+    sizes = common.load_file(Path("out/tiny/step_000004/model.pt"))["config"]
     lengths = prepared.train.lengths
     index = np.array([0, len(lengths) // 2 - 1])  # the first window, and a short one
     assert len(set(lengths[index])) == 2
