@@ -61,10 +61,6 @@ class PKM(nn.Module):
         self.keys = nn.Parameter(torch.empty(heads, 2, n_keys, half))
         nn.init.uniform_(self.keys, -half**-0.5, half**-0.5)
         self.values = ValueTable(n_keys**2, d_model)
-        # With both halves' scores sorted, the pair (i, j), counted from 0, has (i+1)(j+1) - 1
-        # pairs that are at least as good. Only these can be in the top k: 119 of 1,024 for k = 32.
-        pairs = [(i, j) for i in range(topk) for j in range(topk) if (i + 1) * (j + 1) <= topk]
-        self.register_buffer("pairs", torch.tensor(pairs).T.contiguous(), persistent=False)
 
     def forward(self, x, mask=None):
         """x: (..., d_model); mask: (...), true or not 0 at real tokens, or None. Returns x's
@@ -100,14 +96,28 @@ class PKM(nn.Module):
             scores = query @ keys.mT  # (heads, 2, tokens, n_keys)
         with torch.no_grad():  # choosing has no gradient
             best, index = scores.topk(self.topk)  # (heads, 2, tokens, topk)
-            sums = best[:, 0][..., self.pairs[0]] + best[:, 1][..., self.pairs[1]]
-            chosen = self.pairs[:, sums.topk(self.topk).indices]  # (2, heads, tokens, topk)
+            pairs = candidates(self.topk, query.device)
+            sums = best[:, 0][..., pairs[0]] + best[:, 1][..., pairs[1]]
+            chosen = pairs[:, sums.topk(self.topk).indices]  # (2, heads, tokens, topk)
             index = index.gather(3, chosen.transpose(0, 1))  # (heads, 2, tokens, topk)
             slots = (n_keys * index[:, 0] + index[:, 1]).int()
         score = scores.gather(3, index).sum(1)  # (heads, tokens, topk)
         if by_hand:
             score = Scores.apply(query, keys, index, score)
         return slots.transpose(0, 1), score.softmax(2).transpose(0, 1)
+
+
+def candidates(topk, device):
+    """The pairs (i, j) of ranks, (2, pairs), whose sums can be in the top k. With both halves'
+    scores sorted, the pair (i, j), counted from 0, has (i+1)(j+1) - 1 pairs that are at least as
+    good: 119 of 1,024 are left for k = 32. Made anew each time, as a module made on the meta device
+    would lose a buffer of them."""
+    count = sum(topk // (i + 1) for i in range(topk))
+    rank = torch.arange(topk, device=device)
+    per_rank = topk // (rank + 1)
+    i = rank.repeat_interleave(per_rank, output_size=count)
+    j = torch.arange(count, device=device) - (per_rank.cumsum(0) - per_rank)[i]
+    return torch.stack([i, j])
 
 
 class Scores(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pkm
-from pkm import PKM, LazyAdam, ValueTable
+from pkm import PKM, LazyAdam, ValueTable, candidates
 
 torch.set_num_threads(1)  # at these sizes threads mostly wait for each other
 
@@ -79,7 +79,8 @@ def test_impossible_sizes_are_refused(sizes, word):
 
 
 def test_candidates_of_32_are_119_of_1024():
-    assert PKM(8, n_keys=32, topk=32, key_dim=4).pairs.shape == (2, 119)
+    pairs = [(i, j) for i in range(32) for j in range(32) if (i + 1) * (j + 1) <= 32]
+    assert candidates(32, "cpu").T.tolist() == list(map(list, pairs)) and len(pairs) == 119
 
 
 def test_initialization():
@@ -521,6 +522,18 @@ def test_a_copy_is_a_model_of_its_own(how):
         assert torch.equal(ours.weight, theirs.weight)
     other(torch.randn(4, 8)).sum().backward()
     assert others[0].reads and not tables[0].reads
+
+
+def test_a_memory_made_on_the_meta_device_is_filled_by_its_state_dict():
+    memory, x = small_memory(), torch.randn(7, 6, dtype=torch.float64)
+    with torch.device("meta"):
+        other = PKM(6, n_keys=12, heads=2, topk=4, key_dim=8).double()
+    other.to_empty(device="cpu").load_state_dict(memory.state_dict())
+    for each in (memory, other):
+        each(x).square().sum().backward()
+        LazyAdam([each.values], lr=0.01).step()
+    assert torch.equal(memory.values.weight, other.values.weight)
+    assert torch.equal(memory.eval()(x), other.eval()(x))
 
 
 def test_state_dicts_are_copies():
