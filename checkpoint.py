@@ -95,12 +95,21 @@ def load_model(path):
     """The MaskedLM, Classifier or SpanReader of `path` (see find_weights). It maps a checkpoint's
     file, and has no second copy in memory; writing to the model does not change the file."""
     saved = read_weights(path)
+    if "head" not in saved and "transform.weight" not in saved["weights"]:
+        raise UserError(f"{path}: an encoder without a masked-LM head, which cannot predict words: "
+                        "fine-tune it, or pretrain with --init_from, which makes a random head")
     model = build_model(BertConfig(**saved["config"]), saved.get("head"), saved.get("labels", ()))
     # Hugging Face leaves the pooler out where the head has no use for it
     spare = {} if isinstance(model, Classifier) else {
         name: w for name, w in model.state_dict().items() if name.startswith("bert.pooler.")}
     load_weights(model, spare | saved["weights"], path, assign=find_checkpoint(path) is not None)
     return model
+
+
+def load_run(path):
+    """The model of `path` (see find_weights) in evaluation mode, and its tokenizer, which adds
+    [CLS] and [SEP] and pads a batch: (model, tokenizers.Tokenizer)."""
+    return load_model(path).eval(), huggingface.full_tokenizer(find_weights(path)[1])
 
 
 def load_optimizers(checkpoint, dense, values):

@@ -29,9 +29,14 @@ MASKED = 0.15  # share of the tokens to predict
 def read_vocab(path):
     """The tokens of a vocab.txt, or of the one in the folder `path`: a list of str, by id."""
     path = Path(path, "vocab.txt") if Path(path).is_dir() else Path(path)
+    saved = path.with_name("tokenizer.json")  # all that transformers 5 saves
     try:
-        tokens = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
-    except (FileNotFoundError, UnicodeDecodeError) as error:
+        if saved.exists() and path.name == "vocab.txt" and not path.exists():
+            ids = tokenizers.Tokenizer.from_file(str(saved)).get_vocab()
+            tokens = sorted(ids, key=ids.get)
+        else:
+            tokens = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    except Exception as error:  # noqa: BLE001 - tokenizers raises plain Exceptions
         raise UserError(f"{path}: no vocabulary of UTF-8 text ({error})") from None
     missing = [token for token in special_tokens(tokens) if token not in tokens]
     again = [token for token, number in collections.Counter(tokens).items() if number > 1]
@@ -60,7 +65,7 @@ def vocab_facts(vocab):
 
 
 def load_tokenizer(path):
-    """The tokenizers.Tokenizer of a vocab.txt or of the folder that it is in: uncased BERT's, or,
+    """The tokenizers.Tokenizer of a vocab.txt or of the folder that it is in: BERT's, or,
     where a byte-level BPE's tokenizer.json lies beside it, that one. It adds no special tokens."""
     vocab = read_vocab(path)
     if special_tokens(vocab) is SPECIALS:
@@ -73,10 +78,10 @@ def load_tokenizer(path):
 
 
 def wordpiece_tokenizer(vocab):
-    """Uncased BERT's tokenizer of a list of tokens."""
+    """BERT's tokenizer of a list of tokens: the cased one's of a vocabulary with capitals."""
     ids = {token: number for number, token in enumerate(vocab)}
     tokenizer = tokenizers.Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase="A" not in ids)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(list(SPECIALS))

@@ -2,26 +2,34 @@
 Write a trained model as a folder that transformers' from_pretrained loads.
 
 $ python export.py out/demo my_folder               # a run, or one of its checkpoints
+
+A model with memory brings its code along: AutoModelForMaskedLM.from_pretrained("my_folder",
+trust_remote_code=True), or ...ForSequenceClassification, ...ForQuestionAnswering.
 """
 import json
+import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from tokenizers import processors
 
 from checkpoint import find_weights, read_weights
-from common import Parser, UserError, atomic, need, run
-from data import load_tokenizer, read_vocab, special_tokens
-from huggingface import ARCHITECTURES, SETTINGS, their_names
-from model import BertConfig
+from common import Parser, UserError, atomic, markdown, need, run
+from data import read_vocab, special_tokens
+from huggingface import ARCHITECTURES, MEMORY_ACT, SETTINGS, full_tokenizer, their_names
+from model import BertConfig, build_model
+from training import read_settings
+from usage import describe, read_evaluations
+
+CODE = ("pkm.py", "add_memory.py", "modeling_pkm.py")  # beside the weights of a model with memory
+PIPELINES = {None: "fill-mask", "classifier": "text-classification", "span": "question-answering"}
 
 
 def export(path, folder):
     """Write `path` (see find_weights) as a folder that transformers' from_pretrained loads:
-    config.json, model.safetensors, vocab.txt, tokenizer.json. transformers has no memory: a model
-    with one gets the same layout and a model_type of its own, which load_model reads."""
+    config.json, model.safetensors, vocab.txt, tokenizer.json, a model card README.md, and the code
+    of a model with memory, which load_model reads too."""
     save_file = need("safetensors.torch", "export").save_file
     if Path(folder).exists():
         raise UserError(f"{folder} exists already")
@@ -29,7 +37,7 @@ def export(path, folder):
     saved, vocab = read_weights(source), read_vocab(vocab_file)
     config, head, labels = BertConfig(**saved["config"]), saved.get("head"), saved.get("labels")
     plain = not config.memory_layers or (config.alpha, config.beta) == (1, 0)
-    if plain and not config.type_vocab:  # as good as none
+    if not config.type_vocab:  # as good as none
         config.type_vocab = 2
         saved["weights"]["bert.token_types.weight"] = torch.zeros(2, config.d_model)
     weights = {}
@@ -39,24 +47,26 @@ def export(path, folder):
         parts = [w] if len(theirs) == 1 else [part.clone() for part in w.chunk(len(theirs))]
         weights |= {prefix + n: part for n, part in zip(theirs, parts, strict=True)}
     pad, unk, cls, sep, mask = special_tokens(vocab)
-    kind = "bert" if plain else "pkm-bert"
+    kind, architecture = ("bert" if plain else "pkm-bert"), ARCHITECTURES[head]
     settings = {theirs: getattr(config, ours) for ours, theirs in SETTINGS[kind].items()}
     settings |= {"model_type": kind, "hidden_act": "gelu", "layer_norm_eps": 1e-12,
                  "attention_probs_dropout_prob": config.dropout, "dtype": "float32",
-                 "architectures": [ARCHITECTURES[head]], "pad_token_id": vocab.index(pad)}
+                 "architectures": [architecture], "pad_token_id": vocab.index(pad)}
     if not plain:
-        settings["architectures"] = [f"PKM{ARCHITECTURES[head]}"]
+        settings |= {"architectures": [f"PKM{architecture}"], "hidden_act": MEMORY_ACT}
+        settings["auto_map"] = {"AutoConfig": "modeling_pkm.PKMBertConfig"} | {
+            each.replace("Bert", "AutoModel"): f"modeling_pkm.PKM{each}"
+            for each in ARCHITECTURES.values()}
     if head == "classifier":
         names = labels or ["LABEL_0"]
         settings |= {"id2label": dict(enumerate(names)),
                      "label2id": {name: n for n, name in enumerate(names)}}
-    tokenizer = load_tokenizer(vocab_file)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{cls} $A {sep}", pair=f"{cls} $A {sep} $B:1 {sep}:1",
-        special_tokens=[(cls, vocab.index(cls)), (sep, vocab.index(sep))])
+    tokenizer = full_tokenizer(vocab_file)
+    tokenizer.no_padding()  # transformers has settings of its own for it
     about = {"tokenizer_class": "BertTokenizer" if cls == "[CLS]" else "PreTrainedTokenizerFast",
-             "do_lower_case": cls == "[CLS]", "model_max_length": config.max_len, "pad_token": pad,
-             "unk_token": unk, "cls_token": cls, "sep_token": sep, "mask_token": mask}
+             "do_lower_case": "A" not in vocab, "model_max_length": config.max_len,
+             "pad_token": pad, "unk_token": unk, "cls_token": cls, "sep_token": sep,
+             "mask_token": mask}
     with atomic(folder) as temporary:
         temporary.mkdir()
         save_file(weights, temporary / "model.safetensors", {"format": "pt"})
@@ -64,24 +74,94 @@ def export(path, folder):
         tokenizer.save(str(temporary / "tokenizer.json"))
         for name, content in (("config", settings), ("tokenizer_config", about)):
             (temporary / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
-        if not plain:
-            (temporary / "README.md").write_text(MEMORY_README.format(**asdict(config)))
-    print(f"{folder}: {'' if plain else 'PKM'}{ARCHITECTURES[head]}, {len(weights)} tensors")
+        for name in () if plain else CODE:
+            code = Path(__file__).with_name(name).read_text(encoding="utf-8")
+            code = re.sub(r"(?m)^from (pkm|add_memory) import", r"from .\1 import", code)
+            (temporary / name).write_text(code, encoding="utf-8")
+        (temporary / "README.md").write_text(card(source, Path(folder).name, config, saved, plain),
+                                             encoding="utf-8")
+    print(f"{folder}: {settings['architectures'][0]}, {len(weights)} tensors")
 
 
-MEMORY_README = """# BERT with product-key memory
+def card(source, name, config, saved, plain):
+    """The model card: what the model is, how it was trained and what was measured, as far as the
+    run of the checkpoint `source` says it, licences, and how to cite. Markdown."""
+    head, settings = saved.get("head"), source.parent / "config.json"
+    with torch.device("meta"):  # for its sizes
+        model = build_model(config, head, saved.get("labels", ()))
+    size = sum(p.numel() for p in model.parameters())
+    text = CARD.format(
+        name=name, task=PIPELINES[head], auto=ARCHITECTURES[head].replace("Bert", "AutoModel"),
+        code="" if plain else ", trust_remote_code=True", size=size,
+        memory="" if plain else MEMORY.format(**asdict(config)), **asdict(config))
+    if settings.is_file():
+        rows = [[key, f"`{value}`"] for key, value in read_settings(source.parent).items()]
+        text += f"\n## training\n\n{markdown(['setting', 'value'], rows)}"
+        text += f"\n## measured\n\n{measured(source, head)}"
+    return text + RIGHTS
 
-Layers {memory_layers}, counted from 1, have a memory of {n_keys} x {n_keys} slots: alpha {alpha},
-beta {beta}.
-`transformers` does not know such layers. pkm-bert reads this folder:
+
+def measured(source, head):
+    """What a run's folder says of a checkpoint: perplexity and memory usage at its last evaluation,
+    or the metrics of a fine-tuned model. Markdown."""
+    results = source.parent / "eval_results.json"
+    if head and results.is_file():  # of the best epoch's model, and of the last one's
+        prefix = "eval_" if source.name == "best" else "last_"
+        rows = [[key.removeprefix(prefix), f"{value:.5g}"] for key, value
+                in json.loads(results.read_text()).items() if key.startswith(prefix)]
+        return "On the dev split:\n\n" + markdown(["metric", "value"], rows)
+    try:
+        evaluations = read_evaluations(source.parent)
+    except UserError:
+        return "Nothing yet.\n"
+    step = read_settings(source.parent)["first_step"] + int(source.name.partition("_")[2])
+    results = [each for each in evaluations if each["step"] <= step][-1]
+    lines = "\n".join(f"- {line}" for line in describe(results))
+    return (f"On {results['masked_tokens']:,} masked tokens of held-out text after "
+            f"{results['step']:,} steps (MU: share of the slots that were read; top-1 MU: that "
+            f"were a head's first choice):\n\n{lines}\n")
+
+
+CARD = """---
+library_name: transformers
+pipeline_tag: {task}
+---
+# {name}
+
+BERT of {n_layer} layers and width {d_model}: {size:,} parameters.{memory}
+
+## use
 
 ```python
-from checkpoint import load_model
-bert = load_model("THIS_FOLDER").eval()
-```
+from transformers import AutoTokenizer, {auto}
 
-or `--init_from=THIS_FOLDER`. The tensors are named as Hugging Face's BERT names them; those of the
-memory of layer 4 are under `bert.encoder.layer.3.memory.`
+tokenizer = AutoTokenizer.from_pretrained("{name}"{code})
+model = {auto}.from_pretrained("{name}"{code})
+```
+"""
+MEMORY = """ Layers {memory_layers},
+counted from 1, have a product-key memory of {n_keys} x {n_keys} slots (Kim & Jung, 2020), of which
+each of {memory_heads} heads reads {topk}: x' = LN(x + {alpha:g} FFN(x) + {beta:g} PKM(x)).
+`modeling_pkm.py` is its code, and says how it is trained further; pkm-bert's own scripts take this
+folder as `--init_from`."""
+RIGHTS = """
+## licence
+
+The code is under the MIT licence. The weights are for their owner to license: the texts and the
+weights that they were made from have licences of their own.
+
+## cite
+
+```bibtex
+@inproceedings{kim-jung-2020-large,
+    title = "Large Product Key Memory for Pretrained Language Models",
+    author = "Kim, Gyuwan and Jung, Tae Hwan",
+    booktitle = "Findings of the Association for Computational Linguistics: EMNLP 2020",
+    year = "2020",
+    url = "https://aclanthology.org/2020.findings-emnlp.362/",
+    pages = "4060--4069",
+}
+```
 """
 
 

@@ -8,9 +8,10 @@ import re
 from dataclasses import asdict
 
 import torch
+from tokenizers import processors
 
 from common import UserError, load_file, unknown_weights
-from data import read_vocab
+from data import load_tokenizer, read_vocab, special_tokens
 from model import BertConfig, build_model
 
 # Hugging Face's names for our modules, of BERT and of DistilBERT; {} stands for query, key, value.
@@ -42,6 +43,9 @@ SETTINGS = {  # BertConfig's in config.json
                    "max_len": "max_position_embeddings", "init_std": "initializer_range"}}
 SETTINGS["pkm-bert"] = {**SETTINGS["bert"], **{name: name for name in (
     "memory_layers", "alpha", "beta", "n_keys", "memory_heads", "topk", "key_dim")}}
+# hidden_act of a model with memory. transformers' own BERT has no activation of this name: its
+# error shows it, where BERT would load and the memory be left out.
+MEMORY_ACT = "gelu (this model has a memory: AutoModelFor..., trust_remote_code=True)"
 HEAD_NAMES = {"classifier": "classifier", "span": "qa_outputs"}
 ARCHITECTURES = {None: "BertForMaskedLM", "classifier": "BertForSequenceClassification",
                  "span": "BertForQuestionAnswering"}
@@ -83,15 +87,13 @@ def read_folder(folder):
     settings, config = read_config(folder / "config.json")
     weights = read_tensors(next(folder / name for name in FILES if (folder / name).is_file()))
     head = next((head for head, name in HEAD_NAMES.items() if f"{name}.weight" in weights), None)
-    if head == "classifier" and settings["model_type"] == "distilbert":
+    if head == "classifier" and settings.get("model_type") == "distilbert":
         raise UserError(f"{folder}: DistilBERT's classification head is another one than BERT's")
-    vocab = folder / "vocab.txt"
-    tokens = read_vocab(vocab) if vocab.is_file() else range(config.vocab_size)
+    vocab, there = folder / "vocab.txt", (folder / "tokenizer.json").is_file()
+    tokens = read_vocab(vocab) if there or vocab.is_file() else range(config.vocab_size)
     if len(tokens) != config.vocab_size:
         raise UserError(f"{vocab}: {len(tokens):,} tokens do not fit weights for "
                         f"{config.vocab_size:,}")
-    if "The" in tokens and "[MASK]" in tokens:
-        raise UserError(f"{vocab}: a cased vocabulary: this tokenizer is the uncased BERT's")
     saved = {"config": asdict(config), "weights": from_huggingface(weights, config, head)}
     if head:
         saved["head"] = head
@@ -102,11 +104,23 @@ def read_folder(folder):
     return saved
 
 
+def full_tokenizer(path):
+    """load_tokenizer's, which also puts [CLS] and [SEP] around a text or a pair of texts, and pads
+    the texts of a batch to the same length."""
+    tokenizer, vocab = load_tokenizer(path), read_vocab(path)
+    pad, _, cls, sep, _ = special_tokens(vocab)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{cls} $A {sep}", pair=f"{cls} $A {sep} $B:1 {sep}:1",
+        special_tokens=[(cls, vocab.index(cls)), (sep, vocab.index(sep))])
+    tokenizer.enable_padding(pad_id=vocab.index(pad), pad_token=pad)
+    return tokenizer
+
+
 def read_config(file):
     """A config.json, and the BertConfig that it describes."""
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
-        kind = settings.get("model_type")
+        kind = settings.get("model_type", "bert")  # BERT's first folders have none
         if "roberta" in str(kind):
             raise unknown_weights(f"{file.parent}: {kind}")
         if kind not in SETTINGS:
@@ -119,7 +133,7 @@ def read_config(file):
         raise UserError(f"{file}: damaged ({type(error).__name__}: {error})") from None
     for key, ours in (("hidden_act", "gelu"), ("activation", "gelu"), ("layer_norm_eps", 1e-12),
                       ("position_embedding_type", "absolute"), ("tie_word_embeddings", True)):
-        if settings.get(key, ours) != ours:
+        if settings.get(key, ours) not in (ours, MEMORY_ACT):
             raise UserError(f"{file}: {key} = {settings[key]!r}: this BERT has {ours!r}")
     return settings, config
 
