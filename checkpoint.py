@@ -95,7 +95,8 @@ def load_model(path):
     """The MaskedLM, Classifier or SpanReader of `path` (see find_weights). It maps a checkpoint's
     file, and has no second copy in memory; writing to the model does not change the file."""
     saved = read_weights(path)
-    if "head" not in saved and "transform.weight" not in saved["weights"]:
+    weights = saved["weights"]
+    if "head" not in saved and "bert.words.weight" in weights and "bias" not in weights:
         raise UserError(f"{path}: an encoder without a masked-LM head, which cannot predict words: "
                         "fine-tune it, or pretrain with --init_from, which makes a random head")
     model = build_model(BertConfig(**saved["config"]), saved.get("head"), saved.get("labels", ()))

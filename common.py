@@ -115,7 +115,7 @@ def unknown_weights(name):
                          "are not read here: train from scratch on a corpus of --tokenizer gpt2")
     return UserError(f"{name}: no weights there: python pretrain.py configs/{Path(name).name}.py "
                      "makes a run, python prepare_data.py weights NAME fetches "
-                     f"{', '.join(PRETRAINED)}")
+                     f"{', '.join(PRETRAINED)} or ORG/NAME of the hub")
 
 
 def run_script(script, *args):

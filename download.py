@@ -251,21 +251,45 @@ def replace(folder, new):
     discard(old)
 
 
+def first_file(repo, choices):
+    """(URL, SHA-256) of the first of several files that a repository on the hub has."""
+    for choice in choices[:-1]:
+        try:
+            return hub_files(repo, choice)[0]
+        except Failure as error:
+            if "no such file" not in str(error):
+                raise
+    return hub_files(repo, choices[-1])[0]
+
+
+def check_kind(name, folder):
+    """Before its weights are fetched: UserError, and no folder, for a model of another kind."""
+    kind = json.loads((folder / "config.json").read_text()).get("model_type", "bert")
+    if kind not in ("bert", "distilbert", "pkm-bert"):
+        discard(folder)
+        raise UserError(f"{name}: model_type = {kind!r}: expected bert or distilbert")
+
+
 def fetch_weights(name, path=None, only=None):
-    """Google's or Hugging Face's weights: data/weights/<name>/ with config.json, vocab.txt and
-    model.safetensors, or pytorch_model.bin where safetensors is not installed; `only`: one of these
-    files. Returns the folder. UserError for an unknown name, or if the folder `path` lacks one."""
-    if name not in PRETRAINED:
+    """Weights of BERT's shape: data/weights/<name>/ with config.json, vocab.txt (or tokenizer.json)
+    and model.safetensors (or pytorch_model.bin); `only`: one of these files. name: one of
+    PRETRAINED, or ORG/NAME of the hub. Returns the folder. UserError for an unknown name or another
+    kind of model, or if the folder `path` lacks a file."""
+    if name not in PRETRAINED and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
         raise unknown_weights(name)
     folder, formats = Path("data/weights", name), ["model.safetensors", "pytorch_model.bin"]
     if not importlib.util.find_spec("safetensors"):
         formats.reverse()
-    for choices in [[only]] if only else [["config.json"], ["vocab.txt"], formats]:
+    vocab = ["vocab.txt", "tokenizer.json"]
+    for choices in [[only]] if only else [["config.json"], vocab, formats]:
         if any((folder / choice).exists() for choice in choices):
             continue
         if path is None:
-            (url, sha256), = hub_files(PRETRAINED[name], choices[0])
-            fetch([(url, BERT_VOCAB if choices == ["vocab.txt"] else sha256)], folder)
+            url, sha256 = first_file(PRETRAINED.get(name, name), choices)
+            known = name in PRETRAINED and choices[0] == "vocab.txt"
+            fetch([(url, BERT_VOCAB if known else sha256)], folder)
+            if choices == ["config.json"]:
+                check_kind(name, folder)
         elif files := [path / choice for choice in choices if (path / choice).is_file()]:
             with atomic(folder / files[0].name) as temporary:
                 shutil.copyfile(files[0], temporary)

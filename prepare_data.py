@@ -599,7 +599,7 @@ def parse_arguments():
     add("squad", prepare_squad, "SQuAD 1.1, for finetune.py", force, source)
     weights = add("weights", prepare_weights, "trained models, for init_from", source)
     weights.add_argument("names", nargs="+", metavar="NAME",
-                         help=f"of {', '.join(common.PRETRAINED)}")
+                         help=f"{', '.join(common.PRETRAINED)}, or ORG/NAME of the hub: any BERT")
     return parser.parse_args()
 
 

@@ -391,6 +391,30 @@ def test_unpacked_archives_stay_inside(workdir):
     assert sorted(os.listdir("data")) == ["a", "b"] and not list(Path().rglob("out.txt"))
 
 
+def test_weights_of_any_name_of_the_hub(workdir, mirror):
+    """Each file in the form that the repository has; another kind of model is refused early."""
+    bert, cross = json.dumps({"model_type": "bert"}).encode(), b'{"model_type": "roberta"}'
+    mirror.add("models/some-org/tiny.bert", {
+        "config.json": bert, "vocab.txt": b"words", "pytorch_model.bin": b"2",
+        "1_Pooling/config.json": b"3"}, large=False)
+    mirror.add("models/org/new", {"config.json": b"{}", "tokenizer.json": b"4",
+                                  "model.safetensors": b"5", "pytorch_model.bin": b"5"})
+    mirror.add("models/org/cross", {"config.json": cross, "vocab.txt": b"", "model.safetensors": b""})
+    prepare("weights", "some-org/tiny.bert", "org/new")
+    folder = Path("data/weights/some-org/tiny.bert")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        "config.json": bert, "vocab.txt": b"words", "pytorch_model.bin": b"2"}
+    assert Path("data/weights/org/new/tokenizer.json").read_bytes() == b"4"
+    for name, message in (("org/cross", "'roberta': expected bert"), ("../org/new", "no weights"),
+                          ("org/new/more", "no weights")):
+        with pytest.raises(common.UserError, match=message):
+            prepare("weights", name)
+    assert not Path("data/weights/org/cross").exists()
+    assert not any("cross/resolve/c0ffee/model" in path for path in paths(mirror))
+    with pytest.raises(common.Failure, match="gone/config.json on the hub: "):
+        prepare("weights", "org/gone")
+
+
 def test_weights_are_downloaded_once(workdir, mirror, monkeypatch):
     monkeypatch.setattr(download, "BERT_VOCAB", hashlib.sha256(b"words").hexdigest())
     safe = importlib.util.find_spec("safetensors")

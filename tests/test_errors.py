@@ -267,8 +267,6 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
          "40 tokens do not fit weights for 41"),
         ("fill hf [MASK]", weights("config.json", {"num_attention_heads": 3}), "multiple"),
         ("fill hf [MASK]", weights("config.json", {"hidden_size": "wide"}), "config.json: damaged"),
-        ("fill hf [MASK]", weights("vocab.txt", "\n".join(
-            [*data.SPECIALS, "The", *map(str, range(34))]).encode()), "a cased vocabulary"),
         ("fill hf [MASK]", weights("vocab.txt", b"[PAD]\n"), "not a vocabulary")],
     ("two_runs", "measure.py"): [
         ("table out/none --data tiny", None, "out/none", "no weights"),

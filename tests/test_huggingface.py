@@ -139,7 +139,7 @@ def test_export_loads_in_transformers(tmp_path, capsys, head, auto, labels, type
 @pytest.mark.parametrize("head", [None, "classifier", "span"])
 def test_export_of_a_memory_comes_back_bit_for_bit(tmp_path, head, alpha):
     pytest.importorskip("safetensors")
-    model = tiny_head(head, ("a", "b"), memory_layers=(1, 3), alpha=alpha, type_vocab=0).train()
+    model = tiny_head(head, ("a", "b"), memory_layers=(1, 3), alpha=alpha).train()
     model(torch.randint(40, (4, 9)))  # the batch norm has statistics now
     run = saved_run(tmp_path, model, labels=("a", "b") if head == "classifier" else ())
     export.export(run, tmp_path / "out")
@@ -151,11 +151,39 @@ def test_export_of_a_memory_comes_back_bit_for_bit(tmp_path, head, alpha):
     torch.testing.assert_close(loaded(ids), model.eval()(ids), rtol=1e-5,
                                atol=1e-6)  # another alignment, another rounding
     readme = (tmp_path / "out/README.md").read_text()
-    assert "load_model" in readme and "(1, 3)" in readme and "4 x 4 slots" in readme
-    fresh = tiny_head(None, memory_layers=(1, 3), alpha=alpha, type_vocab=0)
+    assert "trust_remote_code" in readme and "(1, 3)" in readme and "4 x 4 slots" in readme
+    fresh = tiny_head(None, memory_layers=(1, 3), alpha=alpha)
     checkpoint.init_from(fresh, tmp_path / "out")
     assert torch.equal(fresh.bert.layers[2].memory.values.weight,
                        model.bert.layers[2].memory.values.weight)
+
+
+@pytest.mark.parametrize("prefix", ["", "bert."])
+def test_an_encoder_without_a_head_is_a_start(tmp_path, capsys, prefix):
+    theirs = hugging_face("BertModel")
+    theirs.config.save_pretrained(tmp_path)
+    torch.save({prefix + n: w for n, w in theirs.state_dict().items()},
+               tmp_path / "pytorch_model.bin")
+    with pytest.raises(common.UserError, match="an encoder without a masked-LM head"):
+        checkpoint.load_model(tmp_path)
+    for head in (None, "classifier"):
+        model = tiny_head(head)
+        checkpoint.init_from(model, tmp_path)
+        ids = torch.randint(40, (2, 9))
+        with torch.no_grad():
+            pooled = model.bert.eval().pool(model.bert(ids))
+            torch.testing.assert_close(pooled, theirs(ids)[1], rtol=0, atol=1e-5)
+    said = capsys.readouterr().out
+    assert "left random  MLM head" in said and "left random  task head" in said
+
+
+def test_a_vocabulary_with_capitals_is_of_a_cased_bert(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    vocab = [*data.SPECIALS, "A", "b", "##b", "The", "the", "É", "e", "##t", "##T", "."]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocab) + "\n")
+    theirs = transformers.BertTokenizer(str(tmp_path / "vocab.txt"), do_lower_case=False)
+    text = "The the THE Ab É Ét é. [MASK] tT eT"
+    assert data.load_tokenizer(tmp_path).encode(text).tokens == theirs.tokenize(text)
 
 
 def demo_of_hugging_face(kind, folder, vocab):
