@@ -2,9 +2,13 @@
 Models with memory in transformers: exported ones, and memories added to its own encoders.
 """
 import copy
+import re
+import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,10 +16,12 @@ from torch import nn
 
 import checkpoint
 import export
+import huggingface
+import training
 from add_memory import add_memory
 from model import value_tables
 from pkm import LazyAdam
-from tests.helpers import assert_near, assert_same
+from tests.helpers import ROOT, assert_near, assert_same, train
 from tests.test_huggingface import saved_run, tiny_head
 
 transformers = pytest.importorskip("transformers")
@@ -270,3 +276,105 @@ def test_classes_of_the_same_layers_work_and_others_are_refused():
         add_memory(mine, (1,))
     with pytest.raises(ValueError, match=r"attention_mask of shape \(3, 20, 20\)"):
         mine(ids, mask[:, None].expand(3, 20, 20))
+
+
+# the page about it
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "results/transformers.md").read_text(), re.DOTALL)
+
+
+def run_block(word, names):
+    """Run the page's first block with this word in it, in a dict of names."""
+    exec(next(block for block in BLOCKS if word in block), names)  # noqa: S102
+    return names
+
+
+def test_the_pages_examples_run(place, capsys, monkeypatch):
+    pytest.importorskip("accelerate")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert train("--out=out/demo_resm_init", "--max_steps=1", "--eval_interval=100") == 0
+    names = run_block("load_run", {})
+    alone = names["model"](names["ids"][1:, :5])
+    assert_near(names["logits"][1, :5], alone[0], 1e-5)
+    assert names["mask"].sum() == len(names["slots"][2]) and names["slots"].keys() == {2, 3}
+    export.main(["out/demo_resm_init", "my_model"])
+    run_block("fill-mask", names)
+    assert checkpoint.load_run("saved")
+    sizes = {**SIZES, "num_hidden_layers": 8, "hidden_size": 8, "vocab_size": 26}
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+    bert.save_pretrained("bert-base-uncased")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"my_model/{name}", "bert-base-uncased")
+    for word in ("StepValues(Tr", "TrainingArguments(", "again"):
+        run_block(word, names)
+    trained, again = names["model"].state_dict(), names["again"].state_dict()
+    assert_same(dict(trained), dict(again))
+    moments = torch.load("out/trainer/checkpoint-4/values.pt")["state"]
+    assert [each["step"] for each in moments.values()] == [4, 4]
+    assert len(BLOCKS) == 5
+
+
+class Batches:
+    """Batches as the Trainer of training.py takes them, and as that of transformers does."""
+    unit, size, accumulation = "tokens", 60, 1
+
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        mask = np.arange(20) < np.array([[20], [13], [5]])
+        self.all = []
+        for _ in range(20):
+            labels = np.where(mask & (rng.random((3, 20)) < 0.3), rng.integers(40, size=(3, 20)), -100)
+            ids = rng.integers(1, 40, size=(3, 20))  # 0: transformers learns no padding embedding
+            self.all.append({"ids": ids, "mask": mask, "labels": labels})
+
+    def get(self, step, micro):
+        return self.all[step]
+
+    def theirs(self):
+        for each in self.all:
+            each = {name: torch.from_numpy(array) for name, array in each.items()}
+            yield {"input_ids": each["ids"], "attention_mask": each["mask"].long(),
+                   "labels": each["labels"]}
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6])
+def test_trainer_does_the_steps_of_our_loop(tmp_path, monkeypatch, alpha):
+    pytest.importorskip("accelerate")
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # of our loss
+    batches, memory = Batches(), {"alpha": alpha, "beta": 1.5}
+    model, folder = exported(tmp_path, None, **memory)
+    config = SimpleNamespace(seed=0, lr=3e-3, warmup_steps=0, max_steps=20, value_lr=1e-2,
+                             weight_decay=0.1, grad_clip=1.0, compile="off")
+    ours = training.Trainer(config, model.double().train(), batches, torch.device("cpu"),
+                            torch.float32)
+    for step in range(20):
+        ours.step(step)
+
+    sizes = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    theirs = transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).double()
+    tables = add_memory(theirs, (1, 3), **memory, **MEMORY)
+    weights = huggingface.read_tensors(folder / "model.safetensors")
+    assert not [name for name in theirs.load_state_dict(weights, strict=False).missing_keys
+                if "decoder" not in name]
+    step_values = run_block("StepValues(Tr", {})["StepValues"](
+        LazyAdam(tables.values(), lr=config.value_lr))
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "trainer"), max_steps=20, learning_rate=config.lr, adam_epsilon=1e-6,
+        weight_decay=config.weight_decay, save_strategy="no", report_to="none", use_cpu=True,
+        disable_tqdm=True)
+
+    class InOrder(transformers.Trainer):
+        def get_train_dataloader(self):
+            return list(batches.theirs())
+
+    InOrder(theirs, arguments, callbacks=[step_values]).train()
+    trained = theirs.state_dict()
+    for name, w in model.state_dict().items():
+        if w.is_floating_point() and "pooler" not in name:
+            parts = [f"{'bert.' * name.startswith('bert.')}{n}"
+                     for n in huggingface.their_names(name)]
+            assert_near(torch.cat([trained[n] for n in parts]) if len(parts) > 1
+                        else trained[parts[0]], w, 1e-10)
+    for number, values in value_tables(model).items():
+        assert not torch.equal(values.weight, weights[
+            f"bert.encoder.layer.{number - 1}.memory.values.weight"].double())
