@@ -1,6 +1,7 @@
 """
 Causal language models: the network, its batches, training and what measures it.
 """
+import json
 import math
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import torch
 
 import checkpoint
 import data
+import finetune
 import huggingface
+import measure
 import pretrain
 import training
 import usage
 from model import value_tables
-from tests.helpers import TINY, assert_same, tiny_bert, train
+from tests.helpers import TINY, assert_one_line, assert_same, record_search, tiny_bert, train
 
 SYSTEMS = [{}, {"memory_layers": (2,)}, {"memory_layers": (2,), "alpha": 0.0}]
 
@@ -150,3 +153,51 @@ def test_an_older_checkpoint_is_a_masked_model(place):
     config.write_text(config.read_text().replace('"objective": "masked",\n', ""))
     assert not checkpoint.load_model("out/tiny").bert.config.causal
     assert train("--max_steps=4") == 0
+
+
+def test_masked_tools_and_causal_ones_are_told_apart(place, capsys):
+    assert train("--max_steps=2") == 0
+    assert train("--max_steps=2", "--objective=causal", "--out=out/causal") == 0
+    for path, kind in (("out/causal", "causal"), ("out/causal/step_000002", "causal")):
+        assert_one_line(capsys, "fill", path, "the [MASK]", main=measure.main,
+                        words=[path, f"is a {kind} language model, expected a masked one"])
+    assert_one_line(capsys, "table", "out/tiny", "out/causal", "--data", "tiny", main=measure.main,
+                    words=["out/causal is a causal language model, expected a masked one"])
+    assert_one_line(capsys, "table", "out/causal", "--data", "tiny", "--repeats", "2",
+                    main=measure.main, words=["--repeats 2", "no maskings"])
+    assert_one_line(capsys, "curves", "out/tiny", "out/causal", main=measure.main,
+                    words=["out/causal", "another vocabulary, corpus or objective"])
+    assert_one_line(capsys, "tiny.py", "--out=out/new", "--init_from=out/causal",
+                    words=["out/causal", "is a causal language model, expected a masked one"])
+    Path("own").mkdir()
+    for split in ("train", "dev"):
+        Path("own", f"{split}.tsv").write_text("sentence\tlabel\nthe cat\tx\na dog\ty\n")
+    Path("tune.py").write_text("task = 'own'\ninit_from = 'out/causal'\nmax_len = 32\n")
+    assert_one_line(capsys, "tune.py", main=finetune.main,
+                    words=["out/causal", "is a causal language model, expected a masked one"])
+
+
+def test_a_causal_run_is_measured(place, capsys):
+    args = ["--objective=causal", "--max_steps=12"]
+    assert train(*args) == 0 and train(*args, "--memory_layers=", "--out=out/plain") == 0
+    runs = ["out/plain", "out/tiny"]
+    measure.main(["table", *runs, "--data", "tiny", "--device", "cpu", "--out", "results/t"])
+    found = json.loads(Path("results/t.json").read_text())["runs"][1]["results"]["tiny"][0]
+    corpus, model = data.Corpus("tiny"), checkpoint.load_model("out/tiny")
+    batches = data.next_tokens(corpus, "test", 16, 8, stride=8)
+    results, _ = usage.evaluate(model, batches, torch.device("cpu"))
+    assert found["masked_tokens"] == len(corpus.split("test"))
+    assert found["perplexity"] == pytest.approx(results["perplexity"], rel=1e-6)
+    assert found["layers"]["2"]["accesses"] == 2 * sum(batch["ids"].size for batch in batches)
+    measure.main(["curves", *runs, "--out", "results/c"])
+    measure.main(["staleness", "out/tiny"])
+    capsys.readouterr()
+    measure.main(["slots", "out/tiny", "--layer", "2", "--most", "3", "--device", "cpu",
+                  "--out", "results/s"])
+    reads = record_search(model)
+    for batch in data.next_tokens(corpus, "test", 16, 8):
+        model.eval()(torch.from_numpy(batch["ids"]))
+    slots = torch.cat([slots.flatten() for slots, _ in reads[2]])
+    for record in json.loads(Path("results/s.json").read_text()):
+        assert record["reads"] == (slots == record["slot"]).sum()
+        assert all("[CLS]" not in text for _, text in record["contexts"])
