@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import find_weights, read_weights
+from checkpoint import check_objective, find_weights, read_weights
 from common import Parser, UserError, atomic, markdown, need, run
 from data import read_vocab, special_tokens
 from huggingface import ARCHITECTURES, MEMORY_ACT, SETTINGS, full_tokenizer, their_names
@@ -29,12 +29,13 @@ PIPELINES = {None: "fill-mask", "classifier": "text-classification", "span": "qu
 def export(path, folder):
     """Write `path` (see find_weights) as a folder that transformers' from_pretrained loads:
     config.json, model.safetensors, vocab.txt, tokenizer.json, a model card README.md, and the code
-    of a model with memory, which load_model reads too."""
+    of a model with memory, which load_model reads too. Not for causal models."""
     save_file = need("safetensors.torch", "export").save_file
     if Path(folder).exists():
         raise UserError(f"{folder} exists already")
     source, vocab_file = find_weights(path)
     saved, vocab = read_weights(source), read_vocab(vocab_file)
+    check_objective(path, saved["config"], causal=False)
     config, head, labels = BertConfig(**saved["config"]), saved.get("head"), saved.get("labels")
     plain = not config.memory_layers or (config.alpha, config.beta) == (1, 0)
     if not config.type_vocab:  # as good as none

@@ -8,11 +8,13 @@ import sys
 from tests.helpers import ROOT
 
 SCRIPTS = ["pretrain", "finetune", "measure", "bench", "prepare_data", "export"]
-ROOMS = ["common", "pkm", "download", "data", "model", "huggingface", "checkpoint", "training",
-         "usage", "tasks", "figures"]
+ROOMS = ["common", "pkm", "add_memory", "download", "data", "model", "huggingface", "checkpoint",
+         "training", "usage", "tasks", "figures"]
+OUTSIDE = "modeling_pkm"  # goes with exported weights; nothing here imports it
 PACKAGES = {"torch", "numpy", "tiktoken", "tokenizers", "requests", "tqdm", "huggingface_hub",
             "matplotlib", "pyarrow", "safetensors"}
-PATHS = {path.stem: path for path in ROOT.glob("*.py") if not path.stem.startswith("test_")}
+PATHS = {path.stem: path for path in ROOT.glob("*.py")
+         if not path.stem.startswith("test_") and path.stem != OUTSIDE}
 
 
 def test_imports_run_one_way_down():
@@ -27,12 +29,16 @@ def test_imports_run_one_way_down():
         below = ROOMS if name in SCRIPTS else ROOMS[:ROOMS.index(name)]
         assert ours <= set(below), name
         assert imported - ours - sys.stdlib_module_names <= PACKAGES, name
-        assert not (name == "pkm" and ours)
+        assert not (name == "pkm" and ours) and not (name == "add_memory" and ours > {"pkm"})
+        assert OUTSIDE not in imported
+    sizes = [len((ROOT / f"{name}.py").read_text().splitlines()) for name in
+             (OUTSIDE, "add_memory")]
+    assert sum(sizes) < 150  # code that people run on trust
 
 
 def test_the_core_is_read_in_an_evening():
     lines = {name: len(path.read_text().splitlines()) for name, path in PATHS.items()}
-    assert sum(lines[name] for name in ("pkm", "model", "data", "training", "pretrain")) <= 1350
+    assert sum(lines[name] for name in ("pkm", "model", "data", "training", "pretrain")) <= 1435
     assert max(lines.values()) <= 650
 
 

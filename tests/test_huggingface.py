@@ -186,6 +186,12 @@ def test_a_vocabulary_with_capitals_is_of_a_cased_bert(tmp_path):
     assert data.load_tokenizer(tmp_path).encode(text).tokens == theirs.tokenize(text)
 
 
+def test_a_causal_model_is_not_exported(tmp_path):
+    run = saved_run(tmp_path, tiny_head(None, causal=True))
+    with pytest.raises(common.UserError, match="is a causal language model"):
+        export.export(run, tmp_path / "out")
+
+
 def demo_of_hugging_face(kind, folder, vocab):
     """A random transformers model of the demo's shape with a vocabulary, saved by torch."""
     size = len(Path(vocab).read_text().splitlines())
