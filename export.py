@@ -6,9 +6,9 @@ $ python export.py out/demo my_folder               # a run, or one of its check
 A model with memory brings its code along: AutoModelForMaskedLM.from_pretrained("my_folder",
 trust_remote_code=True), or ...ForSequenceClassification, ...ForQuestionAnswering.
 """
+import contextlib
 import json
 import re
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def export(path, folder):
     with atomic(folder) as temporary:
         temporary.mkdir()
         save_file(weights, temporary / "model.safetensors", {"format": "pt"})
-        shutil.copyfile(vocab_file, temporary / "vocab.txt")
+        (temporary / "vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
         tokenizer.save(str(temporary / "tokenizer.json"))
         for name, content in (("config", settings), ("tokenizer_config", about)):
             (temporary / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
@@ -87,7 +87,7 @@ def export(path, folder):
 def card(source, name, config, saved, plain):
     """The model card: what the model is, how it was trained and what was measured, as far as the
     run of the checkpoint `source` says it, licences, and how to cite. Markdown."""
-    head, settings = saved.get("head"), source.parent / "config.json"
+    head, run_folder = saved.get("head"), source.parent
     with torch.device("meta"):  # for its sizes
         model = build_model(config, head, saved.get("labels", ()))
     size = sum(p.numel() for p in model.parameters())
@@ -95,8 +95,8 @@ def card(source, name, config, saved, plain):
         name=name, task=PIPELINES[head], auto=ARCHITECTURES[head].replace("Bert", "AutoModel"),
         code="" if plain else ", trust_remote_code=True", size=size,
         memory="" if plain else MEMORY.format(**asdict(config)), **asdict(config))
-    if settings.is_file():
-        rows = [[key, f"`{value}`"] for key, value in read_settings(source.parent).items()]
+    if (source / "model.pt").is_file() and (run_folder / "config.json").is_file():
+        rows = [[key, f"`{value}`"] for key, value in read_settings(run_folder).items()]
         text += f"\n## training\n\n{markdown(['setting', 'value'], rows)}"
         text += f"\n## measured\n\n{measured(source, head)}"
     return text + RIGHTS
@@ -111,12 +111,14 @@ def measured(source, head):
         rows = [[key.removeprefix(prefix), f"{value:.5g}"] for key, value
                 in json.loads(results.read_text()).items() if key.startswith(prefix)]
         return "On the dev split:\n\n" + markdown(["metric", "value"], rows)
-    try:
-        evaluations = read_evaluations(source.parent)
-    except UserError:
-        return "Nothing yet.\n"
-    step = read_settings(source.parent)["first_step"] + int(source.name.partition("_")[2])
-    results = [each for each in evaluations if each["step"] <= step][-1]
+    evaluations = []
+    if not head:
+        step = read_settings(source.parent)["first_step"] + int(source.name.removeprefix("step_"))
+        with contextlib.suppress(UserError):  # a copy of a run without its log
+            evaluations = [e for e in read_evaluations(source.parent) if e["step"] <= step]
+    if not evaluations:
+        return "Nothing is known.\n"
+    results = evaluations[-1]
     lines = "\n".join(f"- {line}" for line in describe(results))
     return (f"On {results['masked_tokens']:,} masked tokens of held-out text after "
             f"{results['step']:,} steps (MU: share of the slots that were read; top-1 MU: that "

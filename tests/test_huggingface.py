@@ -186,6 +186,18 @@ def test_a_vocabulary_with_capitals_is_of_a_cased_bert(tmp_path):
     assert data.load_tokenizer(tmp_path).encode(text).tokens == theirs.tokenize(text)
 
 
+def test_a_fine_tuned_models_card_has_its_metrics(tmp_path):
+    run = saved_run(tmp_path, tiny_head("classifier", ("a", "b")), labels=("a", "b"))
+    (run / "step_000003").rename(run / "best")
+    (run / "config.json").write_text(json.dumps(
+        {"task": "RTE", "tokenizer_hash": "", "init_checkpoint": "", "first_step": 0}))
+    (run / "eval_results.json").write_text(json.dumps({"eval_accuracy": 0.75, "last_accuracy": 1}))
+    export.export(run / "best", tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+    assert "| task " in card and "| accuracy | 0.75 " in card and "| 1 " not in card
+    assert "AutoModelForSequenceClassification" in card
+
+
 def test_a_causal_model_is_not_exported(tmp_path):
     run = saved_run(tmp_path, tiny_head(None, causal=True))
     with pytest.raises(common.UserError, match="is a causal language model"):
