@@ -72,9 +72,11 @@ def exported(tmp_path, head, **settings):
     return model.eval(), tmp_path / "out"
 
 
-def load(folder, head):
+def load(folder, head, missing=()):
     auto = getattr(transformers, f"AutoModelFor{HEADS[head]}")
-    return auto.from_pretrained(folder, trust_remote_code=True)
+    model, loading = auto.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    assert set(loading["missing_keys"]) == set(missing) and not loading["mismatched_keys"]
+    return model
 
 
 def logits(model, ids, mask, types):
@@ -136,7 +138,7 @@ def test_an_exported_model_cannot_lose_its_memory(tmp_path):
     with torch.no_grad():
         best = model(ids)[0, 2].softmax(0).max()
     assert pipeline("w3 [MASK] w7")[0]["score"] == pytest.approx(best.item(), rel=1e-5)
-    other = load(folder, "classifier")  # with a random head
+    other = load(folder, "classifier", ["classifier.weight", "classifier.bias"])  # random ones
     assert_near(other.bert.encoder.layer[0].memory.keys, model.bert.layers[0].memory.keys, 0)
 
 
@@ -188,7 +190,10 @@ def by_hand(layer, x, mask, alpha, beta):
 def test_a_layer_with_memory_is_the_formula(kind, alpha, beta):
     model = encoder(kind)
     tables = add_memory(model, (1, 3), alpha, beta, **MEMORY)
-    assert list(tables) == [1, 3]
+    assert list(tables) == [1, 3] and not layers_of(model)[2].memory.query_norm.training
+    inside = [name for name, _ in layers_of(model)[0].named_parameters()
+              if name.startswith(("intermediate", "ffn"))]
+    assert bool(inside) == (alpha != 0)
     spread(model)
     ids, mask, _ = batch()
     seen, layers = {}, layers_of(model)
