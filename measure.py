@@ -11,7 +11,7 @@ $ python measure.py table out/base_resm_init_sst2               # Table 6
 $ python measure.py by_class out/base_pkm_sst2 out/base_resm_init_sst2 --out results/figure4
 
 --out NAME writes the table to NAME.md, its numbers to NAME.json, a figure to NAME.png and NAME.svg.
-In this file: what computes, the commands, which print, and what draws.
+In this file: what computes, and the commands, which print.
 """
 import contextlib
 import itertools
@@ -31,13 +31,13 @@ from common import (
     atomic,
     load_file,
     markdown,
-    need,
     run,
     setup,
     whole,
     write_text,
 )
 from data import Corpus, cut, heldout, load_tokenizer, read_vocab, special_tokens
+from figures import draw_bars, draw_curves
 from model import MaskedLM, value_tables
 from training import read_settings, to_device
 from usage import (
@@ -505,75 +505,6 @@ def show_guesses(tokenizer, positions, logits, reads, contexts):
                 print(f"    head {head}: {'  '.join(read)}")
                 for w, context in contexts(layer, best[0]) if contexts else ():
                     print(f"      ({w:.2f}) {context}")
-
-
-# Okabe and Ito's colours, neighbours of different lightness, each with another line style
-COLORS = "black", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9"
-LINES = "-", "--", "-.", ":", (0, (10, 3)), (0, (5, 1, 1, 1, 1, 1)), (0, (1, 4))
-
-
-def subplots(rows, columns, width, height, **settings):
-    """A figure, and its (rows, columns) panels, each of width x height inches."""
-    pyplot = need("matplotlib.pyplot", "a figure")
-    pyplot.switch_backend("Agg")
-    pyplot.rcParams.update({"font.size": 8, "legend.handlelength": 5, "savefig.dpi": 150})
-    return pyplot.subplots(rows, columns, squeeze=False, layout="constrained",
-                           figsize=(columns * width, rows * height), **settings)
-
-
-def draw_bars(bars, columns, width, numbers, xlabel="", ylabel=""):
-    """A figure of bars, each (title of its panel, label, height) and maybe a floor, a line across
-    it, `width` inches a bar, with the heights above them in the format `numbers`; the panels are in
-    so many columns."""
-    titles = list(dict.fromkeys(title for title, *_ in bars))
-    width = max(4, width * len(bars) / len(titles))
-    figure, grid = subplots(-(-len(titles) // columns), columns, width, 1.8, sharey="row")
-    for axes, title in zip(grid.flat, titles, strict=False):
-        labels, heights, *floors = zip(*(bar[1:] for bar in bars if bar[0] == title), strict=True)
-        drawn = axes.bar(labels, heights)
-        axes.bar_label(drawn, fmt=numbers)
-        for floor in floors:
-            left = [bar.get_x() for bar in drawn]
-            axes.hlines(floor, left, [x + bar.get_width() for x, bar in zip(left, drawn)],
-                        colors="black", label="two random halves of one class")
-            axes.legend()
-        axes.set_title(title)
-        axes.margins(y=0.15)
-    figure.supxlabel(xlabel)
-    figure.supylabel(ylabel)
-    return figure
-
-
-def draw_curves(runs):
-    """Zoomed to low perplexity: up to where the runs that go on from another model start. runs:
-    {path: read_evaluations}."""
-    figure, [[left, right]] = subplots(1, 2, 5.5, 4.2)
-    for number, (path, evaluations) in enumerate(runs.items()):
-        steps, name = [e["step"] for e in evaluations], Path(path).name
-        look = {"color": COLORS[number % 7], "linestyle": LINES[number % 7]}
-        start = {"marker": "o", "markevery": [0], "fillstyle": "none"} if steps[0] else {}
-        left.plot(steps, [e["perplexity"] for e in evaluations], label=name, **look, **start)
-        for layer, marker in zip(evaluations[-1]["layers"], "os^vDx", strict=False):
-            usage = [100 * e["layers"][layer]["top1_mu"] for e in evaluations]
-            right.plot(steps, usage, marker=marker, markersize=4, label=f"{name}, layer {layer}",
-                       **look)
-    low = min(evaluations[-1]["perplexity"] for evaluations in runs.values())
-    starts = [first["perplexity"] for first, *_ in runs.values() if first["step"]]
-    top = 1.05 * max([2 * low, *starts])
-    ticks = [digit * 10**n for n in range(6) for digit in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8)]
-    left.set(ylabel="MLM perplexity, held-out text", yscale="log", yticks=ticks,
-             yticklabels=[f"{tick:g}" for tick in ticks], ylim=(0.95 * low, top))
-    left.minorticks_off()
-    right.set(ylabel="top-1 memory usage (%)", ylim=(0, 102))
-    shown = [e["step"] for evals in runs.values() for e in evals if e["perplexity"] <= top]
-    margin = 0.02 * (max(shown) - min(shown))
-    for axes in (left, right):
-        axes.set(xlabel="training steps, those of the initial model included",
-                 xlim=(min(shown) - margin, max(shown) + margin))
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
-    return figure
 
 
 def main(argv=None):
