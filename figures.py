@@ -93,24 +93,30 @@ def draw_curves(runs):
 
 
 def label_ends(axes, lines, gap=0.042):
-    """Write each line's name at its end: to the right of the panel, at least `gap` of its height
-    apart; of a line that ends earlier below its end. lines: [(line, name)]."""
-    last = max(line.get_xdata()[-1] for line, _ in lines)
-    ends = []  # [height of the name, its line's end, the line, the name]
+    """Write each line's name at its end, to the right of the panel, and if it ends before others
+    below its end; names are at least `gap` of the panel's height apart. lines: [(line, name)]."""
+    ends = {}  # {last step: [[height of the name, end of the line, name, color]]}
     for line, name in lines:
         end = line.get_xydata()[-1]
-        if end[0] < last:
-            axes.annotate(name, end, (-2, -3), textcoords="offset points", ha="right", va="top")
-        else:
-            height = axes.transAxes.inverted().transform(axes.transData.transform(end))[1]
-            ends.append([height, end, line, name])
-    ends.sort(key=lambda one: one[0])
-    for _ in range(1000):  # names that are too close move apart
-        for lower, upper in itertools.pairwise(ends):
+        height = axes.transAxes.inverted().transform(axes.transData.transform(end))[1]
+        ends.setdefault(end[0], []).append([height, end, name, line.get_color()])
+    for step, group in ends.items():
+        is_last = step == max(ends)
+        spread(group, gap)
+        for height, end, name, color in group:
+            leader = {"arrowstyle": "-", "color": color, "relpos": (0, 0.5), "shrinkB": 2}
+            look = {"arrowprops": leader} if is_last else {"ha": "right"}
+            x, height = (1.04, height) if is_last else (step, height - 0.035)
+            axes.annotate(name, end, (x, height), va="center", annotation_clip=False, **look,
+                          textcoords="axes fraction" if is_last else axes.get_xaxis_transform())
+
+
+def spread(group, gap):
+    """Move the heights, the first of each list in the group, apart to `gap`, within 0 and 1."""
+    group.sort(key=lambda one: one[0])
+    for _ in range(1000):
+        for lower, upper in itertools.pairwise(group):
             overlap = max(0, gap - (upper[0] - lower[0]))
             lower[0] -= overlap / 2
             upper[0] += overlap / 2
-    for height, end, line, name in ends:
-        leader = {"arrowstyle": "-", "color": line.get_color(), "relpos": (0, 0.5), "shrinkB": 2}
-        axes.annotate(name, end, (1.04, height), textcoords="axes fraction", va="center",
-                      annotation_clip=False, arrowprops=leader)
+        group[0][0], group[-1][0] = max(0, group[0][0]), min(1, group[-1][0])
