@@ -3,6 +3,7 @@ Causal language models: the network, its batches, training and what measures it.
 """
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -201,3 +202,51 @@ def test_a_causal_run_is_measured(place, capsys):
     for record in json.loads(Path("results/s.json").read_text()):
         assert record["reads"] == (slots == record["slot"]).sum()
         assert all("[CLS]" not in text for _, text in record["contexts"])
+
+
+@pytest.mark.parametrize("layers", ["--memory_layers=2,3", "--memory_layers="])
+def test_sample_goes_on_with_a_text(place, capsys, layers):
+    """At temperature 0 with the likeliest token, step by step; otherwise with one of the top k."""
+    assert train("--objective=causal", "--max_steps=12", layers) == 0
+    model, corpus = checkpoint.load_model("out/tiny").eval(), data.Corpus("tiny")
+    tokenizer = corpus.tokenizer()
+    prompt = [corpus.sep_id, *tokenizer.encode("the old cat saw").ids]
+
+    def run(*args):
+        capsys.readouterr()
+        measure.main(["sample", "out/tiny", "the old cat saw", "--device", "cpu", *args])
+        lines = capsys.readouterr().out.splitlines()
+        return lines, [line.split(": ", 1)[1] for line in lines if line.startswith("sample")]
+
+    lines, [text] = run("--temperature", "0", "--tokens", "30")
+    ids = list(prompt)
+    for _ in range(30):  # longer than a window of 16
+        with torch.no_grad():
+            ids.append(model(torch.tensor([ids[-16:]]))[0, -1].argmax().item())
+    assert tokenizer.encode(text).ids == ids[1:]
+    with torch.no_grad():
+        best = model(torch.tensor([prompt]))[0, -1].softmax(0).topk(5)
+    assert [line.split() for line in lines if line.endswith(tuple("abcdefghijklmnopqrstuvwxyz.]"))
+            and line.split()[0].endswith("%")] == [
+        [f"{p:.1%}", tokenizer.id_to_token(i)] for p, i in zip(*map(torch.Tensor.tolist, best))]
+    reads = record_search(model)
+    model(torch.tensor([prompt]))
+    for [(slots, _)] in reads.values():
+        for head, slot in enumerate(slots[-1, :, 0].tolist(), 1):
+            assert any(line.startswith(f"    head {head}: {slot} (") for line in lines)
+    _, texts = run("--samples", "3", "--tokens", "6", "--top_k", "2", "--temperature", "1")
+    assert len(set(texts)) > 1
+    for text in texts:
+        ids = tokenizer.encode(text).ids
+        for n in range(len(prompt) - 1, len(ids)):
+            with torch.no_grad():
+                logits = model(torch.tensor([[corpus.sep_id, *ids[:n]]]))[0, -1]
+            assert ids[n] in logits.topk(2).indices
+    assert run("--samples", "1", "--tokens", "6", "--top_k", "2", "--temperature", "1")[1] == (
+        texts[:1])
+    assert run("--samples", "3", "--tokens", "6", "--top_k", "2", "--temperature", "1",
+               "--seed", "7")[1] != texts
+    shutil.rmtree("data")  # a run can be used without its corpus
+    assert run("--temperature", "0", "--tokens", "3")[1]
+    assert_one_line(capsys, "sample", "out/tiny", "x", "--temperature=-1", words=["--temperature"],
+                    main=measure.main)
