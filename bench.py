@@ -217,7 +217,7 @@ def causal(args):
         configs = {run: BertConfig(**read_weights(run)["config"]) for run in args.runs}
     with torch.device(args.device):
         models = {name: MaskedLM(config) for name, config in configs.items()}
-    results, first, second = [], *list(models)[:2]
+    (first, second, *_), results = [*models, None], []
 
     def text(batch, length):
         size = min(config.vocab_size for config in configs.values())
@@ -457,7 +457,7 @@ def main():
     option(every, "--rounds", type=whole, default=7, help="timed, after two of warm-up")
     option(every, "--out", metavar="results/NAME.json", help="keep the JSON line there")
     option(every, "--keep_freed", action="store_true",
-           help="keep freed memory as pretrain.py does; train always does")
+           help="keep freed memory as pretrain.py does; train and causal always do")
     option("inference layer train causal", "--n_keys", type=n_keys, default=512, help="n_keys^2 slots")
     option("inference train causal", "--compile", action="store_true", help="on CUDA it is always on")
     option("inference causal against_transformers", "--lengths", type=whole, nargs="+", default=[128, 512])
@@ -481,10 +481,10 @@ def main():
         argv = ["inference", *argv]
     args = parser.parse_args(argv)
     args.device, args.dtype = common.setup(args.device, args.dtype)
-    if args.dtype == torch.float16 and args.command in ("train", "against_transformers"):
+    if args.dtype == torch.float16 and args.command in ("train", "causal", "against_transformers"):
         raise UserError("dtype = 'float16': training is timed in float32 and bfloat16")
     args.autocast = torch.autocast(args.device.type, args.dtype, args.dtype != torch.float32)
-    if args.keep_freed or args.command == "train":
+    if args.keep_freed or args.command in ("train", "causal"):
         common.keep_freed_memory(args.device)
     args.compile |= args.device.type == "cuda"
     if args.device.type == "cuda":
