@@ -458,15 +458,18 @@ def main():
     option(every, "--out", metavar="results/NAME.json", help="keep the JSON line there")
     option(every, "--keep_freed", action="store_true",
            help="keep freed memory as pretrain.py does; train and causal always do")
-    option("inference layer train causal", "--n_keys", type=n_keys, default=512, help="n_keys^2 slots")
-    option("inference train causal", "--compile", action="store_true", help="on CUDA it is always on")
-    option("inference causal against_transformers", "--lengths", type=whole, nargs="+", default=[128, 512])
+    option("inference layer train causal", "--n_keys", type=n_keys, default=512,
+           help="n_keys^2 slots")
+    option("inference train causal", "--compile", action="store_true",
+           help="on CUDA it is always on")
+    option("inference causal against_transformers", "--lengths", type=whole, nargs="+",
+           default=[128, 512])
     option("inference", "--sizes", nargs="+", choices=list(SIZES), default=["base", "large"])
     option("inference causal", "--values_dtype", choices=["float32", "bfloat16"], default="float32")
     option("inference causal", "--slots", type=n_keys, nargs="*", metavar="N", help="instead: "
            "latency at N^2 slots, with product and with flat keys (64 128 256 512 1024)")
     option("causal", "--layers", type=functools.partial(whole, least=2), default=12)
-    option("causal", "--runs", nargs="+", metavar="RUN", help="instead: models of these runs' sizes")
+    option("causal", "--runs", nargs="+", metavar="RUN", help="instead: the models of these runs")
     option("layer", "--tokens", type=whole, nargs="+", default=[128, 512, 2048, 8192, 32768, 65536])
     steps = "train causal against_transformers"
     option(steps, "--size", choices=list(SIZES), default="base")
