@@ -3,7 +3,9 @@ BERT, by hand (Devlin et al., 2018), with a product-key memory in some of its la
 
 x' = LN(x + alpha * FFN(x) + beta * PKM(x))      Kim & Jung (2020), section 4.2
 (alpha, beta) = (1, 0) is the FFN layer, (0, 1) the PKM layer, (1, 1) the residual memory (ResM).
-With causal = True the same network predicts the next token, as Lample et al.'s (2019) does.
+With causal = True the same network predicts the next token, as Lample et al.'s (2019) does. Its
+logits then come from earlier tokens only; but in training the statistics of a memory's query batch
+norm are over all tokens of a batch, as in XLM.
 
 >>> model = MaskedLM(BertConfig(**SIZES["base"], memory_layers=(4, 8)))  # 515M parameters
 >>> logits = model(ids)                             # (batch, time) -> (batch, time, vocab_size)
