@@ -21,15 +21,23 @@ def subplots(rows, columns, width, height, **settings):
 
 def draw_bars(bars, columns, width, numbers, xlabel="", ylabel=""):
     """A figure of bars, each (title of its panel, label, height), `width` inches a bar, with the
-    heights above them in the format `numbers`; the panels are in so many columns."""
+    heights above them in the format `numbers`; the panels are in so many columns. If they have a
+    fourth part, the height of a noise floor, that is a bar beside each."""
     titles = list(dict.fromkeys(title for title, *_ in bars))
     width = max(4, width * len(bars) / len(titles))
     figure, grid = subplots(-(-len(titles) // columns), columns, width, 1.8, sharey="row")
     for axes, title in zip(grid.flat, titles, strict=False):
-        labels, heights = zip(*(bar[1:] for bar in bars if bar[0] == title), strict=True)
-        axes.bar_label(axes.bar(labels, heights), fmt=numbers)
+        labels, heights, *floors = zip(*(bar[1:] for bar in bars if bar[0] == title), strict=True)
+        left = {"width": -0.4, "align": "edge"} if floors else {}
+        parts = [axes.bar(labels, heights, **left)]
+        parts += [axes.bar(labels, floor, 0.4, align="edge", color="silver") for floor in floors]
+        for part in parts:
+            axes.bar_label(part, fmt=numbers)
         axes.set_title(title)
-        axes.margins(y=0.15)
+        axes.margins(y=0.2)
+    if floors:
+        figure.legend(parts, ["the two classes", "two random halves of one class"], ncols=2,
+                      loc="outside upper right")
     figure.supxlabel(xlabel)
     figure.supylabel(ylabel)
     return figure
