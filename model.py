@@ -186,6 +186,20 @@ class MaskedLM(nn.Module):
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
+    @torch.no_grad()
+    def generate(self, ids, tokens, window, temperature=1.0, top_k=50, generator=None):
+        """Of a causal model: the list `ids` and so many tokens more, each drawn from the top_k
+        likeliest after the last `window` tokens; at temperature 0 it is the likeliest."""
+        ids = list(ids)
+        for _ in range(tokens):
+            seen = torch.tensor([ids[-window:]], device=self.bias.device)
+            last = torch.full((1, 1), seen.shape[1] - 1, device=seen.device)
+            logits = self(seen, positions=last)[0, 0].cpu()
+            best = logits.topk(min(top_k, len(logits)) if temperature else 1)
+            chances = (best.values / (temperature or 1)).softmax(0)
+            ids.append(best.indices[chances.multinomial(1, generator=generator)].item())
+        return ids
+
 
 class Classifier(nn.Module):
     """BERT with a linear layer over the pooled [CLS]: one or two sentences to a class, or to a

@@ -286,6 +286,8 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("curves out/none", None, "out/none"), ("staleness data", None, "data/config.json"),
         ("staleness out/foreign", None, "out/foreign", "without memory"),
         ("slots out/foreign --layer 2", None, "out/foreign", "no memory"),
+        ("browse out/foreign --out page", None, "out/foreign", "without memory"),
+        ("browse out/tiny", None, "--out"),
         ("slots out/tiny --layer 1", None, "no memory in layer 1", "2, 3"),
         ("slots out/tiny --layer 2 --slot 3 64", None, "slot 64", "0 to 63"),
         ("slots out/tiny --layer 2 --data other", None, "data/other", "vocabulary"),
