@@ -13,8 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from tokenizers import processors
 
-from checkpoint import check_objective, find_weights, read_weights
+from checkpoint import find_weights, read_weights
 from common import Parser, UserError, atomic, markdown, need, run
 from data import read_vocab, special_tokens
 from huggingface import ARCHITECTURES, MEMORY_ACT, SETTINGS, full_tokenizer, their_names
@@ -23,21 +24,24 @@ from training import read_settings
 from usage import describe, read_evaluations
 
 CODE = ("pkm.py", "add_memory.py", "modeling_pkm.py")  # beside the weights of a model with memory
-PIPELINES = {None: "fill-mask", "classifier": "text-classification", "span": "question-answering"}
+PIPELINES = {"MaskedLM": "fill-mask", "CausalLM": "text-generation",
+             "SequenceClassification": "text-classification",
+             "QuestionAnswering": "question-answering"}
 
 
 def export(path, folder):
     """Write `path` (see find_weights) as a folder that transformers' from_pretrained loads:
     config.json, model.safetensors, vocab.txt, tokenizer.json, a model card README.md, and the code
-    of a model with memory, which load_model reads too. Not for causal models."""
+    of a model with memory, which load_model reads too."""
     save_file = need("safetensors.torch", "export").save_file
     if Path(folder).exists():
         raise UserError(f"{folder} exists already")
     source, vocab_file = find_weights(path)
     saved, vocab = read_weights(source), read_vocab(vocab_file)
-    check_objective(path, saved["config"], causal=False)
     config, head, labels = BertConfig(**saved["config"]), saved.get("head"), saved.get("labels")
     plain = not config.memory_layers or (config.alpha, config.beta) == (1, 0)
+    if config.causal and not plain:
+        raise UserError(f"{path} is a causal language model with memory: transformers has none")
     if not config.type_vocab:  # as good as none
         config.type_vocab = 2
         saved["weights"]["bert.token_types.weight"] = torch.zeros(2, config.d_model)
@@ -53,6 +57,8 @@ def export(path, folder):
     settings |= {"model_type": kind, "hidden_act": "gelu", "layer_norm_eps": 1e-12,
                  "attention_probs_dropout_prob": config.dropout, "dtype": "float32",
                  "architectures": [architecture], "pad_token_id": vocab.index(pad)}
+    if config.causal:
+        settings |= {"is_decoder": True, "architectures": ["BertLMHeadModel"]}
     if not plain:
         settings |= {"architectures": [f"PKM{architecture}"], "hidden_act": MEMORY_ACT}
         settings["auto_map"] = {"AutoConfig": "modeling_pkm.PKMBertConfig"} | {
@@ -64,7 +70,11 @@ def export(path, folder):
                      "label2id": {name: n for n, name in enumerate(names)}}
     tokenizer = full_tokenizer(vocab_file)
     tokenizer.no_padding()  # transformers has settings of its own for it
-    about = {"tokenizer_class": "BertTokenizer" if cls == "[CLS]" else "PreTrainedTokenizerFast",
+    if config.causal:  # no [CLS]: a document begins after [SEP]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{sep} $A", special_tokens=[(sep, vocab.index(sep))])
+    own = cls == "[CLS]" and not config.causal  # BertTokenizer puts [CLS] before a text
+    about = {"tokenizer_class": "BertTokenizer" if own else "PreTrainedTokenizerFast",
              "do_lower_case": "A" not in vocab, "model_max_length": config.max_len,
              "pad_token": pad, "unk_token": unk, "cls_token": cls, "sep_token": sep,
              "mask_token": mask}
@@ -91,8 +101,9 @@ def card(source, name, config, saved, plain):
     with torch.device("meta"):  # for its sizes
         model = build_model(config, head, saved.get("labels", ()))
     size = sum(p.numel() for p in model.parameters())
+    kind = "CausalLM" if config.causal else ARCHITECTURES[head].removeprefix("BertFor")
     text = CARD.format(
-        name=name, task=PIPELINES[head], auto=ARCHITECTURES[head].replace("Bert", "AutoModel"),
+        name=name, task=PIPELINES[kind], auto=f"AutoModelFor{kind}",
         code="" if plain else ", trust_remote_code=True", size=size,
         memory="" if plain else MEMORY.format(**asdict(config)), **asdict(config))
     if (source / "model.pt").is_file() and (run_folder / "config.json").is_file():
@@ -120,7 +131,7 @@ def measured(source, head):
         return "Nothing is known.\n"
     results = evaluations[-1]
     lines = "\n".join(f"- {line}" for line in describe(results))
-    return (f"On {results['masked_tokens']:,} masked tokens of held-out text after "
+    return (f"On {results['masked_tokens']:,} predicted tokens of held-out text after "
             f"{results['step']:,} steps (MU: share of the slots that were read; top-1 MU: that "
             f"were a head's first choice):\n\n{lines}\n")
 

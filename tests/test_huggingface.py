@@ -198,9 +198,9 @@ def test_a_fine_tuned_models_card_has_its_metrics(tmp_path):
     assert "AutoModelForSequenceClassification" in card
 
 
-def test_a_causal_model_is_not_exported(tmp_path):
-    run = saved_run(tmp_path, tiny_head(None, causal=True))
-    with pytest.raises(common.UserError, match="is a causal language model"):
+def test_a_causal_model_with_memory_is_not_exported(tmp_path):
+    run = saved_run(tmp_path, tiny_head(None, causal=True, memory_layers=(2,)))
+    with pytest.raises(common.UserError, match="is a causal language model with memory"):
         export.export(run, tmp_path / "out")
 
 
