@@ -196,7 +196,7 @@ def _read(path, known):
         raise UserError(f"{path}: no such config file{hint}")
     try:
         names = runpy.run_path(path)
-    except Exception as error:  # noqa: BLE001 - a user's file may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's file may raise anything
         line = getattr(error, "lineno", None)
         trace = error.__traceback__
         while trace:  # the innermost line that is the config's own

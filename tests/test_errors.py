@@ -163,6 +163,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("c.py steps=1", written("c.py", ""), "--steps=VALUE"),
         ("d.py", written("c.py", ""), "d.py", "no such config"),
         ("c.py", written("c.py", "steps = 1\nlr = 1 / 0"), "c.py:2", "ZeroDivisionError"),
+        ("c.py", written("c.py", "import sys\nsys.exit(0)"), "c.py:2", "SystemExit"),
         ("c.py", written("c.py", "steps = 1\n\nlr = = 2"), "c.py:3", "SyntaxError")],
     ("workdir", "prepare_data.py"): [
         ("text new missing.txt", None, "missing.txt"),
