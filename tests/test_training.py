@@ -24,6 +24,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import checkpoint
 import common
@@ -58,6 +60,16 @@ def test_optimizer_groups():
         elif not name.endswith("values.weight"):
             assert not any(p is q for q in others["params"]), name
     assert not found
+
+
+@pytest.mark.parametrize("memory", [{}, {"memory_layers": (2,)},
+                                    {"memory_layers": (2, 3), "alpha": 0.0}])
+def test_flops_are_torchs_count(memory):
+    model = tiny_bert(max_len=20, **memory)
+    ids, positions = torch.zeros(2, 20, dtype=torch.long), torch.tensor([[1, 5, 9]] * 2)  # 15%
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(ids, positions=positions, labels=positions).backward()
+    assert training.flops_per_token(model, 20) == pytest.approx(counter.get_total_flops() / 40)
 
 
 class TwoBatches:
