@@ -72,6 +72,15 @@ def test_flops_are_torchs_count(memory):
     assert training.flops_per_token(model, 20) == pytest.approx(counter.get_total_flops() / 40)
 
 
+@pytest.mark.parametrize("card, peak", [
+    ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA L4", 121e12),
+    ("NVIDIA L40S", None), ("NVIDIA GeForce RTX 4090", 165e12)])
+def test_peak_flops_of_a_card(monkeypatch, card, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+    assert training.peak_flops(torch.device("cuda")) == peak
+    assert training.peak_flops(torch.device("cpu")) is None
+
+
 class TwoBatches:
     """Two micro-batches a step, of random tokens."""
 
