@@ -389,6 +389,10 @@ def _flock(handle, path, what, wait):
         time.sleep(0.2 if told else 0.01)
 
 
+CHECKPOINT = {  # what the files of a checkpoint hold, see checkpoint.py
+    "model.pt": {"config", "weights"}, "optimizer.pt": {"dense", "values"}, "state.pt": {"step"}}
+
+
 def load_file(path, mmap=False, hint="remove its folder to use an older checkpoint"):
     """A file of torch.save or a .safetensors: tensors and plain Python, nothing that runs. With
     mmap, a tensor is read from disk when it is first used."""
@@ -397,7 +401,10 @@ def load_file(path, mmap=False, hint="remove its folder to use an older checkpoi
     try:
         if path.suffix == ".safetensors":
             return need("safetensors.torch", f"{path}").load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        for key in CHECKPOINT.get(path.name, ()):
+            found[key]  # raises where it is another file
+        return found
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way

@@ -321,6 +321,13 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
          "step_000002/optimizer.pt"),
         ("tiny.py --max_steps=4", halved("out/tiny/step_000002/state.pt"), "step_000002/state.pt"),
         ("tiny.py --max_steps=4", halved("out/tiny/config.json"), "out/tiny/config.json"),
+        ("tiny.py --max_steps=4", lambda: torch.save([1], "out/tiny/step_000002/state.pt"),
+         "step_000002/state.pt: truncated, damaged"),
+        ("tiny.py --max_steps=4", lambda: torch.save({"a": 1}, "out/tiny/step_000002/model.pt"),
+         "step_000002/model.pt: truncated, damaged"),
+        ("tiny.py --max_steps=4", lambda: shutil.copy(
+            "out/foreign/step_000002/optimizer.pt", "out/tiny/step_000002/optimizer.pt"),
+         "step_000002/optimizer.pt: of another model"),
         ("tiny.py --max_steps=4 --dataset=other", None, "out/tiny", "vocabulary"),
         ("tiny.py --max_steps=4 --lr=5e-3", None, "lr", "0.003", "0.005"),
         ("tiny.py --max_steps=4 --objective=causal", None, "objective", "'masked'", "'causal'"),
