@@ -15,6 +15,7 @@ import errno
 import fcntl
 import importlib
 import inspect
+import json
 import os
 import re
 import runpy
@@ -410,6 +411,17 @@ def load_file(path, mmap=False, hint="remove its folder to use an older checkpoi
     except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
         raise UserError(f"{path}: truncated, damaged or no file of tensors "
                         f"({type(error).__name__}; nothing in it was run): {hint}") from None
+
+
+def read_json(path):
+    """The dict in a JSON file of ours; UserError if it is damaged."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not readable ({error})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not readable (no JSON object)")
+    return content
 
 
 def write_text(path, text):

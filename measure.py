@@ -31,6 +31,7 @@ from common import (
     atomic,
     load_file,
     markdown,
+    read_json,
     run,
     setup,
     whole,
@@ -339,7 +340,7 @@ def read_scores(paths):
                 raise UserError(f"{seen[key, task, seed]} and {folder} have the same settings and "
                                 "the same seed: leave one of them out")
             seen[key, task, seed] = folder
-            seeds[seed] = json.loads((folder / "eval_results.json").read_text())
+            seeds[seed] = read_json(folder / "eval_results.json")
     if not systems:
         raise UserError(f"{', '.join(paths)}: no fine-tuned run that is done")
     return systems

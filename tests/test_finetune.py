@@ -20,6 +20,7 @@ import checkpoint
 import common
 import data
 import finetune
+import measure
 import tasks
 from model import BertConfig, Classifier, SpanReader
 from tests.helpers import KILLS, ROOT, assert_same, files, log, squad_file, steps_saved, tune
@@ -274,6 +275,15 @@ def test_a_signal_saves_and_fine_tuning_goes_on(tuned, monkeypatch, capsys, at):
     assert tune(*args, "--out=out/whole") == 0
     for seed in ("seed0", "seed1"):
         assert_same_tuning(f"out/tiny_own/{seed}", f"out/whole/{seed}")
+
+
+def test_damaged_scores_are_named(tuned):
+    assert tune("--max_steps=1") == 0
+    for text in ("{", "[1]"):
+        Path("out/tiny_own/seed0/eval_results.json").write_text(text)
+        for run in (lambda: tune("--max_steps=1"), lambda: measure.main(["glue", "out/tiny_own"])):
+            with pytest.raises(common.UserError, match="seed0/eval_results.json: not readable"):
+                run()
 
 
 def test_other_settings_are_another_fine_tuning(tuned):
