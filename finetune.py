@@ -61,6 +61,7 @@ class Config:
     # watching
     log_interval: int = 100
     checkpoint_interval: int = 1000  # steps; there is one after every epoch, too
+    tensorboard: bool = False  # log.jsonl for it too: tensorboard --logdir out
     # machine
     device: str = "auto"  # cuda, mps, cpu
     dtype: str = "auto"  # float32, bfloat16, float16
@@ -69,7 +70,8 @@ class Config:
 
 
 # Settings that may change when a run is resumed; with another value of the rest it is another run.
-MAY_CHANGE = {"out", "seeds", "log_interval", "checkpoint_interval", "device", "compile"}
+MAY_CHANGE = {"out", "seeds", "log_interval", "checkpoint_interval", "device", "compile",
+              "tensorboard"}
 
 
 class Data:
@@ -189,7 +191,7 @@ def train(trainer, out, state, signals):
     def quality(results):
         return np.nan_to_num(results[data.task.metrics[0]], nan=-np.inf)
 
-    log = open_log(out, state["step"])
+    log = open_log(out, state["step"], config.tensorboard)
     for step, todo in trainer.train(out, state, log, due, signals):
         if "eval" in todo:
             results, _ = evaluate(trainer)
@@ -292,6 +294,8 @@ def main(argv):
         "seed": 0, "seeds": 1, "max_len": 8, "doc_stride": 1, "train_examples": 0, "batch_size": 1,
         "epochs": 1, "max_steps": 0, "warmup": 0, "lr": 0, "value_lr": 0, "weight_decay": 0,
         "grad_clip": 1e-9, "log_interval": 1, "checkpoint_interval": 1})
+    if config.tensorboard:
+        common.need("tensorboard", "tensorboard = True")
     if not config.init_from:
         raise common.UserError("init_from is empty: configs/demo_finetune.py is a recipe")
     initial, vocab = checkpoint.find_weights(config.init_from)

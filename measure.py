@@ -6,12 +6,13 @@ $ python measure.py staleness out/demo_pkm out/demo_resm_init --out results/figu
 $ python measure.py curves out/demo_more out/demo_resm_init --out results/figure3
 $ python measure.py slots out/demo_resm_init --layer 2           # what reads its most read slots
 $ python measure.py fill out/demo_resm_init "Return a new [MASK] of the given shape."
+$ python measure.py browse out/demo_resm_init --out memory      # memory.html: what a slot knows
 $ python measure.py glue out/base_sst2 out/base_resm_init_sst2  # Tables 4, 5, 7: fine-tuned runs
 $ python measure.py table out/base_resm_init_sst2               # Table 6
 $ python measure.py by_class out/base_pkm_sst2 out/base_resm_init_sst2 --out results/figure4
 
 --out NAME writes the table to NAME.md, its numbers to NAME.json, a figure to NAME.png and NAME.svg.
-In this file: what computes, and the commands, which print.
+In this file: what computes, then the commands, which print.
 """
 import contextlib
 import itertools
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 
 import tasks
+from browse import collect, page
 from checkpoint import check_objective, find_weights, load_model, read_weights
 from common import (
     Parser,
@@ -53,6 +55,7 @@ from usage import (
     class_distances,
     count_reads,
     evaluate,
+    last_used,
     read_evaluations,
     read_usage,
     usage_metrics,
@@ -98,9 +101,10 @@ def open_corpus(name, path):
 @torch.no_grad()
 def read_corpus(args, model):
     """What the memories of a model read in the test text of a corpus with nothing masked. Returns
-    the corpus, {layer: (slots, weights)}, (tokens, heads, topk) both, and a function: of a layer's
-    slot, contexts(layer, slot) are the tokens that read it with the most weight, summed over the
-    heads: [(weight, text with the token marked)], at most args.contexts, no text twice."""
+    the corpus, the token ids (sequences, time), of these tokens {layer: (slots, weights)}, (tokens,
+    heads, topk) both, and a function: of a layer's slot, contexts(layer, slot) are the tokens that
+    read it with the most weight, summed over the heads: [(weight, text with the token marked)], at
+    most args.contexts, no text twice."""
     seq_len, dataset = trained_on(args.run)
     if not (args.data or dataset):
         raise UserError(f"{args.run}: its corpus is not known: --data NAME")
@@ -133,7 +137,7 @@ def read_corpus(args, model):
             if len(texts) == args.contexts:
                 break
         return [(weight, text) for text, weight in texts.items()]
-    return corpus, reads, contexts
+    return corpus, ids, reads, contexts
 
 
 def seed_folders(path):
@@ -419,13 +423,11 @@ def staleness(args):
     for path in args.runs:
         snapshots = read_usage(path)
         for layer in read_settings(path)["memory_layers"]:
-            top1 = [arrays[f"layer{layer}_top1"] for arrays in snapshots.values()]
-            # of each slot the number of its last snapshot, counted from 1; 0: never top-1
-            last = np.max([(counts > 0) * n for n, counts in enumerate(top1, 1)], axis=0)
-            shares = np.bincount(last, minlength=len(top1) + 1) / len(last)
+            last = last_used(snapshots, layer)
+            shares = np.bincount(last, minlength=len(snapshots) + 1) / len(last)
             slots = dict(zip(["never", *snapshots], shares.tolist(), strict=True))
-            records.append({"run": path, "layer": layer, "accesses": int(top1[-1].sum()),
-                            "slots": slots})
+            accesses = int(snapshots[max(snapshots)][f"layer{layer}_top1"].sum())
+            records.append({"run": path, "layer": layer, "accesses": accesses, "slots": slots})
     columns = ["never", *sorted({step for r in records for step in r["slots"]} - {"never"})]
     rows = []
     for r in records:
@@ -471,7 +473,7 @@ def slots(args):
     n_slots = len(tables[args.layer].weight)
     if bad := [slot for slot in args.slot if not 0 <= slot < n_slots]:
         raise UserError(f"slot {bad[0]}: layer {args.layer} has slots 0 to {n_slots - 1}")
-    corpus, reads, contexts = read_corpus(args, model)
+    corpus, _, reads, contexts = read_corpus(args, model)
     reads, _ = reads[args.layer]
     read, top1 = (np.bincount(s.ravel(), minlength=n_slots) for s in (reads, reads[..., 0]))
     records = [{"slot": slot, "reads": int(read[slot]), "top1": int(top1[slot]),
@@ -482,6 +484,25 @@ def slots(args):
     report(args, "slot | reads | top-1 | weight | context", rows,
            f"Layer {args.layer} of {checkpoint}; {len(reads):,} tokens of data/{corpus.name} x "
            f"{reads.shape[1]} heads; weights are summed over the heads.", records)
+
+
+def browse(args):
+    """A page in one HTML file, to find what a slot knows: usage, contexts, a search for words."""
+    checkpoint, _ = find_weights(args.run)
+    model = load_model(checkpoint).eval()
+    if not value_tables(model):
+        raise UserError(f"{args.run}: a model without memory has no slots")
+    corpus, ids, reads, _ = read_corpus(args, model)
+    snapshots = {}
+    with contextlib.suppress(UserError):  # a run has them, a folder of weights does not
+        snapshots = read_usage(args.run)
+    n_slots = {n: len(table.weight) for n, table in value_tables(model).items()}
+    found = collect(ids, corpus.tokenizer(), reads, n_slots, snapshots, args.contexts)
+    note = (f"{checkpoint.name}: what {ids.size:,} tokens of data/{corpus.name}'s test text read, "
+            "nothing masked")
+    text, file = page({"title": args.run, "note": note, **found}), Path(f"{args.out}.html")
+    write_text(file, text)
+    print(f"wrote {file}, {file.stat().st_size / 1e6:.1f} MB: open it in a browser")
 
 
 @torch.no_grad()
@@ -504,7 +525,8 @@ def fill(args):
             logits = model(torch.tensor([ids]), positions=torch.tensor([positions]))[0]
         found.append((text, positions, logits, reads))
     try:
-        contexts = read_corpus(args, model)[2] if reads else None
+        if reads:
+            *_, contexts = read_corpus(args, model)
     except UserError as error:  # a run can be used without its corpus
         if args.data:
             raise
@@ -534,29 +556,31 @@ def show_guesses(tokenizer, positions, logits, reads, contexts):
 
 def main(argv=None):
     parser = Parser(description=__doc__)
-    option = parser.commands(table, glue, by_class, staleness, curves, slots, fill)
+    option = parser.commands(table, glue, by_class, staleness, curves, slots, fill, browse)
     number = {"type": whole, "metavar": "N"}
     option("table glue by_class staleness curves", "runs", nargs="+", metavar="out/RUN")
-    option("slots fill", "run", metavar="RUN", help="out/<run>, or one of its checkpoints")
+    option("slots fill browse", "run", metavar="RUN", help="out/<run>, or one of its checkpoints")
     option("fill", "texts", nargs="+", metavar="TEXT", help="a text with [MASK] in it, in quotes")
     option("table", "--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it")
     option("by_class", "--data", metavar="TASK", help="instead of the one of the fine-tuned run")
-    option("slots fill", "--data", metavar="NAME", help="data/NAME instead of the run's corpus")
+    option("slots fill browse", "--data", metavar="NAME", help="data/NAME, not the run's corpus")
     option("table", "--usage_data", metavar="NAME", help="where usage is counted (first of --data)")
     option("table by_class", "--split", choices=("train", "dev"), default="train", help="(train)")
     option("table by_class", "--sequences", **number, help="a quick look at N, evenly spread (all)")
-    option("slots fill", "--sequences", **number, default=512, help="of the test split (512)")
+    option("slots fill browse", "--sequences", **number, default=512, help="of its test text (512)")
     option("table", "--repeats", **number, default=1, help="maskings (1)")
     option("table", "--batch_size", **number, default=8, help="sequences (8)")
     option("slots", "--layer", type=int, required=True, help="counted from 1")
     option("slots", "--slot", type=int, nargs="+", default=[], metavar="N", help="these slots")
     option("slots", "--most", **number, default=10, help="or the N most read (10)")
     option("slots fill", "--contexts", **number, default=3, help="for a slot (3)")
-    option("table by_class slots fill", "--device", default="auto", help="cuda, mps, cpu")
+    option("browse", "--contexts", **number, default=8, help="for a slot (8)")
+    option("table by_class slots fill browse", "--device", default="auto", help="cuda, mps, cpu")
     option("table", "--dtype", default="auto", help="float32, bfloat16, float16")
-    option("table glue by_class staleness curves slots", "--out", metavar="NAME",
-           type=lambda name: re.sub(r"\.(md|json|png|svg)$", "", name),
+    out = {"metavar": "NAME", "type": lambda name: re.sub(r"\.(md|json|png|svg|html)$", "", name)}
+    option("table glue by_class staleness curves slots", "--out", **out,
            help="write the results to NAME.md, NAME.json, ...")
+    option("browse", "--out", **out, required=True, help="write NAME.html")
     args = parser.parse_args(argv)
     args.call(args)
 

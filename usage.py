@@ -195,6 +195,13 @@ def read_usage(run):
     return snapshots
 
 
+def last_used(snapshots, layer):
+    """The number of the last of read_usage's snapshots at which each slot of a layer was top-1,
+    counted from 1; 0: at none. (n_slots,)"""
+    top1 = [arrays[f"layer{layer}_top1"] for arrays in snapshots.values()]
+    return np.max([(counts > 0) * n for n, counts in enumerate(top1, 1)], axis=0)
+
+
 def read_evaluations(run):
     """The evaluations in a run's log.jsonl; `step` counts the steps of the initial model too."""
     first, log = read_settings(run)["first_step"], Path(run) / "log.jsonl"

@@ -292,6 +292,8 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("staleness out/tiny", lambda: np.savez("out/tiny/usage/step_000002.npz", a=np.ones(2)),
          "step_000002.npz: damaged (KeyError)"),
         ("slots out/foreign --layer 2", None, "out/foreign", "no memory"),
+        ("browse out/foreign --out page", None, "out/foreign", "without memory"),
+        ("browse out/tiny", None, "--out"),
         ("slots out/tiny --layer 1", None, "no memory in layer 1", "2, 3"),
         ("slots out/tiny --layer 2 --slot 3 64", None, "slot 64", "0 to 63"),
         ("slots out/tiny --layer 2 --data other", None, "data/other", "vocabulary"),
