@@ -83,6 +83,18 @@ def test_the_best_epoch_counts(tuned, monkeypatch):
     assert torch.equal(weights[5], weights[2]) and not torch.equal(weights[5], weights[4])
 
 
+def test_a_seed_draws_its_own_head(tuned, monkeypatch):
+    heads, train = [], finetune.train
+
+    def seen(trainer, *more):
+        heads.append(trainer.model.head.weight.detach().clone())
+        return train(trainer, *more)
+
+    monkeypatch.setattr(finetune, "train", seen)
+    assert tune("--seeds=2", "--max_steps=1") == tune("--max_steps=1", "--out=out/again") == 0
+    assert torch.equal(heads[0], heads[2]) and not torch.equal(heads[0], heads[1])
+
+
 def test_regression_and_frozen_values(tuned):
     """A score's column makes a regression; update_memory = False keeps the value tables."""
     for update in (True, False):
