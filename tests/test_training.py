@@ -285,6 +285,14 @@ def test_speed_is_since_the_last_record_and_elapsed_since_the_start(place, monke
     assert {r["tokens_per_s"] for r in records} == {2 * 2 * 16}
 
 
+def test_what_a_killed_process_left_half_written_goes(place):
+    assert train("--max_steps=2") == 0
+    Path("out/tiny/.tmp_step_000009").mkdir()
+    Path("out/tiny/usage/.tmp_step_000009.npz").write_text("half")
+    assert train("--max_steps=3") == 0
+    assert not list(Path("out").rglob(".tmp_*"))
+
+
 def test_compiled_training_equals_eager(place):
     """At a value_lr at which values that a compiled graph forgets to train show in the loss."""
     args = ["--n_layer=2", "--memory_layers=1,2", "--dropout=0", "--max_steps=20",
