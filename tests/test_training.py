@@ -291,6 +291,10 @@ def test_what_a_killed_process_left_half_written_goes(place):
     Path("out/tiny/usage/.tmp_step_000009.npz").write_text("half")
     assert train("--max_steps=3") == 0
     assert not list(Path("out").rglob(".tmp_*"))
+    Path("out/new").mkdir()  # killed before its first checkpoint: all begins anew
+    Path("out/new/log.jsonl").write_text('{"step": 0, "perplexity": 9.0}\n{"step": 1, "lo')
+    assert train("--max_steps=1", "--out=out/new") == 0
+    assert [r["step"] for r in log("out/new") if "perplexity" in r] == [0, 1]
 
 
 def test_compiled_training_equals_eager(place):
