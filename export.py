@@ -16,7 +16,7 @@ import torch
 from tokenizers import processors
 
 from checkpoint import find_weights, read_weights
-from common import Parser, UserError, atomic, markdown, need, run
+from common import Failure, Parser, UserError, atomic, markdown, need, run
 from data import read_vocab, special_tokens
 from huggingface import ARCHITECTURES, MEMORY_ACT, SETTINGS, full_tokenizer, their_names
 from model import BertConfig, build_model
@@ -80,7 +80,10 @@ def export(path, folder):
              "mask_token": mask}
     with atomic(folder) as temporary:
         temporary.mkdir()
-        save_file(weights, temporary / "model.safetensors", {"format": "pt"})
+        try:
+            save_file(weights, temporary / "model.safetensors", {"format": "pt"})
+        except Exception as error:  # noqa: BLE001 - safetensors has a type of its own
+            raise Failure(f"{folder}: not saved ({error})") from None
         (temporary / "vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
         tokenizer.save(str(temporary / "tokenizer.json"))
         for name, content in (("config", settings), ("tokenizer_config", about)):
