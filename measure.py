@@ -7,6 +7,7 @@ $ python measure.py curves out/demo_more out/demo_resm_init --out results/figure
 $ python measure.py slots out/demo_resm_init --layer 2           # what reads its most read slots
 $ python measure.py fill out/demo_resm_init "Return a new [MASK] of the given shape."
 $ python measure.py browse out/demo_resm_init --out memory      # memory.html: what a slot knows
+$ python measure.py predict out/base_sst2 new.tsv --out said     # a fine-tuned run on new text
 $ python measure.py glue out/base_sst2 out/base_resm_init_sst2  # Tables 4, 5, 7: fine-tuned runs
 $ python measure.py table out/base_resm_init_sst2               # Table 6
 $ python measure.py by_class out/base_pkm_sst2 out/base_resm_init_sst2 --out results/figure4
@@ -18,6 +19,7 @@ import contextlib
 import itertools
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +51,7 @@ from data import (
 )
 from figures import draw_bars, draw_curves
 from model import MaskedLM, value_tables
+from predictions import predict_file
 from training import read_settings, to_device
 from usage import (
     class_distances,
@@ -504,6 +507,20 @@ def browse(args):
     print(f"wrote {file}, {file.stat().st_size / 1e6:.1f} MB: open it in a browser")
 
 
+def predict(args):
+    """What a fine-tuned model says of new texts: classes, scores or answers, as a TSV table."""
+    file = Path("/dev/stdin" if args.file == "-" else args.file)
+    with contextlib.redirect_stdout(sys.stderr):  # the table is alone on stdout
+        device, _ = setup(args.device, "float32")
+        header, rows = predict_file(args.run, file, device)
+    text = tasks.tsv([header, *rows])
+    if not args.out:
+        print(text, end="")
+        return
+    write_text(f"{args.out}.tsv", text)
+    print(f"wrote {args.out}.tsv: {len(rows):,} rows")
+
+
 @torch.no_grad()
 def fill(args):
     """The likeliest words for each [MASK], the slots read there, and what else reads those."""
@@ -555,10 +572,12 @@ def show_guesses(tokenizer, positions, logits, reads, contexts):
 
 def main(argv=None):
     parser = Parser(description=__doc__)
-    option = parser.commands(table, glue, by_class, staleness, curves, slots, fill, browse)
+    option = parser.commands(table, glue, by_class, staleness, curves, slots, fill, browse, predict)
     number = {"type": whole, "metavar": "N"}
     option("table glue by_class staleness curves", "runs", nargs="+", metavar="out/RUN")
     option("slots fill browse", "run", metavar="RUN", help="out/<run>, or one of its checkpoints")
+    option("predict", "run", metavar="RUN", help="a fine-tuned run, or one of its seeds")
+    option("predict", "file", metavar="FILE", help="TSV with a header, SQuAD's JSON, or - for stdin")
     option("fill", "texts", nargs="+", metavar="TEXT", help="a text with [MASK] in it, in quotes")
     option("table", "--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it")
     option("by_class", "--data", metavar="TASK", help="instead of the one of the fine-tuned run")
@@ -574,12 +593,13 @@ def main(argv=None):
     option("slots", "--most", **number, default=10, help="or the N most read (10)")
     option("slots fill", "--contexts", **number, default=3, help="for a slot (3)")
     option("browse", "--contexts", **number, default=8, help="for a slot (8)")
-    option("table by_class slots fill browse", "--device", default="auto", help="cuda, mps, cpu")
+    option("table by_class slots fill browse predict", "--device", default="auto", help="cuda, mps, cpu")
     option("table", "--dtype", default="auto", help="float32, bfloat16, float16")
-    out = {"metavar": "NAME", "type": lambda name: re.sub(r"\.(md|json|png|svg|html)$", "", name)}
+    out = {"metavar": "NAME", "type": lambda name: re.sub(r"\.(md|json|png|svg|html|tsv)$", "", name)}
     option("table glue by_class staleness curves slots", "--out", **out,
            help="write the results to NAME.md, NAME.json, ...")
     option("browse", "--out", **out, required=True, help="write NAME.html")
+    option("predict", "--out", **out, help="write NAME.tsv instead of printing")
     args = parser.parse_args(argv)
     args.call(args)
 
