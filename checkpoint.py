@@ -199,7 +199,9 @@ def pooler_is_trained(folder):
         if not origin:
             return False
         folder = Path(origin)
-    return not folder.name.startswith("step_")  # else a run that is not there any more
+    if not folder.is_dir():  # not there any more
+        return not folder.name.startswith("step_")
+    return any("pooler" in name for name in read_weights(folder)["weights"])
 
 
 def _group(name):
