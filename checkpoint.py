@@ -119,6 +119,15 @@ def load_model(path):
     return model
 
 
+def check_objective(path, config, causal):
+    """UserError unless the settings of a model, that of `path`, make it a causal language model, or
+    a masked one, as expected."""
+    kinds = ["masked", "causal"]
+    if config.get("causal", False) != causal:
+        raise UserError(f"{path} is a {kinds[not causal]} language model, expected a "
+                        f"{kinds[causal]} one")
+
+
 def load_optimizers(checkpoint, model, dense, values):
     """The other half of save_checkpoint: the moments of both optimizers. Returns the state."""
     saved = load_file(Path(checkpoint) / "optimizer.pt", mmap=True)
@@ -166,7 +175,9 @@ def init_from(model, path, reinit_ffn=False):
     stays random; a task's head always does, and a Classifier's pooler where `path` has one that
     was never trained."""
     source, _ = find_weights(path)
-    weights = read_weights(source)["weights"]
+    saved = read_weights(source)
+    check_objective(path, saved["config"], model.bert.config.causal)
+    weights = saved["weights"]
     random = {("FFN", n) for n in model.bert.config.memory_layers if reinit_ffn}
     random.add(("task head", None))
     if isinstance(model, Classifier) and not pooler_is_trained(source):
