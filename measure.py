@@ -16,19 +16,13 @@ $ python measure.py by_class out/base_pkm_sst2 out/base_resm_init_sst2 --out res
 In this file: what computes, then the commands, which print.
 """
 import contextlib
+import io
 import itertools
 import json
 import re
-import sys
 from pathlib import Path
 
-import numpy as np
-import torch
-
-import tasks
-from browse import collect, page
-from checkpoint import check_objective, find_weights, load_model, read_weights
-from common import (
+from common import (  # before torch: how its threads wait
     Parser,
     Progress,
     UserError,
@@ -40,6 +34,14 @@ from common import (
     whole,
     write_text,
 )
+
+# isort: split
+import numpy as np
+import torch
+
+import tasks
+from browse import collect, page
+from checkpoint import check_objective, find_weights, load_model, read_weights
 from data import (
     Corpus,
     cut,
@@ -162,7 +164,8 @@ class TaskSample:
         if not (args.data or seeds):
             raise UserError(f"{path}: not a fine-tuned run: it takes --data TASK")
         self.settings = read_settings(seeds[0]) if seeds else {}
-        self.checkpoint, vocab = find_weights(seeds[0] / "best" if seeds else path)
+        self.checkpoint, vocab = find_weights(path)
+        print(f"{path}: weights of {self.checkpoint}")
         self.tokenizer = load_tokenizer(vocab)
         self.task = tasks.find(args.data or self.settings["task"])
         split = "train" if args.split == "train" else next(iter(self.task.dev.values()))
@@ -260,6 +263,7 @@ def table(args):
     (device, dtype), runs, rows = setup(args.device, args.dtype), [], []
     for path in args.runs:
         checkpoint, _ = find_weights(path)
+        print(f"{path}: weights of {checkpoint}")
         model = load_model(checkpoint).to(device)
         results = {name: [] for name in corpora}
         for name, masking in itertools.product(corpora, range(args.repeats)):
@@ -510,9 +514,9 @@ def browse(args):
 def predict(args):
     """What a fine-tuned model says of new texts: classes, scores or answers, as a TSV table."""
     file = Path("/dev/stdin" if args.file == "-" else args.file)
-    with contextlib.redirect_stdout(sys.stderr):  # the table is alone on stdout
+    with contextlib.redirect_stdout(io.StringIO()):  # the table is alone on stdout
         device, _ = setup(args.device, "float32")
-        header, rows = predict_file(args.run, file, device)
+    header, rows = predict_file(args.run, file, device)
     text = tasks.tsv([header, *rows])
     if not args.out:
         print(text, end="")

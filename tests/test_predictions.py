@@ -1,6 +1,7 @@
 """
 A fine-tuned model on new text, and what fine-tuning writes of its dev split.
 """
+import itertools
 import json
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 import checkpoint
+import common
 import data
 import measure
+import predictions
 import tasks
 from tests.helpers import ROOT, squad_file, tune
 
@@ -29,12 +32,12 @@ def predict(run, file):
 @torch.no_grad()
 def say(run, *texts):
     """The logits of one example, alone and without padding."""
-    tokenizer, model = data.load_tokenizer(Path(run)), checkpoint.load_model(run).eval()
+    tokenizer, model = data.load_tokenizer(run / "vocab.txt"), checkpoint.load_model(run).eval()
     tokenizer.encode_special_tokens = True
     parts = [[*tokenizer.encode(text, add_special_tokens=False).ids, 3] for text in texts]
-    ids = torch.tensor([[2, *sum(parts, [])]])
-    types = torch.tensor([[0] * (1 + len(parts[0])) + [1] * len(sum(parts[1:], []))])
-    return model(ids, token_types=types)[0]
+    ids = [2, *itertools.chain(*parts)]
+    types = [int(n > len(parts[0])) for n in range(len(ids))]
+    return model(torch.tensor([ids]), token_types=torch.tensor([types]))[0]
 
 
 def test_classes_with_probabilities(tuned):
@@ -48,7 +51,7 @@ def test_classes_with_probabilities(tuned):
     assert header == ["sentence", "prediction", "probability"] and len(rows) == 6
     labels = torch.load(run / "best/model.pt", weights_only=True)["labels"]
     for text, (said, label, probability) in zip(texts, rows, strict=True):
-        expected = say(run / "best" if (run / "best/vocab.txt").exists() else run, text).softmax(0)
+        expected = say(run, text).softmax(0)
         assert said == text and label == labels[expected.argmax()]
         assert float(probability) == pytest.approx(expected.max().item(), abs=1e-4)
     Path("more.tsv").write_text("id\tlabel\tsentence\n7\tnone\tcat\n")  # other columns stay
@@ -69,12 +72,26 @@ def test_classes_with_probabilities(tuned):
     assert right == json.loads((run / "eval_results.json").read_text())["eval_accuracy"]
 
 
+@pytest.mark.parametrize("text, message", [
+    (None, r"new.tsv: no such file"),
+    ("", r"new.tsv:1: columns \[\], 0 rows: expected a header with sentence, or sentence1 and"),
+    ("text\na\n", r"new.tsv:1: columns \['text'\], 1 rows: expected a header with sentence, or"),
+    ("sentence\n", "0 rows"),
+    ("id\tsentence\n1\ta\n\n3\tc\n", "new.tsv:3: 1 fields, expected 2"),
+    ("sentence\na\tb\n", "new.tsv:2: 2 fields, expected 1")])
+def test_a_file_that_cannot_be_read(workdir, text, message):
+    if text is not None:
+        Path("new.tsv").write_text(text)
+    with pytest.raises(common.UserError, match=message):
+        predictions.read_table(Path("new.tsv"), tasks.TEXTS, "sentence, or sentence1 and sentence2")
+
+
 def test_scores_of_pairs(tuned):
     assert tune("--task=pairs", "--epochs=1") == 0
     header, *rows = predict("out/tiny_pairs", "pairs/test.tsv")
     assert header == ["sentence1", "sentence2", "prediction"] and len(rows) == 7
     for first, second, score in rows:
-        expected = say("out/tiny_pairs/seed0", first, second)
+        expected = say(Path("out/tiny_pairs/seed0"), first, second)
         assert float(score) == pytest.approx(expected.item(), abs=1e-3)
     header, *rows = rows_of("out/tiny_pairs/seed0/predictions_dev.tsv")
     assert header == ["index", "sentence1", "sentence2", "label", "prediction"]
@@ -100,7 +117,7 @@ def test_answers_with_scores(tuned):
     assert header == ["context", "question", "prediction", "score"]
     assert [row[0] for row in table] == contexts and table[2][2:] == ["", "-inf"]
     for context, question, answer, score in table[:2]:
-        logits = say("out/tiny_squad/seed0", question, context)
+        logits = say(Path("out/tiny_squad/seed0"), question, context)
         first = len(logits) - 1 - len(context.split())
         pairs = {(logits[s, 0] + logits[e, 1]).item(): (s, e) for s in range(first, len(logits) - 1)
                  for e in range(s, len(logits) - 1)}
