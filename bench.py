@@ -446,7 +446,8 @@ def main():
         machine = f"{cpu}, {torch.get_num_threads()} threads"
     waiting = [f"{name}={os.environ[name]}" for name in common.WAITING if name in os.environ]
     facts = {"command": " ".join(["python bench.py", *argv]), "machine": machine,
-             "waiting": ", ".join(waiting) or "default", "torch": torch.__version__, "dtype": str(args.dtype)[6:], "rounds": args.rounds}
+             "waiting": ", ".join(waiting) or "default", "torch": torch.__version__,
+             "dtype": str(args.dtype)[6:], "rounds": args.rounds}
     print(", ".join(f"{key}: {value}" for key, value in facts.items()))
     results = args.call(args)
     show(results)

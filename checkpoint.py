@@ -58,7 +58,7 @@ def numbered(folder, prefix):
     """The paths <folder>/<prefix><number>, the lowest number first."""
     numbers = {path: path.name.removeprefix(prefix) for path in Path(folder).glob(f"{prefix}*")}
     return sorted((path for path, number in numbers.items()
-                   if re.fullmatch(r"[\d.]+", number)), key=lambda path: float(numbers[path]))
+                   if re.fullmatch(r"\d+(\.\d+)?", number)), key=lambda path: float(numbers[path]))
 
 
 def checkpoints(run):
@@ -205,13 +205,13 @@ def pooler_is_trained(folder):
     while (folder / "model.pt").is_file():
         if read_weights(folder).get("head"):
             return True
-        settings = folder.parent / "config.json"
-        origin = settings.is_file() and json.loads(settings.read_text())["init_checkpoint"]
-        if not origin:
-            return False
+        try:
+            origin = json.loads((folder.parent / "config.json").read_text())["init_checkpoint"]
+        except (OSError, ValueError, KeyError):
+            return False  # where its run started is not known
         folder = Path(origin)
-    if not folder.is_dir():  # not there any more
-        return not folder.name.startswith("step_")
+    if not (folder / "config.json").is_file():  # the run started from nothing, or it is gone
+        return folder.name != "" and not folder.name.startswith("step_")
     return any("pooler" in name for name in read_weights(folder)["weights"])
 
 

@@ -131,8 +131,8 @@ class Data:
             most = np.bincount(self.train.labels).argmax()
             shares = [f"{(part.labels == most).mean():.1%} of {self.task.dev[name]}"
                       for name, part in self.dev.items()]
-            print(f"always saying {self.task.labels[most]}, the most frequent class of train, would "
-                  f"be right for {', '.join(shares)}")
+            print(f"always saying {self.task.labels[most]}, the most frequent class of train, "
+                  f"would be right for {', '.join(shares)}")
         print(f"{len(self.chosen):,} training examples, {config.max_steps:,} steps of {self.size}, "
               f"{config.warmup_steps:,} of them warm-up")
 
@@ -302,8 +302,8 @@ def main(argv):
     if config.tensorboard:
         common.need("tensorboard", "tensorboard = True")
     if not config.init_from:
-        raise common.UserError("init_from is empty, which model? python finetune.py configs/"
-                               "demo_finetune.py starts from out/demo, --init_from=RUN from another")
+        raise common.UserError("init_from is empty, which model? --init_from=RUN, or a recipe: "
+                               "python finetune.py configs/demo_finetune.py starts from out/demo")
     initial, vocab = checkpoint.find_weights(config.init_from)
     run = vocab.parent.parent if vocab.parent.name.startswith("seed") else vocab.parent
     name = f"{run.name}_{tasks.name_of(config.task)}"

@@ -280,4 +280,5 @@ def check_same_run(config, run, may_change):
                             f"{now[key]!r}: give the changed run its own --out=out/NAME")
         if key not in ("dry_run", "eval_only"):
             note = ", where the learning rate reaches 0" if key == "max_steps" else ""
+            note += ": it rises again now" if note and now[key] > before[key] else ""
             print(f"{key} was {before[key]!r}, is now {now[key]!r}{note}")
