@@ -89,19 +89,22 @@ def predict_file(run, file, device):
     def say(examples):
         return predict(model, examples, saved.get("labels"), 32, padding, device)
 
-    if saved["head"] == "classifier":
-        header, rows, texts = read_table(file, tasks.TEXTS,
-                                         "sentence, or sentence1 and sentence2")
-        more, said = describe(say(tasks.encode(tokenizer, texts, None, longest)), saved["labels"])
-        return [*header, *more], [[*row, *new] for row, new in zip(rows, said, strict=True)]
+    if saved["head"] == "span":
+        return answer_file(file, tokenizer, say, longest, settings.get("doc_stride", 128))
+    header, rows, texts = read_table(file, tasks.TEXTS, "sentence, or sentence1 and sentence2")
+    more, said = describe(say(tasks.encode(tokenizer, texts, None, longest)), saved["labels"])
+    return [*header, *more], [[*row, *new] for row, new in zip(rows, said, strict=True)]
+
+
+def answer_file(file, tokenizer, say, max_len, stride):
+    """predict_file for questions; say(windows): what predict says of them."""
     if file.suffix == ".json":
         questions = tasks.read_squad(file, answered=False)
         header, rows = ["id", "question"], [[question.id, question.text] for question in questions]
     else:
-        header, rows, texts = read_table(file, [("question", "context")],
-                                         "question and context")
+        header, rows, texts = read_table(file, [("question", "context")], "question and context")
         questions = [tasks.Question(str(n), *text, []) for n, text in enumerate(texts)]
-    windows, _ = tasks.windows(tokenizer, questions, longest, settings.get("doc_stride", 128))
+    windows, _ = tasks.windows(tokenizer, questions, max_len, stride)
     scores, spans = say(windows)
     answers, best = tasks.answers(windows, scores, spans), {}
     for question, score in zip(windows.question, scores, strict=True):
