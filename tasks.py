@@ -247,7 +247,8 @@ def read_squad(path, answered=True):
     try:
         articles = json.loads(Path(path).read_text(encoding="utf-8"))["data"]
         questions = [Question(qa["id"], qa["question"], paragraph["context"],
-                              [(a["answer_start"], a["text"]) for a in (qa["answers"] if answered else ())])
+                              [(a["answer_start"], a["text"])
+                               for a in (qa["answers"] if answered else ())])
                      for article in articles for paragraph in article["paragraphs"]
                      for qa in paragraph["qas"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -280,7 +281,8 @@ def windows(tokenizer, questions, max_len, stride, train=False, what="encoding")
     rows, statuses = [], {}
     for question, head in zip(questions, heads):
         tokens, offsets = paragraphs[question.context]
-        start, end, status = answer_span(question.context, offsets, *(question.answers or [(0, "")])[0])
+        first = (question.answers or [(0, "")])[0]
+        start, end, status = answer_span(question.context, offsets, *first)
         room = max_len - len(head) - 1
         step = min(stride, room)
         begins = range(0, max(0, len(tokens) - room) + step, step)
