@@ -2,6 +2,7 @@
 Write a trained model as a folder that transformers' from_pretrained loads.
 
 $ python export.py out/demo my_folder               # a run, or one of its checkpoints
+$ python export.py out/demo_docs my_folder          # fine-tuned: the best epoch of its first seed
 
 A model with memory brings its code along: AutoModelForMaskedLM.from_pretrained("my_folder",
 trust_remote_code=True), or ...ForSequenceClassification, ...ForQuestionAnswering.
@@ -9,14 +10,17 @@ trust_remote_code=True), or ...ForSequenceClassification, ...ForQuestionAnswerin
 import contextlib
 import json
 import re
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
+from common import Failure, Parser, UserError, atomic, markdown, need, run  # before torch
+
+# isort: split
 import torch
 from tokenizers import processors
 
 from checkpoint import find_weights, read_weights
-from common import Failure, Parser, UserError, atomic, markdown, need, run
 from data import read_vocab, special_tokens
 from huggingface import ARCHITECTURES, MEMORY_ACT, SETTINGS, full_tokenizer, their_names
 from model import BertConfig, build_model
@@ -85,6 +89,7 @@ def export(path, folder):
         except Exception as error:  # noqa: BLE001 - safetensors has a type of its own
             raise Failure(f"{folder}: not saved ({error})") from None
         (temporary / "vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
+        shutil.copymode(temporary / "vocab.txt", temporary / "model.safetensors")  # was 0600
         tokenizer.save(str(temporary / "tokenizer.json"))
         for name, content in (("config", settings), ("tokenizer_config", about)):
             (temporary / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
@@ -94,7 +99,7 @@ def export(path, folder):
             (temporary / name).write_text(code, encoding="utf-8")
         (temporary / "README.md").write_text(card(source, Path(folder).name, config, saved, plain),
                                              encoding="utf-8")
-    print(f"{folder}: {settings['architectures'][0]}, {len(weights)} tensors")
+    print(f"{folder}: weights of {source}, {settings['architectures'][0]}, {len(weights)} tensors")
 
 
 def card(source, name, config, saved, plain):
@@ -184,7 +189,7 @@ weights that they were made from have licences of their own.
 
 def main(argv=None):
     parser = Parser(description=__doc__)
-    parser.add_argument("path", help="out/<run>, or one of its checkpoints")
+    parser.add_argument("path", help="out/<run>, one of its seeds or checkpoints")
     parser.add_argument("folder", help="the new folder")
     args = parser.parse_args(argv)
     export(args.path, args.folder)
