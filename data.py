@@ -186,6 +186,9 @@ class MaskedBatches:
     def epochs(self, steps):
         return steps * self.config.accumulation * self.config.batch_size / self.per_epoch
 
+    def share(self, step, micro):
+        return 1 / self.accumulation
+
     def get(self, step, micro):
         """A micro-batch: arrays ids, positions and labels (see mask_tokens), by name."""
         config, corpus, width, rows = self.config, self.corpus, self.config.seq_len - 2, []

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import ranks
 from common import UserError
 from pkm import PKM
 
@@ -83,7 +84,7 @@ class Layer(nn.Module):
         if self.beta:
             try:
                 self.memory = PKM(config.d_model, config.n_keys, config.memory_heads, config.topk,
-                                  config.key_dim)
+                                  config.key_dim, ranks.table_class())
             except ValueError as error:
                 raise UserError(str(error)) from None
 

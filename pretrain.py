@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import common
+import ranks
 from checkpoint import find_checkpoint, find_weights, init_from, load_weights
 from common import UserError
 from data import Corpus, MaskedBatches, heldout, read_vocab, vocab_hash
@@ -79,12 +80,13 @@ class Config:
     device: str = "auto"  # cuda, mps, cpu
     dtype: str = "auto"  # float32, bfloat16, float16
     compile: str = "auto"  # on, off; auto: on CUDA
+    rank_timeout: int = 600  # seconds that torchrun's processes wait for each other
 
 
 # Settings that may change when a run is resumed; with another value of the rest it is another run.
 MAY_CHANGE = {"out", "max_steps", "log_interval", "eval_interval", "eval_sequences", "device",
               "usage_interval", "checkpoint_interval", "keep_checkpoints", "compile", "dry_run",
-              "eval_only"}
+              "eval_only", "rank_timeout"}
 
 
 def start_model(config, sizes, corpus, checkpoint):
@@ -93,7 +95,7 @@ def start_model(config, sizes, corpus, checkpoint):
     the steps that the initial model had been trained for."""
     model = MaskedLM(BertConfig(**{**sizes, "vocab_size": corpus.vocab_size}))
     if checkpoint:
-        weights = common.load_file(checkpoint / "model.pt")["weights"]
+        weights = common.load_file(checkpoint / "model.pt", mmap=True)["weights"]
         load_weights(model, weights, checkpoint)
         before = read_settings(checkpoint.parent)
         return model, {key: before[key] for key in ("init_checkpoint", "first_step")}
@@ -154,8 +156,10 @@ def due(step, config):
 
 def report(config, corpus, trainer):
     """What is trained, on what, by how much: the arithmetic that a person wants to check."""
-    parameters = sum(p.numel() for p in trainer.model.parameters())
     values = sum(table.weight.numel() for table in value_tables(trainer.model).values())
+    parameters = sum(p.numel() for p in trainer.model.parameters()) - values
+    values *= ranks.world()  # each has a part of the columns
+    parameters += values
     tokens, per_step = corpus.meta["tokens"], trainer.batches.size
     print(f"corpus {corpus.name}: {tokens['train']:,} training tokens, {tokens['val']:,} held out, "
           f"vocabulary {corpus.vocab_size:,}\n"
@@ -173,7 +177,7 @@ def validate(config):
               "warmup_steps": 0, "lr": 0, "value_lr": 0, "weight_decay": 0, "grad_clip": 1e-9,
               "log_interval": 1, "eval_interval": 1, "eval_sequences": 1, "usage_interval": 0,
               "checkpoint_interval": 1, "keep_checkpoints": 1, "n_layer": 0, "n_head": 0,
-              "d_model": 0, "d_ff": 0}
+              "d_model": 0, "d_ff": 0, "rank_timeout": 1}
     common.at_least(config, lowest)
     if config.reinit_ffn and not config.init_from:
         raise UserError("reinit_ffn = True: it goes with init_from, without it every FFN is new")
@@ -198,6 +202,7 @@ def main(argv):
         raise UserError("which config? python pretrain.py configs/demo.py; --help lists settings")
     config = common.load(Config, argv)
     sizes = validate(config)
+    ranks.set_timeout(config.rank_timeout)
     names = [Path(arg).stem for arg in argv if arg.endswith(".py") and not arg.startswith("--")]
     out = Path(config.out or f"out/{(names or ['pretrain'])[0]}")
     if out.exists() and not out.is_dir():
@@ -205,8 +210,9 @@ def main(argv):
     device, dtype = common.setup(config.device, config.dtype, config.seed)
     common.keep_freed_memory(device)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
-    if config.dataset == "docs" and not Path("data/docs").exists():
-        common.run_script("prepare_data.py", "docs")
+    with ranks.first_rank_first():
+        if config.dataset == "docs" and not Path("data/docs").exists():
+            common.run_script("prepare_data.py", "docs")
     corpus = Corpus(config.dataset)
     checkpoint = None if config.dry_run else find_checkpoint(out)
     if checkpoint:
@@ -243,4 +249,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    common.run(lambda: main(sys.argv[1:]))
+    ranks.run(lambda: main(sys.argv[1:]))
