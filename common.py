@@ -11,6 +11,8 @@ import contextlib
 import ctypes
 import dataclasses
 import difflib
+import errno
+import fcntl
 import importlib
 import inspect
 import os
@@ -21,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import types
 from pathlib import Path
 
@@ -339,6 +342,59 @@ def atomic(path):
         os.replace(temporary, path)
     finally:
         discard(temporary)
+
+
+@contextlib.contextmanager
+def lock(path, what, wait=False):
+    """Let one process at a time into a with block for `path`, a folder that need not exist yet. A
+    second one ends with a UserError that names the first, or with `wait` it waits. The lock is
+    flock's, on a file beside the folder: it ends with its process, even one that is killed.
+
+    what: what the first process does, for the second one's line: "trains there". Of torchrun's
+    processes the first has the lock for all."""
+    if not first_rank():
+        yield
+        return
+    path = Path(path).resolve()
+    file, new = path.with_name(f".lock_{path.name}"), [p for p in path.parents if not p.exists()]
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # the last holder has removed file or folder
+            file.parent.mkdir(parents=True, exist_ok=True)
+            handle = file.open("a+")
+            _flock(handle, path, what, wait)
+            if os.path.samestat(os.fstat(handle.fileno()), file.stat()):
+                break
+    handle.truncate(0)
+    print(os.getpid(), file=handle, flush=True)
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        handle.close()
+        with contextlib.suppress(OSError):  # not empty
+            for folder in new:
+                folder.rmdir()
+
+
+def _flock(handle, path, what, wait):
+    told = False
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.seek(0)
+            holder = handle.read().strip()  # empty at first: the lock comes before the number
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
+                raise
+            return print(f"warning: {path.parent}: no locks on this file system "
+                         f"({error.strerror}): start no second process for {path.name}")
+        if holder and not wait:
+            raise UserError(f"{path}: process {holder} {what}: one process at a time")
+        if holder and not told:
+            print(f"waiting: process {holder} {what}", flush=True)
+            told = True
+        time.sleep(0.2 if told else 0.01)
 
 
 def load_file(path, mmap=False, hint="remove its folder to use an older checkpoint"):

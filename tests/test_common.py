@@ -4,7 +4,10 @@ Settings, recipes, and files that are whole or absent.
 import dataclasses
 import itertools
 import os
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -134,3 +137,54 @@ def test_atomic(tmp_path):
         temporary.mkdir()
         (temporary / "a").write_text("whole")
     assert os.listdir(folder) == ["a"] and sorted(os.listdir(tmp_path)) == ["folder", "new"]
+
+
+def test_a_lock_names_its_process_and_leaves_nothing(tmp_path):
+    folder = tmp_path / "out" / "run"
+    with common.lock(folder, "trains there"):
+        assert (folder.parent / ".lock_run").read_text().strip() == str(os.getpid())
+        with (pytest.raises(common.UserError, match=f"{folder}: process {os.getpid()} trains there"),
+              common.lock(folder.parent / "." / "run", "trains there")):
+            pass
+        with common.lock(folder.parent / "other", "trains there"):
+            pass
+    with pytest.raises(KeyError), common.lock(folder, "trains there"):
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    code = ("import sys, time, common\n"
+            "with common.lock(sys.argv[1], 'x'):\n print('has it', flush=True); time.sleep(60)")
+    held = subprocess.Popen([sys.executable, "-c", code, tmp_path / "run"], cwd=ROOT,
+                            stdout=subprocess.PIPE)
+    held.stdout.readline()
+    with (pytest.raises(common.UserError, match=f"process {held.pid} x"),
+          common.lock(tmp_path / "run", "x")):
+        pass
+    held.kill()
+    held.wait()
+    held.stdout.close()
+    with common.lock(tmp_path / "run", "x"):
+        assert (tmp_path / ".lock_run").read_text().strip() == str(os.getpid())
+
+
+def test_of_those_that_wait_for_a_lock_one_at_a_time_has_it(tmp_path, monkeypatch):
+    inside, most, times = [], [], time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: times(1e-3))
+
+    def work():
+        for _ in range(15):
+            with common.lock(tmp_path / "new" / "run", "x", wait=True):
+                inside.append(1)
+                times(1e-4)
+                most.append(len(inside))
+                inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 60
+    assert list(tmp_path.rglob(".lock_*")) == []
