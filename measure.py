@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import ranks
 import tasks
 from checkpoint import find_weights, load_model, read_weights
 from common import (
@@ -30,7 +31,6 @@ from common import (
     UserError,
     atomic,
     markdown,
-    run,
     setup,
     whole,
     write_text,
@@ -138,7 +138,7 @@ class TaskSample:
         batches = tasks.batches(self.examples.lengths[chosen], 32) if len(chosen) else []
         pad_id = tasks.special_ids(self.tokenizer)[0]
         with count_reads(model) as counts:
-            for batch in Progress(batches, what):
+            for batch in ranks.deal(Progress(batches, what)):
                 model.bert(**to_device(self.examples.pad(chosen[batch], pad_id), self.device))
         return counts
 
@@ -458,8 +458,11 @@ def main(argv=None):
            type=lambda name: re.sub(r"\.(md|json|png|svg)$", "", name),
            help="write the results to NAME.md, NAME.json, ...")
     args = parser.parse_args(argv)
+    if ranks.started() and args.command != "table":
+        raise UserError(f"{args.command}: one process does it: python measure.py; torchrun is for "
+                        "table")
     args.call(args)
 
 
 if __name__ == "__main__":
-    run(main)
+    ranks.run(main)

@@ -91,7 +91,7 @@ class Layer(nn.Module):
     def forward(self, x, mask=None):
         """x: (batch, time, d_model); mask: (batch, time) bool, or None. Returns x's shape."""
         batch, time, d = x.shape
-        q, k, v = self.qkv(x).view(batch, time, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).view(batch, time, 3, self.n_head, d // self.n_head).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(
             q, k, v, attn_mask=None if mask is None else mask[:, None, None, :],
             dropout_p=self.dropout if self.training else 0.0)  # (batch, n_head, time, d_head)

@@ -245,7 +245,7 @@ class ShardedValueTable(pkm.ValueTable):
                           for part in (slots, weights))
         sums = super().forward(slots, weights, dtype)  # (tokens of all ranks, dim / world)
         sums = Exchange.apply(sums, counts, own)  # (world * tokens, dim / world)
-        return sums.view(world(), own[0], -1).transpose(0, 1).flatten(1)
+        return sums.view(world(), own[0], sums.shape[1]).transpose(0, 1).flatten(1)
 
 
 def table_class():

@@ -8,7 +8,7 @@ import sys
 from tests.helpers import ROOT
 
 SCRIPTS = ["pretrain", "finetune", "measure", "bench", "prepare_data", "export"]
-ROOMS = ["common", "pkm", "download", "data", "model", "huggingface", "checkpoint", "training",
+ROOMS = ["common", "pkm", "ranks", "download", "data", "model", "huggingface", "checkpoint", "training",
          "usage", "tasks", "figures"]
 PACKAGES = {"torch", "numpy", "tiktoken", "tokenizers", "requests", "tqdm", "huggingface_hub",
             "matplotlib", "pyarrow", "safetensors"}
