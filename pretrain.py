@@ -156,10 +156,8 @@ def due(step, config):
 
 def report(config, corpus, trainer):
     """What is trained, on what, by how much: the arithmetic that a person wants to check."""
-    values = sum(table.weight.numel() for table in value_tables(trainer.model).values())
-    parameters = sum(p.numel() for p in trainer.model.parameters()) - values
-    values *= ranks.world()  # each has a part of the columns
-    parameters += values
+    parameters, tables = ranks.count_parameters(trainer.model), value_tables(trainer.model)
+    values = ranks.world() * sum(table.weight.numel() for table in tables.values())
     tokens, per_step = corpus.meta["tokens"], trainer.batches.size
     print(f"corpus {corpus.name}: {tokens['train']:,} training tokens, {tokens['val']:,} held out, "
           f"vocabulary {corpus.vocab_size:,}\n"

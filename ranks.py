@@ -66,11 +66,11 @@ def _run_as_rank(main):
         status = main()
         dist.destroy_process_group()
         return status
-    except common.UserError:
+    except common.UserError:  # to be said by the first one of those that met it
+        own = MISTAKE + world() - rank()
         with contextlib.suppress(RuntimeError):  # the others may be gone
-            _agree(MISTAKE, timedelta(seconds=30))
-        if on_this_node:
-            sys.exit(2)
+            if _agree(own, timedelta(seconds=30)) > own:
+                sys.exit(2)
         raise
     except RuntimeError as error:
         if on_this_node and isinstance(error, common.Failure):
@@ -92,7 +92,7 @@ def agree(number=0):
     """The highest number that a rank calls this with; all ranks do, and wait for each other. Ends
     a rank with status 2 where another one met a user's mistake."""
     result = _agree(number) if started() else number
-    if result == MISTAKE:
+    if result >= MISTAKE:
         sys.exit(2)
     return result
 
@@ -261,6 +261,12 @@ def tables(model):
     """{name of its weight: ShardedValueTable} of a model."""
     return {f"{name}.weight": module for name, module in model.named_modules()
             if isinstance(module, ShardedValueTable)}
+
+
+def count_parameters(model):
+    """Parameters of the whole model, of which this rank may have some columns only."""
+    own = sum(table.weight.numel() for table in tables(model).values())
+    return sum(p.numel() for p in model.parameters()) + (world() - 1) * own
 
 
 def cut_weights(model, weights):

@@ -1,10 +1,12 @@
 """
-Runs of the scripts as torchrun starts them, but forked from one process, which saves imports:
+What test_ranks.py runs in several processes. They are as torchrun would start them, but forked from
+one, which saves imports:
 
-$ python -m tests.on_ranks 2 float64 pretrain.py tiny.py --out=out/two [, finetune.py ...]
+$ python -m tests.on_ranks 2 float64 pretrain.py tiny.py --out=out/two , values bfloat16
 
-The first word is the number of ranks, or 0 for a process alone; the second one float64 or float32.
-The commands, with commas between them, run one after the other; the exit status is the highest one.
+The first word is the number of ranks, 0 for a process alone; the second one float64 or float32. The
+commands, with commas between them, run one after the other, each in new processes. The exit status
+is 0 if all of them succeed; a line says how each ended.
 """
 import functools
 import itertools
@@ -14,14 +16,82 @@ import sys
 import traceback
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
-import common
 import finetune
 import measure
+import pkm
 import pretrain
 import ranks
 
-MAINS = {"pretrain.py": pretrain.main, "finetune.py": finetune.main, "measure.py": measure.main}
+
+def values(args):
+    """One rank's part of a lookup and an update, beside a table of one process; the bytes sent. The
+    ranks have 5, 0, 7, 5 tokens, or 3 each with the word `even`; the rows travel in bfloat16 with
+    `bfloat16`; with `frozen` nothing is updated."""
+    world, rank, reads, dim = ranks.world(), ranks.rank(), 6, 16
+    tokens = [3] * world if "even" in args else [5, 0, 7, 5][:world]
+    dtype = torch.bfloat16 if "bfloat16" in args else torch.float32
+    torch.manual_seed(0)
+    ours = ranks.ShardedValueTable(100, dim)
+    torch.manual_seed(0)
+    whole = pkm.ValueTable(100, dim)
+    assert torch.equal(ours.weight, ranks.columns(whole.weight))
+    for table in (ours, whole):
+        table.weight.requires_grad_("frozen" not in args)
+    first, last = sum(tokens[:rank]), sum(tokens[:rank + 1])
+    slots = torch.randint(100, (sum(tokens), 2, 3), dtype=torch.int32)
+    weights = torch.rand(sum(tokens), 2, 3).requires_grad_()
+    grad = torch.randn(sum(tokens), dim).to(dtype)
+    expected = whole(slots, weights, dtype)
+    expected.backward(grad)
+
+    sent, send = [], dist.all_to_all_single
+
+    def counted(out, x, received=None, sizes=None, **more):
+        if sizes:
+            others = len(x) - sizes[rank]
+            sent.append(others * x[0].nbytes if len(x) else 0)
+        return send(out, x, received, sizes, **more)
+
+    dist.all_to_all_single = counted
+    own = weights.detach()[first:last].requires_grad_()
+    sums = ours(slots[first:last], own, dtype)
+    forward = sum(sent)
+    sums.backward(grad[first:last])
+    backward, size = sum(sent) - forward, torch.empty(0, dtype=dtype).element_size()
+    if "even" in args:  # the formula of ShardedValueTable's docstring
+        assert forward == (world - 1) * 3 * (8 * reads + size * dim // world)
+        assert backward == (world - 1) * 3 * (4 * reads + size * dim // world)
+    assert sums.dtype == dtype and torch.equal(sums, expected[first:last])
+    torch.testing.assert_close(own.grad, weights.grad[first:last], rtol=1e-5, atol=1e-5)
+    adams = [pkm.LazyAdam([table], lr=0.1) for table in (ours, whole)]
+    for adam in adams:
+        adam.step()
+    torch.testing.assert_close(ours.weight, ranks.columns(whole.weight), rtol=1e-6, atol=1e-6)
+    assert ("frozen" in args) == torch.equal(whole.weight, pkm_again(100, dim))
+    for table, adam in zip((ours, whole), adams, strict=True):
+        assert not table.reads and len(adam.state) == ("frozen" not in args)
+    for state in adams[0].state.values():  # memory of a rank: 1/world of the table
+        assert all(state[key].shape == (100, dim // world) for key in ("exp_avg", "exp_avg_sq"))
+
+
+def pkm_again(*shape):
+    torch.manual_seed(0)
+    return nn.init.normal_(torch.empty(shape), std=shape[1]**-0.5)
+
+
+def one_mistaken(args):
+    """Only the rank args[0] meets a mistake, while the others wait for it."""
+    with ranks.first_rank_first():
+        if ranks.rank() == int(args[0]):
+            raise ranks.common.UserError(f"of rank {args[0]}")
+    ranks.agree()
+
+
+MAINS = {"pretrain.py": pretrain.main, "finetune.py": finetune.main, "measure.py": measure.main,
+         "values": values, "one_mistaken": one_mistaken}
 
 
 def build_double(build, *args):
@@ -57,7 +127,6 @@ def fork(world, function):
             ranks.run(function)
         except SystemExit as end:
             sys.stdout.flush()
-            sys.stderr.flush()
             os._exit(end.code or 0)
         finally:
             traceback.print_exc()
@@ -71,13 +140,13 @@ def main():
     if dtype == "float64":
         in_float64()
     commands = [list(group) for comma, group in itertools.groupby(words, ",".__eq__) if not comma]
-    statuses = set()
+    failed = False
     for script, *args in commands:
-        statuses |= set(fork(int(world), lambda script=script, args=args: MAINS[script](args)))
-        if statuses != {0}:
-            break
-    return max(statuses, key=abs)
+        statuses = fork(int(world), functools.partial(MAINS[script], args))
+        print(f"ended {statuses}: {script}", flush=True)
+        failed |= any(statuses)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    main()
