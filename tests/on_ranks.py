@@ -2,18 +2,21 @@
 What test_ranks.py runs in several processes. They are as torchrun would start them, but forked from
 one, which saves imports:
 
-$ python -m tests.on_ranks 2 float64 pretrain.py tiny.py --out=out/two , values bfloat16
+$ python -m tests.on_ranks 2 float64 pretrain.py tiny.py --out=out/two , 4 float32 values bfloat16
 
-The first word is the number of ranks, 0 for a process alone; the second one float64 or float32. The
-commands, with commas between them, run one after the other, each in new processes. The exit status
-is 0 if all of them succeed; a line says how each ended.
+The commands, with commas between them, run one after the other, each in so many new processes (0:
+one alone), in float32 or float64. The exit status is 0 if all of them succeed; a line says how each
+ended.
 """
 import functools
 import itertools
 import os
+import shutil
 import socket
 import sys
+import time
 import traceback
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -90,8 +93,24 @@ def one_mistaken(args):
     ranks.agree()
 
 
+def hang(args):
+    """The last rank does not come, for longer than the others wait."""
+    ranks.set_timeout(1)
+    if ranks.rank() == ranks.world() - 1:
+        time.sleep(3)
+        os._exit(0)
+    ranks.agree()
+
+
+def rewind(args):
+    """Remove the checkpoints of a run that are newer than a step."""
+    for folder in Path(args[0]).glob("step_*"):
+        if int(folder.name[5:]) > int(args[1]):
+            shutil.rmtree(folder)
+
+
 MAINS = {"pretrain.py": pretrain.main, "finetune.py": finetune.main, "measure.py": measure.main,
-         "values": values, "one_mistaken": one_mistaken}
+         "values": values, "one_mistaken": one_mistaken, "hang": hang, "rewind": rewind}
 
 
 def build_double(build, *args):
@@ -105,6 +124,12 @@ def in_float64():
     for script, name in ((pretrain, "start_model"), (finetune, "build_model")):
         setattr(script, name, functools.partial(build_double, getattr(script, name)))
     torch.Tensor.float = torch.Tensor.double
+
+
+def call(dtype, script, args):
+    if dtype == "float64":
+        in_float64()
+    return MAINS[script](args)
 
 
 def free_port():
@@ -135,14 +160,12 @@ def fork(world, function):
 
 
 def main():
-    world, dtype, *words = sys.argv[1:]
     torch.set_num_threads(1)
-    if dtype == "float64":
-        in_float64()
-    commands = [list(group) for comma, group in itertools.groupby(words, ",".__eq__) if not comma]
+    commands = [list(group) for comma, group in itertools.groupby(sys.argv[1:], ",".__eq__)
+                if not comma]
     failed = False
-    for script, *args in commands:
-        statuses = fork(int(world), functools.partial(MAINS[script], args))
+    for world, dtype, script, *args in commands:
+        statuses = fork(int(world), functools.partial(call, dtype, script, args))
         print(f"ended {statuses}: {script}", flush=True)
         failed |= any(statuses)
     sys.exit(failed)
