@@ -113,22 +113,10 @@ MAINS = {"pretrain.py": pretrain.main, "finetune.py": finetune.main, "measure.py
          "values": values, "one_mistaken": one_mistaken, "hang": hang, "rewind": rewind}
 
 
-def build_double(build, *args):
-    built = build(*args)
-    (built[0] if isinstance(built, tuple) else built).double()
-    return built
-
-
-def in_float64():
-    """Everything that computes, the losses too."""
-    for script, name in ((pretrain, "start_model"), (finetune, "build_model")):
-        setattr(script, name, functools.partial(build_double, getattr(script, name)))
-    torch.Tensor.float = torch.Tensor.double
-
-
 def call(dtype, script, args):
-    if dtype == "float64":
-        in_float64()
+    if dtype == "float64":  # all that computes, the losses too
+        torch.set_default_dtype(torch.float64)
+        torch.Tensor.float = torch.Tensor.double
     return MAINS[script](args)
 
 
