@@ -106,6 +106,15 @@ def load_model(path):
     return model
 
 
+def check_objective(path, config, causal):
+    """UserError unless the settings of a model, that of `path`, make it a causal language model, or
+    a masked one, as expected."""
+    kinds = ["masked", "causal"]
+    if config.get("causal", False) != causal:
+        raise UserError(f"{path} is a {kinds[not causal]} language model, expected a "
+                        f"{kinds[causal]} one")
+
+
 def load_optimizers(checkpoint, dense, values):
     """The other half of save_checkpoint: the moments of both optimizers. Returns the state."""
     saved = load_file(Path(checkpoint) / "optimizer.pt", mmap=True)
@@ -139,7 +148,9 @@ def init_from(model, path, reinit_ffn=False):
     """Start from the trained model at `path` (see find_weights; section 4.1): copy what fits, and
     print what was loaded, left random or dropped. With reinit_ffn (ResM') the FFN of memory layers
     stays random; a task's head always does."""
-    weights = read_weights(path)["weights"]
+    saved = read_weights(path)
+    check_objective(path, saved["config"], model.bert.config.causal)
+    weights = saved["weights"]
     random = {("FFN", n) for n in model.bert.config.memory_layers if reinit_ffn}
     random.add(("task head", None))
     loaded = load_weights(model, {name: w for name, w in weights.items()

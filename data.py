@@ -5,6 +5,7 @@ Token ids: a prepared corpus, cut into sequences, masked, in batches.
 >>> batches = MaskedBatches(corpus, config)         # for training
 >>> batches.get(step=0, micro=0)                    # {"ids": ..., "positions": ..., "labels": ...}
 >>> heldout(corpus, "val", seq_len=512, batch_size=8)   # for evaluation
+CausalBatches and next_tokens are the same for a causal language model.
 """
 import collections
 import hashlib
@@ -171,11 +172,13 @@ class MaskedBatches:
     config: has seed, seq_len, batch_size and accumulation.
     """
 
+    added = 2  # tokens of a sequence that are not from the text: [CLS] and [SEP]
+
     def __init__(self, corpus, config):
-        self.corpus, self.config = corpus, config
+        self.corpus, self.config, self.width = corpus, config, config.seq_len - self.added
         self.accumulation = config.accumulation
         self.tokens = corpus.split("train")
-        self.per_epoch = len(self.tokens) // (config.seq_len - 2) - 1  # - 1: room for the offset
+        self.per_epoch = len(self.tokens) // self.width - 1  # - 1: room for the offset
         if self.per_epoch < 1:
             raise UserError(f"data/{corpus.name}/train.bin: {len(self.tokens)} tokens are too few "
                             f"for sequences of {config.seq_len}: shorter seq_len, or more text")
@@ -189,9 +192,10 @@ class MaskedBatches:
     def share(self, step, micro):
         return 1 / self.accumulation
 
-    def get(self, step, micro):
-        """A micro-batch: arrays ids, positions and labels (see mask_tokens), by name."""
-        config, corpus, width, rows = self.config, self.corpus, self.config.seq_len - 2, []
+    def read(self, step, micro, more=0):
+        """The text of a micro-batch's sequences: a list of arrays of `width` tokens, and of so many
+        more that follow."""
+        config, width, rows = self.config, self.width, []
         first = (step * config.accumulation + micro) * config.batch_size
         for number in range(first, first + config.batch_size):
             epoch, i = divmod(number, self.per_epoch)
@@ -200,10 +204,27 @@ class MaskedBatches:
                 self.order, offset = rng.permutation(self.per_epoch), rng.integers(width)
                 self.epoch, self.text = epoch, self.tokens[offset:]
             start = self.order[i] * width
-            rows.append(self.text[start:start + width])
-        rng = np.random.default_rng([config.seed, 2, step, micro])
+            rows.append(self.text[start:start + width + more])
+        return rows
+
+    def get(self, step, micro):
+        """A micro-batch: arrays ids, positions and labels (see mask_tokens), by name."""
+        corpus, rows = self.corpus, self.read(step, micro)
+        rng = np.random.default_rng([self.config.seed, 2, step, micro])
         return mask_tokens(corpus.enclose(rows), rng, corpus.vocab_size, corpus.special_ids,
                            corpus.mask_id)
+
+
+class CausalBatches(MaskedBatches):
+    """The same for a causal language model: a sequence is seq_len tokens as they stand in the text,
+    with [SEP] between documents and attention across them, as in Lample et al. (2019)."""
+
+    added = 0
+
+    def get(self, step, micro):
+        """A micro-batch: int64 (batch, seq_len) ids, and labels, of each the token after it."""
+        rows = np.array(self.read(step, micro, more=1), np.int64)
+        return {"ids": rows[:, :-1], "labels": rows[:, 1:]}
 
 
 def cut(corpus, split, seq_len, sequences=None):
@@ -242,4 +263,28 @@ def heldout(corpus, split, seq_len, batch_size, sequences=None, masking=0):
         last["ids"] = np.pad(last["ids"], ((0, 0), (0, seq_len - length)),
                              constant_values=corpus.pad_id)
         batches.append({**last, "mask": real[-1:]})
+    return batches
+
+
+def next_tokens(corpus, split, seq_len, batch_size, sequences=None, stride=None):
+    """Batches of a split for a causal language model: a list of dicts of ids and labels, int64
+    (batch, seq_len). A label is the token after, or -100 where it does not count.
+
+    A sequence starts `stride` tokens after the one before it (by default seq_len), the last one
+    early enough to be full. Each predicts what those before it did not: every token of the split is
+    predicted once, from at least seq_len - stride + 1 tokens, but for the split's first seq_len,
+    before which stands a [SEP]. sequences: at most so many, evenly spread.
+    """
+    text = np.append(corpus.sep_id, corpus.split(split)).astype(np.int64)
+    if len(text) == 1:
+        raise UserError(f"data/{corpus.name}/{split}.bin: there is no text in it")
+    last = max(0, len(text) - 1 - seq_len)  # where the last sequence starts
+    starts = np.append(np.arange(0, last, stride or seq_len), last)
+    predicted = np.append(0, starts[:-1] + seq_len)  # by the sequences before
+    chosen = np.linspace(0, len(starts) - 1, min(sequences or len(starts), len(starts)))
+    batches = []
+    for rows in np.split(chosen.astype(int), range(batch_size, len(chosen), batch_size)):
+        at = starts[rows, None] + np.arange(min(seq_len, len(text) - 1))
+        labels = np.where(at >= predicted[rows, None], text[at + 1], -100)
+        batches.append({"ids": text[at], "labels": labels})
     return batches

@@ -52,7 +52,7 @@ def draw_curves(runs):
     starts = [first["perplexity"] for first, *_ in runs.values() if first["step"]]
     top = 1.05 * max([2 * low, *starts])
     ticks = [digit * 10**n for n in range(6) for digit in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8)]
-    left.set(ylabel="MLM perplexity, held-out text", yscale="log", yticks=ticks,
+    left.set(ylabel="perplexity, held-out text", yscale="log", yticks=ticks,
              yticklabels=[f"{tick:g}" for tick in ticks], ylim=(0.95 * low, top))
     left.minorticks_off()
     right.set(ylabel="top-1 memory usage (%)", ylim=(0, 102))

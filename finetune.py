@@ -260,6 +260,7 @@ def run_seed(config, out, data, initial, vocab, signals):
         return
     newest = checkpoint.find_checkpoint(out)
     saved = checkpoint.read_weights(newest or initial)
+    checkpoint.check_objective(initial, saved["config"], causal=False)
     sizes = BertConfig(**{**saved["config"], "dropout": config.dropout})
     if config.max_len > sizes.max_len:
         raise common.UserError(f"max_len = {config.max_len}: there are {sizes.max_len} positions")

@@ -24,7 +24,7 @@ import torch
 
 import ranks
 import tasks
-from checkpoint import find_weights, load_model, read_weights
+from checkpoint import check_objective, find_weights, load_model, read_weights
 from common import (
     Parser,
     Progress,
@@ -35,7 +35,15 @@ from common import (
     whole,
     write_text,
 )
-from data import Corpus, cut, heldout, load_tokenizer, read_vocab, special_tokens
+from data import (
+    Corpus,
+    cut,
+    heldout,
+    load_tokenizer,
+    next_tokens,
+    read_vocab,
+    special_tokens,
+)
 from figures import draw_bars, draw_curves
 from model import MaskedLM, value_tables
 from training import read_settings, to_device
@@ -71,7 +79,12 @@ def read_corpus(args, model):
     if not (args.data or dataset):
         raise UserError(f"{args.run}: its corpus is not known: --data NAME")
     corpus = open_corpus(args.data or dataset, args.run)
-    ids, tokenizer = cut(corpus, "test", seq_len, args.sequences), corpus.tokenizer()
+    tokenizer = corpus.tokenizer()
+    if model.bert.config.causal:
+        batches = next_tokens(corpus, "test", seq_len, 8, args.sequences)
+        ids = np.concatenate([batch["ids"] for batch in batches])
+    else:
+        ids = cut(corpus, "test", seq_len, args.sequences)
     device, _ = setup(args.device, "float32")
     model, reads = model.to(device), {n: [] for n in value_tables(model)}
     with watch(model, lambda n, *read: reads[n].append([part.cpu() for part in read])):
@@ -85,7 +98,7 @@ def read_corpus(args, model):
         where = np.nonzero(slots == slot)
         weight, texts = np.bincount(where[0], weights[where]), {}
         for token in np.argsort(-weight, kind="stable")[:np.count_nonzero(weight)]:
-            sequence, at = divmod(token, seq_len)
+            sequence, at = divmod(token, ids.shape[1])
             before, here, after = np.split(ids[sequence], [at, at + 1])
             left, middle, right = tokenizer.decode_batch(
                 [before[-8:], here, after[:8]], skip_special_tokens=False)
@@ -181,16 +194,24 @@ def usage_cells(*usages):
 
 def table(args):
     """Table 2: perplexity on each corpus, and the usage of each memory layer on one of them. Of
-    fine-tuned runs Table 6: the usage on their own task."""
+    fine-tuned runs Table 6: the usage on their own task. A causal model's perplexity is of the next
+    token: each window starts half a window after the one before and predicts what that one did not,
+    so every token is predicted once, from half a window or more (at the start of the split, where
+    [SEP] stands before the text, from less). Its usage counts all the tokens of all windows."""
     if {bool(seed_folders(path)) for path in args.runs} != {not args.data}:
         raise UserError("table takes runs of pretraining with --data, or fine-tuned runs without")
     if not args.data:
         return table_of_tasks(args)
     usage_data = args.usage_data or args.data[0]
     corpora = list(dict.fromkeys([*args.data, usage_data]))
+    causal = read_weights(args.runs[0])["config"].get("causal", False)
+    if causal and args.repeats > 1:
+        raise UserError(f"--repeats {args.repeats}: a causal model has no maskings to repeat")
     for path in args.runs:  # mistakes come before the long work
-        if read_weights(path).get("head"):
+        saved = read_weights(path)
+        if saved.get("head"):
             raise UserError(f"{path}: a fine-tuned checkpoint has no masked-LM head")
+        check_objective(path, saved["config"], causal)
         for name in corpora:
             open_corpus(name, path)
     seq_len = min(trained_on(path)[0] for path in args.runs)
@@ -201,7 +222,8 @@ def table(args):
         model = load_model(checkpoint).to(device)
         results = {name: [] for name in corpora}
         for name, masking in itertools.product(corpora, range(args.repeats)):
-            batches = heldout(Corpus(name), "test", *sizes, masking)
+            batches = (next_tokens(Corpus(name), "test", *sizes, stride=seq_len // 2) if causal
+                       else heldout(Corpus(name), "test", *sizes, masking))
             batches = Progress(batches, f"{path}, data/{name}, masking {masking + 1}")
             results[name].append(evaluate(model, batches, device, dtype)[0])
         del model  # before the next one is loaded
@@ -356,9 +378,10 @@ def curves(args):
     first = read_settings(args.runs[0], ["dataset"])
     for path in args.runs:
         settings = read_settings(path, ["dataset"])
-        if any(settings[key] != first[key] for key in ("tokenizer_hash", "dataset")):
-            raise UserError(f"{path} has another vocabulary or corpus than {args.runs[0]}: their "
-                            "perplexities cannot be compared")
+        if any(settings.get(key, "masked") != first.get(key, "masked")
+               for key in ("tokenizer_hash", "dataset", "objective")):
+            raise UserError(f"{path} has another vocabulary, corpus or objective than "
+                            f"{args.runs[0]}: their perplexities cannot be compared")
     runs, rows = {path: read_evaluations(path) for path in args.runs}, []
     for path, evaluations in runs.items():
         start, end = evaluations[0], evaluations[-1]
@@ -401,6 +424,7 @@ def fill(args):
     model, tokenizer = load_model(checkpoint).eval(), load_tokenizer(vocab)
     if not isinstance(model, MaskedLM):
         raise UserError(f"{checkpoint}: a fine-tuned checkpoint has no masked-LM head")
+    check_objective(args.run, vars(model.bert.config), causal=False)
     *_, cls, sep, mask = special_tokens(tokenizer.get_vocab())
     ids = tokenizer.encode(cls + args.text.replace("[MASK]", mask) + sep).ids
     positions = [i for i, token in enumerate(ids) if token == tokenizer.token_to_id(mask)]

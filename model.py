@@ -3,6 +3,7 @@ BERT, by hand (Devlin et al., 2018), with a product-key memory in some of its la
 
 x' = LN(x + alpha * FFN(x) + beta * PKM(x))      Kim & Jung (2020), section 4.2
 (alpha, beta) = (1, 0) is the FFN layer, (0, 1) the PKM layer, (1, 1) the residual memory (ResM).
+With causal = True the same network predicts the next token, as Lample et al.'s (2019) does.
 
 >>> model = MaskedLM(BertConfig(**SIZES["base"], memory_layers=(4, 8)))  # 515M parameters
 >>> logits = model(ids)                             # (batch, time) -> (batch, time, vocab_size)
@@ -39,6 +40,7 @@ class BertConfig:
     type_vocab: int = 2  # token types: first and second sentence; 0: none, as DistilBERT
     dropout: float = 0.1
     init_std: float = 0.02  # of every Linear and Embedding but the memory's
+    causal: bool = False  # a token sees itself and those before it: to predict the next one
     memory_layers: tuple = ()  # counted from 1: (4, 8) of 12, (2, 4) of 6 in section 5.1
     alpha: float = 1.0  # of the FFN, in memory layers; 0: no FFN parameters there
     beta: float = 1.0  # of the memory; 0: none, plain layers
@@ -68,7 +70,7 @@ class Layer(nn.Module):
     def __init__(self, config, alpha, beta):
         super().__init__()
         d = config.d_model
-        self.n_head, self.dropout = config.n_head, config.dropout
+        self.n_head, self.dropout, self.causal = config.n_head, config.dropout, config.causal
         self.alpha, self.beta = alpha, beta
         self.qkv = nn.Linear(d, 3 * d)
         self.out = nn.Linear(d, d)
@@ -91,9 +93,13 @@ class Layer(nn.Module):
     def forward(self, x, mask=None):
         """x: (batch, time, d_model); mask: (batch, time) bool, or None. Returns x's shape."""
         batch, time, d = x.shape
-        q, k, v = self.qkv(x).view(batch, time, 3, self.n_head, d // self.n_head).permute(2, 0, 3, 1, 4)
+        heads = batch, time, 3, self.n_head, d // self.n_head
+        q, k, v = self.qkv(x).view(heads).permute(2, 0, 3, 1, 4)
+        seen = None if mask is None else mask[:, None, None, :]
+        if self.causal and mask is not None:  # is_causal and a mask do not go together
+            seen = seen & mask.new_ones(time, time).tril()
         attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=None if mask is None else mask[:, None, None, :],
+            q, k, v, attn_mask=seen, is_causal=self.causal and mask is None,
             dropout_p=self.dropout if self.training else 0.0)  # (batch, n_head, time, d_head)
         attended = self.out(attended.transpose(1, 2).reshape(batch, time, d))
         x = self.attention_norm(x + F.dropout(attended, self.dropout, self.training))
@@ -156,7 +162,8 @@ class Bert(nn.Module):
 
 
 class MaskedLM(nn.Module):
-    """BERT with its masked-language-model head; the decoder is tied to the word embeddings."""
+    """BERT with its language-model head; the decoder is tied to the word embeddings. With
+    config.causal its logits are of the next token, not of a masked one."""
 
     def __init__(self, config):
         super().__init__()

@@ -1,5 +1,6 @@
 """
-Pretrain BERT with masked language modelling: plain, or with product-key memory in some layers.
+Pretrain BERT with masked language modelling: plain, or with product-key memory in some layers. Or
+the same network as a causal language model.
 
 $ python pretrain.py configs/demo.py                  # minutes on two CPU cores, no network
 $ python pretrain.py configs/demo_resm_init.py        # after it: a residual memory added to that
@@ -20,7 +21,7 @@ import common
 import ranks
 from checkpoint import find_checkpoint, find_weights, init_from, load_weights
 from common import UserError
-from data import Corpus, MaskedBatches, heldout, read_vocab, vocab_hash
+from data import CausalBatches, Corpus, MaskedBatches, heldout, next_tokens, read_vocab, vocab_hash
 from model import SIZES, BertConfig, MaskedLM, value_tables
 from training import (
     Trainer,
@@ -40,6 +41,7 @@ class Config:
     out: str = ""  # its folder; by default out/<name of the config file>
     dataset: str = "wikibooks"  # data/<dataset>, made by prepare_data.py
     seed: int = 0  # of weights, data order, masks and dropout
+    objective: str = "masked"  # or causal: predict the next token, at every position
     # model
     model: str = "base"  # one of model.SIZES: base, large, distil, demo
     n_layer: int = 0  # 0: as in the named model; so in the next three
@@ -83,6 +85,7 @@ class Config:
     rank_timeout: int = 600  # seconds that torchrun's processes wait for each other
 
 
+OBJECTIVES = {"masked": (MaskedBatches, heldout), "causal": (CausalBatches, next_tokens)}
 # Settings that may change when a run is resumed; with another value of the rest it is another run.
 MAY_CHANGE = {"out", "max_steps", "log_interval", "eval_interval", "eval_sequences", "device",
               "usage_interval", "checkpoint_interval", "keep_checkpoints", "compile", "dry_run",
@@ -179,11 +182,13 @@ def validate(config):
     common.at_least(config, lowest)
     if config.reinit_ffn and not config.init_from:
         raise UserError("reinit_ffn = True: it goes with init_from, without it every FFN is new")
-    if config.model not in SIZES:
-        raise UserError(f"model = {config.model!r}: expected one of {', '.join(SIZES)}")
+    for key, allowed in (("model", SIZES), ("objective", OBJECTIVES)):
+        if getattr(config, key) not in allowed:
+            raise UserError(f"{key} = {getattr(config, key)!r}: expected one of "
+                            f"{', '.join(allowed)}")
     names = BertConfig.__dataclass_fields__.keys() & asdict(config).keys()
     given = {name: getattr(config, name) for name in names}
-    sizes = {**given, **SIZES[config.model],
+    sizes = {**given, **SIZES[config.model], "causal": config.objective == "causal",
              **{name: given[name] for name in ("n_layer", "n_head", "d_model", "d_ff")
                 if given[name]}}
     if config.d_model:  # the best one goes with 1 / sqrt(width), see model.SIZES
@@ -217,9 +222,10 @@ def main(argv):
         check_vocabulary(out, out / "vocab.txt", corpus)
         check_same_run(config, out, MAY_CHANGE)
     model, origin = start_model(config, sizes, corpus, checkpoint)
-    trainer = Trainer(config, model, MaskedBatches(corpus, config), device, dtype,
+    batches, evaluated = OBJECTIVES[config.objective]
+    trainer = Trainer(config, model, batches(corpus, config), device, dtype,
                       flops_per_token(model, config.seq_len))
-    held_out = heldout(corpus, "val", config.seq_len, config.batch_size, config.eval_sequences)
+    held_out = evaluated(corpus, "val", config.seq_len, config.batch_size, config.eval_sequences)
     report(config, corpus, trainer)
 
     if config.dry_run:

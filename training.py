@@ -217,11 +217,12 @@ def peak_flops(device):
 def flops_per_token(model, seq_len):
     """Floating-point operations of a training step per token, forward and backward: 6 for each
     weight that multiplies a token (sub-keys too), 12 * seq_len * d_model a layer for attention, the
-    head at the masked positions. Value reads move bytes; their few operations are left out."""
+    head at the predicted positions. Value reads move bytes; their few operations are left out."""
     config = model.bert.config
     weights = sum(p.numel() for name, p in model.bert.layers.named_parameters()
                   if p.dim() > 1 and not name.endswith("values.weight"))
-    weights += MASKED * config.d_model * (config.d_model + config.vocab_size)
+    predicted = 1 if config.causal else MASKED  # share of the positions
+    weights += predicted * config.d_model * (config.d_model + config.vocab_size)
     return 6 * weights + 12 * config.n_layer * seq_len * config.d_model
 
 
@@ -272,7 +273,8 @@ def read_settings(run, needed=()):
 def check_same_run(config, run, may_change):
     """Refuse to continue a run under settings (a dataclass) that make it another one; say which of
     those that may change did."""
-    before, now = read_settings(run), json.loads(json.dumps(asdict(config)))
+    before = {"objective": "masked", **read_settings(run)}  # older runs do not say it
+    now = json.loads(json.dumps(asdict(config)))
     for key in sorted(key for key in now if key in before and now[key] != before[key]):
         if key not in may_change:
             raise UserError(f"{run} was trained with {key} = {before[key]!r}, not "

@@ -115,7 +115,7 @@ def test_dropout_is_where_devlin_et_al_have_it(monkeypatch, alpha):
         rates.append(("dropout", p if training else 0.0))
         return x
 
-    def attention(q, k, v, attn_mask, dropout_p):
+    def attention(q, k, v, attn_mask, is_causal, dropout_p):
         rates.append(("attention", dropout_p))
         return q
 

@@ -337,8 +337,9 @@ def test_a_killed_run_ends_as_if_it_had_not_been(place):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("at", [1, 8, 12])
-def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, at):
+@pytest.mark.parametrize("at, objective", [(1, "masked"), (8, "masked"), (8, "causal"),
+                                           (12, "masked")])
+def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, at, objective):
     step = training.Trainer.step
 
     def interrupted(trainer, n):
@@ -348,11 +349,11 @@ def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, 
 
     with monkeypatch.context() as patch:
         patch.setattr(training.Trainer, "step", interrupted)
-        assert train("--out=out/a b") == 128 + number
+        assert train("--out=out/a b", f"--objective={objective}") == 128 + number
     assert steps_saved("out/a b") == at
     assert "python pretrain.py tiny.py '--out=out/a b'" in capsys.readouterr().out
-    assert train("--out=out/a b") == 0
-    assert train("--out=out/whole") == 0
+    assert train("--out=out/a b", f"--objective={objective}") == 0
+    assert train("--out=out/whole", f"--objective={objective}") == 0
     assert_same_run("out/a b", "out/whole")
 
 

@@ -1,0 +1,203 @@
+"""
+Causal language models: the network, its batches, training and what measures it.
+"""
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import checkpoint
+import data
+import finetune
+import huggingface
+import measure
+import pretrain
+import training
+import usage
+from model import value_tables
+from tests.helpers import TINY, assert_one_line, assert_same, record_search, tiny_bert, train
+
+SYSTEMS = [{}, {"memory_layers": (2,)}, {"memory_layers": (2,), "alpha": 0.0}]
+
+
+def test_logits_equal_hugging_face():
+    """Those of BertLMHeadModel, a decoder, whose weights and names are BertForMaskedLM's."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = transformers.BertLMHeadModel(transformers.BertConfig(
+        vocab_size=99, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, is_decoder=True,
+        intermediate_size=64, max_position_embeddings=24)).eval()
+    for name, p in theirs.named_parameters():  # so that every weight shows in the logits
+        torch.nn.init.normal_(p, float("norm" in name.lower() and "weight" in name), 0.4)
+    sizes = {"vocab_size": 99, "n_head": 4, "d_model": 32, "d_ff": 64, "max_len": 24}
+    ours = tiny_bert(**sizes, causal=True).eval()
+    weights = huggingface.from_huggingface(theirs.state_dict(), ours.bert.config)
+    checkpoint.load_weights(ours, weights, "theirs", partial=True)
+    ids, mask = torch.randint(99, (3, 20)), torch.arange(20) < torch.tensor([[20], [13], [5]])
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), theirs(ids)[0], rtol=0, atol=1e-4)
+        expected, logits = theirs(ids, attention_mask=mask.long())[0], ours(ids, mask)
+        torch.testing.assert_close(logits[mask], expected[mask], rtol=0, atol=1e-4)
+        masked = tiny_bert(**sizes).eval()
+        masked.load_state_dict(ours.state_dict())
+        assert expected[mask].std() > 1 and (masked(ids) - ours(ids)).abs().max() > 1
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("system", SYSTEMS, ids=["plain", "ResM", "PKM"])
+def test_no_bit_comes_from_later_tokens(system, compiled):
+    torch.compiler.reset()
+    model = tiny_bert(causal=True, max_len=48, d_model=16, **system).eval()
+    run = torch.compile(model) if compiled else model
+    ids = torch.randint(40, (2, 48))
+    with torch.no_grad():
+        logits = run(ids)
+        for time in (1, 7, 32, 47):
+            other = ids.clone()
+            other[:, time:] = (other[:, time:] + torch.randint(1, 40, (2, 48 - time))) % 40
+            changed = run(other)
+            assert torch.equal(changed[:, :time], logits[:, :time])
+            assert (changed[:, time:] != logits[:, time:]).any(2).all()
+            if not compiled:
+                mask = torch.arange(48).expand(2, 48) < time  # padded to the right
+                assert torch.allclose(model(ids, mask)[:, :time], logits[:, :time], atol=1e-5)
+
+
+@pytest.mark.parametrize("system", SYSTEMS[:2], ids=["plain", "ResM"])
+def test_loss_is_that_of_every_next_token(place, system):
+    """Against a sum over single predictions in float64, each from the tokens before it only."""
+    corpus = data.Corpus("tiny")
+    batch = data.CausalBatches(corpus, pretrain.Config(**TINY)).get(3, 1)
+    ids, labels = (torch.from_numpy(batch[name].copy()) for name in ("ids", "labels"))
+    model = tiny_bert(causal=True, **system).double().eval()
+    losses = []
+    for row, following in zip(ids, labels, strict=True):
+        assert row[1:].tolist() == following[:-1].tolist()
+        for n in range(1, len(row) + 1):
+            scores = model(row[None, :n])[0, -1].exp()
+            losses.append(-(scores[following[n - 1]] / scores.sum()).log().item())
+    assert len(losses) == 2 * 16
+    loss = model(ids, labels=labels)  # in float32
+    assert loss.item() == pytest.approx(np.mean(losses), rel=1e-6)
+    labels[0, 3:] = -100  # padding does not count
+    assert model(ids, labels=labels).item() == pytest.approx(
+        np.mean(losses[:3] + losses[16:]), rel=1e-6)
+
+
+def test_batches_are_the_text_as_it_stands(place):
+    """Every epoch predicts each token once, but for those left over at its ends."""
+    corpus, config = data.Corpus("tiny"), pretrain.Config(**TINY)
+    batches, tokens = data.CausalBatches(corpus, config), corpus.split("train").tolist()
+    assert batches.per_epoch == len(tokens) // 16 - 1
+    where = {str(tokens[at:at + 17]): at for at in range(len(tokens) - 16)}
+    assert len(where) == len(tokens) - 16
+    starts = []
+    for number in range(batches.per_epoch):
+        batch = batches.get(*divmod(number // 2, 2))
+        ids, labels = (batch[name][number % 2].tolist() for name in ("ids", "labels"))
+        starts.append(where[str([*ids, labels[-1]])])
+        assert ids[1:] == labels[:-1]
+    assert set(np.diff(sorted(starts))) == {16} and starts != sorted(starts)
+    again = data.CausalBatches(corpus, config).get(0, 0)
+    assert_same(*({name: part.tolist() for name, part in b.items()}
+                  for b in (again, batches.get(0, 0))))
+
+
+@pytest.mark.parametrize("stride", [16, 8, 5, 1])
+@pytest.mark.parametrize("system", SYSTEMS[:2], ids=["plain", "ResM"])
+def test_perplexity_of_a_split_equals_brute_force(place, system, stride):
+    """Each token once, from the tokens of the window that is to predict it."""
+    corpus = data.Corpus("tiny")
+    model = tiny_bert(causal=True, **system).eval()
+    text, loss = [corpus.sep_id, *corpus.split("test").tolist()], 0.0
+    predicted = 0  # tokens, up to here
+    for start in [*range(0, len(text) - 17, stride), len(text) - 17]:
+        with torch.no_grad():
+            logits = model(torch.tensor([text[start:start + 16]]))[0].double().log_softmax(1)
+        while predicted < start + 16:
+            loss -= logits[predicted - start, text[predicted + 1]].item()
+            assert predicted < 16 or predicted - start >= 16 - stride
+            predicted += 1
+    assert predicted == len(text) - 1
+    for size in (1, 3, 100):
+        batches = data.next_tokens(corpus, "test", 16, size, stride=stride)
+        assert all(len(batch["ids"]) <= size for batch in batches)
+        results, _ = usage.evaluate(model, batches, torch.device("cpu"))
+        assert results["perplexity"] == pytest.approx(math.exp(loss / predicted), rel=1e-5)
+        assert results["masked_tokens"] == predicted
+    short = data.next_tokens(corpus, "test", len(text) + 4, 8)  # less than one sequence
+    assert short[0]["ids"].tolist() == [text[:-1]] and short[0]["labels"].tolist() == [text[1:]]
+    some = data.next_tokens(corpus, "test", 16, 2, sequences=3, stride=stride)
+    assert [batch["ids"].shape for batch in some] == [(2, 16), (1, 16)]
+
+
+def test_a_run_says_what_it_is(place):
+    args = ["--objective=causal", "--max_steps=4"]
+    assert train(*args) == 0 and train(*args, "--out=out/more", "--init_from=out/tiny") == 0
+    model = checkpoint.load_model("out/more")
+    assert model.bert.config.causal and list(value_tables(model)) == [2, 3]
+    assert training.flops_per_token(model, 16) > training.flops_per_token(tiny_bert(
+        **{**vars(model.bert.config), "causal": False}), 16)
+
+
+def test_an_older_checkpoint_is_a_masked_model(place):
+    assert train("--max_steps=2") == 0
+    file = checkpoint.find_checkpoint("out/tiny") / "model.pt"
+    saved = torch.load(file, weights_only=True)
+    assert saved["config"].pop("causal") is False
+    torch.save(saved, file)
+    config = Path("out/tiny/config.json")
+    config.write_text(config.read_text().replace('"objective": "masked",\n', ""))
+    assert not checkpoint.load_model("out/tiny").bert.config.causal
+    assert train("--max_steps=4") == 0
+
+
+def test_masked_tools_and_causal_ones_are_told_apart(place, capsys):
+    assert train("--max_steps=2") == 0
+    assert train("--max_steps=2", "--objective=causal", "--out=out/causal") == 0
+    for path, kind in (("out/causal", "causal"), ("out/causal/step_000002", "causal")):
+        assert_one_line(capsys, "fill", path, "the [MASK]", main=measure.main,
+                        words=[path, f"is a {kind} language model, expected a masked one"])
+    assert_one_line(capsys, "table", "out/tiny", "out/causal", "--data", "tiny", main=measure.main,
+                    words=["out/causal is a causal language model, expected a masked one"])
+    assert_one_line(capsys, "table", "out/causal", "--data", "tiny", "--repeats", "2",
+                    main=measure.main, words=["--repeats 2", "no maskings"])
+    assert_one_line(capsys, "curves", "out/tiny", "out/causal", main=measure.main,
+                    words=["out/causal", "another vocabulary, corpus or objective"])
+    assert_one_line(capsys, "tiny.py", "--out=out/new", "--init_from=out/causal",
+                    words=["out/causal", "is a causal language model, expected a masked one"])
+    Path("own").mkdir()
+    for split in ("train", "dev"):
+        Path("own", f"{split}.tsv").write_text("sentence\tlabel\nthe cat\tx\na dog\ty\n")
+    Path("tune.py").write_text("task = 'own'\ninit_from = 'out/causal'\nmax_len = 32\n")
+    assert_one_line(capsys, "tune.py", main=finetune.main,
+                    words=["out/causal", "is a causal language model, expected a masked one"])
+
+
+def test_a_causal_run_is_measured(place, capsys):
+    args = ["--objective=causal", "--max_steps=12"]
+    assert train(*args) == 0 and train(*args, "--memory_layers=", "--out=out/plain") == 0
+    runs = ["out/plain", "out/tiny"]
+    measure.main(["table", *runs, "--data", "tiny", "--device", "cpu", "--out", "results/t"])
+    found = json.loads(Path("results/t.json").read_text())["runs"][1]["results"]["tiny"][0]
+    corpus, model = data.Corpus("tiny"), checkpoint.load_model("out/tiny")
+    batches = data.next_tokens(corpus, "test", 16, 8, stride=8)
+    results, _ = usage.evaluate(model, batches, torch.device("cpu"))
+    assert found["masked_tokens"] == len(corpus.split("test"))
+    assert found["perplexity"] == pytest.approx(results["perplexity"], rel=1e-6)
+    assert found["layers"]["2"]["accesses"] == 2 * sum(batch["ids"].size for batch in batches)
+    measure.main(["curves", *runs, "--out", "results/c"])
+    measure.main(["staleness", "out/tiny"])
+    capsys.readouterr()
+    measure.main(["slots", "out/tiny", "--layer", "2", "--most", "3", "--device", "cpu",
+                  "--out", "results/s"])
+    reads = record_search(model)
+    for batch in data.next_tokens(corpus, "test", 16, 8):
+        model.eval()(torch.from_numpy(batch["ids"]))
+    slots = torch.cat([slots.flatten() for slots, _ in reads[2]])
+    for record in json.loads(Path("results/s.json").read_text()):
+        assert record["reads"] == (slots == record["slot"]).sum()
+        assert all("[CLS]" not in text for _, text in record["contexts"])
