@@ -59,7 +59,10 @@ def _run_as_rank(main):
             raise common.UserError(f"a rank takes a card, but there are only "
                                    f"{torch.cuda.device_count()}: --nproc_per_node")
         torch.cuda.set_device(on_this_node)
-    dist.init_process_group()
+    store, number, size = next(dist.rendezvous("env://"))
+    # torchrun keeps the store after a restart, with the addresses of the dead
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group(store=store, rank=number, world_size=size)
     if rank():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - to the end
     try:
