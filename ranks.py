@@ -28,7 +28,7 @@ import pkm
 
 GROUP = None  # of processes; None is torch's default
 MISTAKE = 1000  # above all signals
-ROWS = 2**22  # bytes of a tensor that travel at a time to the file it is saved in
+ROWS = 2**22  # bytes of a tensor that are gathered at a time for the file it is saved in
 
 
 def started():
@@ -344,11 +344,13 @@ def _fill(content, file):
         for key in keys:
             _fill(content[key], None if file is None else file[key])
     elif isinstance(content, Columns):
-        rows = max(1, ROWS // content.part[0].nbytes)
+        rows = max(1, ROWS // (world() * content.part[0].nbytes))
+        parts = content.part.new_empty(world(), rows, content.part.shape[1])
         for n, part in enumerate(content.part.split(rows)):
-            parts = [torch.empty_like(part) for _ in range(world())] if not rank() else None
-            dist.gather(part.contiguous(), parts, group=GROUP)
+            received = None if rank() else list(parts[:, :len(part)])
+            dist.gather(part, received, group=GROUP)
             if not rank():
-                file[n * rows:n * rows + len(part)].copy_(torch.cat(parts, 1))
+                at = slice(n * rows, n * rows + len(part))
+                file[at].view(len(part), world(), -1).copy_(parts[:, :len(part)].transpose(0, 1))
     elif torch.is_tensor(content) and not rank():
         file.copy_(content)
