@@ -349,7 +349,8 @@ def train(args):
             "model": f"{args.size} {system}", "batch": ranks.world() * batch, "tokens": tokens,
             "parameters": ranks.count_parameters(models[system]),
             "seconds": seconds, "tokens/s": round(rate),
-            "mfu": peak and rate * flops_per_token(models[system], args.length) / peak / ranks.world(),
+            "mfu": peak and rate / ranks.world() / peak * flops_per_token(
+                models[system], args.length),
             "peak_bytes": peak_bytes(steps[system], args.device) if len(models) == 1 else None,
             "times_plain": ratio(times, system, "plain"),
             "paper's": 1.82 if SYSTEMS[system] else None})

@@ -1,6 +1,6 @@
 """
-More than one process: what a script shares with the others that torchrun started (torch.distributed;
-NCCL between CUDA cards, gloo between CPUs). A script alone goes through none of it.
+More than one process: what a script shares with the others that torchrun started, through
+torch.distributed (NCCL between CUDA cards, gloo between CPUs). A script alone uses none of it.
 
 $ torchrun --standalone --nproc_per_node=4 pretrain.py configs/base_resm_init.py
 $ torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=HOST pretrain.py CONFIG.py
