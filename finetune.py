@@ -307,7 +307,8 @@ def main(argv):
     common.at_least(config, {
         "seed": 0, "seeds": 1, "max_len": 8, "doc_stride": 1, "train_examples": 0, "batch_size": 1,
         "epochs": 1, "max_steps": 0, "warmup": 0, "lr": 0, "value_lr": 0, "weight_decay": 0,
-        "accumulation": 1, "rank_timeout": 1, "grad_clip": 1e-9, "log_interval": 1, "checkpoint_interval": 1})
+        "accumulation": 1, "rank_timeout": 1, "grad_clip": 1e-9, "log_interval": 1,
+        "checkpoint_interval": 1})
     if config.tensorboard:
         common.need("tensorboard", "tensorboard = True")
     if not config.init_from:

@@ -167,10 +167,10 @@ def prepare(model):
 
 @torch.no_grad()
 def sum_gradients(model, loss, count):
-    """Once a step: add up over the ranks the dense gradients and the loss, which is returned, in
-    one all-reduce; count: micro-batches of a rank. The running statistics of batch norms become what one process would have after
-    the micro-batches of all ranks: a mean of those of the ranks, which saw every world()th, with
-    weights that are the larger the later a rank's micro-batch was."""
+    """Once a step, after this rank's `count` micro-batches: add up over the ranks the dense
+    gradients and the loss, which is returned, in one all-reduce. The running statistics of batch
+    norms become what one process would have after the micro-batches of all ranks: a mean of those
+    of the ranks, which saw every world()th, with more weight for the later ranks."""
     if not started():
         return loss
     norms, parameters = batch_norms(model), [p for p in model.parameters() if p.grad is not None]
