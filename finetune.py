@@ -7,7 +7,13 @@ $ python finetune.py configs/finetune_squad.py --init_from=out/base_resm_init
 
 A task of your own is a folder with train.tsv and dev.tsv, whose header names the columns `sentence`
 (or `sentence1` and `sentence2`) and `label` (or `score`, a number): --task=FOLDER. The same command
-goes on where a stopped run left off; --key=value overrides any setting below.
+goes on where a stopped run left off; --key=value overrides any setting below. One process at a
+time trains in a folder.
+
+out/<run>/seed0/{config.json,log.jsonl,vocab.txt,step_000500/}     as pretrain.py's; the newest one
+out/<run>/seed0/best_epoch_2/    while it trains: the best epoch's weights; in the end renamed best/
+out/<run>/seed0/{eval_results.json,predictions.tsv,submission/}    of the weights in best/
+out/<run>/eval_results.json      the medians over the seeds, and each seed's
 """
 import json
 import math
@@ -16,11 +22,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import common  # before torch: how its threads wait
+
+# isort: split
 import numpy as np
 import torch
 
 import checkpoint
-import common
 import ranks
 import tasks
 from data import load_tokenizer
@@ -133,6 +141,12 @@ class Data:
                       for n, label in enumerate(self.task.labels or ())]
             print(f"{self.task.dev.get(name, name)}: {len(part.ids):,} examples, "
                   f"{part.lengths.mean():.1f} tokens each{''.join(shares)}")
+        if self.task.labels:
+            most = np.bincount(self.train.labels).argmax()
+            shares = [f"{(part.labels == most).mean():.1%} of {self.task.dev[name]}"
+                      for name, part in self.dev.items()]
+            print(f"always saying {self.task.labels[most]}, the most frequent class of train, "
+                  f"would be right for {', '.join(shares)}")
         print(f"{len(self.chosen):,} training examples, {config.max_steps:,} steps of {self.size}, "
               f"{config.warmup_steps:,} of them warm-up")
 
@@ -193,8 +207,9 @@ def best_spans(logits, starts, first, end, n=20, longest=30):
 
 def train(trainer, out, state, signals):
     """Train to the end; everything is written to the folder `out`. After each epoch the dev splits
-    are scored; <out>/best has the weights of the best one."""
-    config, data, best = trainer.config, trainer.batches, out / "best"
+    are scored. The weights of the best one are in best_folder(out, state), and stay there until a
+    checkpoint is on disk whose state names a better one's."""
+    config, data = trainer.config, trainer.batches
 
     def due(step):
         if step % data.steps_per_epoch == 0 or step == config.max_steps:
@@ -207,6 +222,7 @@ def train(trainer, out, state, signals):
 
     log = open_log(out, state["step"], config.tensorboard)
     for step, todo in trainer.train(out, state, log, due, signals):
+        drop_older(out, state)  # now the checkpoint of the last evaluation is on disk
         if "eval" in todo:
             results, _ = evaluate(trainer)
             state["last"] = {"epoch": data.epochs(step), **results}
@@ -214,9 +230,20 @@ def train(trainer, out, state, signals):
             print(f"epoch {data.epochs(step):g}: {describe(data.task, results)}", flush=True)
             if state["best"] is None or quality(results) > quality(state["best"]):
                 state["best"] = state["last"]
-                common.discard(best)
                 model = checkpoint.model_file(trainer.model, data.task.labels)
-                checkpoint.save_files(best, {"model": model})
+                checkpoint.save_files(best_folder(out, state), {"model": model})
+    drop_older(out, state)
+
+
+def best_folder(out, state):
+    return out / f"best_epoch_{state['best']['epoch']:g}"
+
+
+def drop_older(out, state):
+    """Remove the weights of epochs that are not the best one of the checkpoint on disk."""
+    for folder in out.glob("best_epoch_*"):
+        if not state["best"] or folder != best_folder(out, state):
+            common.discard(folder)
 
 
 def describe(task, results, prefix=""):
@@ -229,7 +256,11 @@ def describe(task, results, prefix=""):
 def write_predictions(trainer, out, state):
     """The predictions of the best epoch's model: for dev, for test in the form that GLUE wants, and
     its metrics under the names of Hugging Face's scripts."""
-    data, best = trainer.batches, out / "best"
+    data, best, named = trainer.batches, out / "best", best_folder(out, state)
+    with ranks.first_rank_first():
+        if named.exists():  # not if a killed process has renamed it
+            common.discard(best)
+            named.rename(best)
     checkpoint.load_weights(trainer.model, checkpoint.read_weights(best)["weights"], best)
     results, predictions = evaluate(trainer)
     for name, predicted in predictions.items():
@@ -312,10 +343,12 @@ def main(argv):
     if config.tensorboard:
         common.need("tensorboard", "tensorboard = True")
     if not config.init_from:
-        raise common.UserError("init_from is empty: configs/demo_finetune.py is a recipe")
+        raise common.UserError("init_from is empty, which model? --init_from=RUN, or a recipe: "
+                               "python finetune.py configs/demo_finetune.py starts from out/demo")
     ranks.set_timeout(config.rank_timeout)
     initial, vocab = checkpoint.find_weights(config.init_from)
-    name = f"{vocab.parent.name}_{tasks.name_of(config.task)}"
+    run = vocab.parent.parent if vocab.parent.name.startswith("seed") else vocab.parent
+    name = f"{run.name}_{tasks.name_of(config.task)}"
     out = Path(config.out or f"out/{name}{'' if config.update_memory else '_fixed'}")
     device, dtype = common.setup(config.device, config.dtype, config.seed)
     common.keep_freed_memory(device)
@@ -328,6 +361,13 @@ def main(argv):
     config.max_steps = config.max_steps or config.epochs * data.steps_per_epoch
     config.warmup_steps = round(config.warmup * config.max_steps)
     data.report(config)
+    with common.lock(out, "trains there"):
+        return run_seeds(config, out, data, initial, vocab, argv)
+
+
+def run_seeds(config, out, data, initial, vocab, argv):
+    """One seed after the other, each in its folder. Returns the exit status."""
+    ranks.agree()  # the first one has the lock
     signals, each = common.catch_signals(), {}
     for seed in range(config.seed, config.seed + config.seeds):
         config.seed, folder = seed, out / f"seed{seed}"

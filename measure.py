@@ -20,14 +20,7 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
-import torch
-
-import ranks
-import tasks
-from browse import collect, page
-from checkpoint import check_objective, find_weights, load_model, read_weights
-from common import (
+from common import (  # before torch: how its threads wait
     Parser,
     Progress,
     UserError,
@@ -38,6 +31,15 @@ from common import (
     whole,
     write_text,
 )
+
+# isort: split
+import numpy as np
+import torch
+
+import ranks
+import tasks
+from browse import collect, page
+from checkpoint import check_objective, find_weights, load_model, read_weights
 from data import (
     Corpus,
     cut,
@@ -159,7 +161,8 @@ class TaskSample:
         if not (args.data or seeds):
             raise UserError(f"{path}: not a fine-tuned run: it takes --data TASK")
         self.settings = read_settings(seeds[0]) if seeds else {}
-        self.checkpoint, vocab = find_weights(seeds[0] / "best" if seeds else path)
+        self.checkpoint, vocab = find_weights(path)
+        print(f"{path}: weights of {self.checkpoint}")
         self.tokenizer = load_tokenizer(vocab)
         self.task = tasks.find(args.data or self.settings["task"])
         split = "train" if args.split == "train" else next(iter(self.task.dev.values()))
@@ -257,6 +260,7 @@ def table(args):
     (device, dtype), runs, rows = setup(args.device, args.dtype), [], []
     for path in args.runs:
         checkpoint, _ = find_weights(path)
+        print(f"{path}: weights of {checkpoint}")
         model = load_model(checkpoint).to(device)
         results = {name: [] for name in corpora}
         for name, masking in itertools.product(corpora, range(args.repeats)):

@@ -2,10 +2,12 @@
 Fine-tuning: what it leaves, what it learns, and that no kill or signal changes it.
 """
 import argparse
+import collections
 import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +21,9 @@ import torch
 import checkpoint
 import common
 import data
+import export
 import finetune
+import measure
 import tasks
 from model import BertConfig, Classifier, SpanReader
 from tests.helpers import KILLS, ROOT, assert_same, files, log, squad_file, steps_saved, tune
@@ -47,9 +51,13 @@ def test_a_fine_tuned_run_leaves_what_it_promises(tuned, capsys):
     summary = scores("out/run")
     assert summary["eval_accuracy"] == sorted(r["eval_accuracy"] for r in each)[1] > 0.7
     assert list(summary["seeds"].values()) == each
-    assert "median of 3: accuracy" in capsys.readouterr().out
-
-    gold = [line.split("\t")[1] for line in Path("own/dev.tsv").read_text().splitlines()[1:]]
+    said = capsys.readouterr().out
+    assert "median of 3: accuracy" in said
+    gold, train = ([line.split("\t")[1] for line in Path(path).read_text().splitlines()[1:]]
+                   for path in ("own/dev.tsv", "own/train.tsv"))
+    most = collections.Counter(train).most_common(1)[0][0]
+    assert f"always saying {most}, the most frequent class of train, would be right for " \
+        f"{gold.count(most) / 30:.1%} of dev" in said
     lines = Path(run, "predictions.tsv").read_text().splitlines()
     found = [line.split("\t") for line in lines[1:]]
     assert lines[0] == "index\tprediction" and [n for n, _ in found] == [str(n) for n in range(30)]
@@ -80,6 +88,85 @@ def test_the_best_epoch_counts(tuned, monkeypatch):
     assert tune("--epochs=5", "--train_examples=16", "--out=out/run") == 0
     assert scores("out/run/seed0")["epoch"] == 3
     assert torch.equal(weights[5], weights[2]) and not torch.equal(weights[5], weights[4])
+
+
+def test_the_weights_that_were_scored_exist_whenever_it_is_killed(tuned, monkeypatch):
+    """Killed before each of its renamings in turn. A second time the same epoch has another score,
+    as on a device whose arithmetic is not exact."""
+    scored, rng, evaluate, calls = {}, random.Random(0), finetune.evaluate, []
+
+    class Killed(BaseException):
+        pass
+
+    def fake(trainer):
+        score = rng.random()
+        scored[score] = trainer.model.head.weight.detach().clone()
+        return {"accuracy": score}, evaluate(trainer)[1]
+
+    def killing(rename):
+        def before(*args, **kwargs):
+            calls.append(args)
+            if len(calls) == at:
+                raise Killed
+            return rename(*args, **kwargs)
+        return before
+
+    def best_weights(score):
+        folder, _ = checkpoint.find_weights("out/run/seed0")
+        assert folder.name.startswith("best")
+        found = checkpoint.read_weights(folder)["weights"]["head.weight"]
+        assert torch.equal(found, scored[score])
+
+    monkeypatch.setattr(finetune, "evaluate", fake)
+    monkeypatch.setattr(os, "replace", killing(os.replace))
+    monkeypatch.setattr(Path, "rename", killing(Path.rename))
+    at, ends = 0, []
+    while ends != [0]:
+        at, ends = at + 1, []
+        calls.clear()
+        try:
+            ends.append(tune("--epochs=3", "--train_examples=8", "--out=out/run"))
+        except Killed:
+            pass
+        newest = checkpoint.find_checkpoint("out/run/seed0")
+        if newest and not ends:
+            best = common.load_file(newest / "state.pt")["best"]
+            named = [Path("out/run/seed0", name) for name in
+                     (f"best_epoch_{best['epoch']:g}", "best")]
+            folder = next(path for path in named if path.exists())
+            found = checkpoint.read_weights(folder)["weights"]["head.weight"]
+            assert torch.equal(found, scored[best["accuracy"]])
+    assert at > 8 and len(scored) > 4
+    best_weights(common.load_file(newest / "state.pt")["best"]["accuracy"])
+    assert [path.name for path in Path("out/run/seed0").glob("best*")] == ["best"]
+
+
+def test_one_path_is_one_folder_of_weights(tuned, capsys):
+    """For whatever reads weights: of a fine-tuned run its first seed's best epoch."""
+    pytest.importorskip("safetensors")
+    assert tune("--seeds=2", "--out=out/run", "--epochs=1", "--train_examples=16") == 0
+    shutil.copytree("out/run/seed1", "out/run/seed10")
+    best = Path("out/run/seed0/best")
+    model = torch.load(best / "model.pt", weights_only=True)
+    model["weights"]["head.bias"] += 1  # so that the last epoch has others
+    torch.save(model, best / "model.pt")
+    for n, path in enumerate(("out/run", "out/run/seed0", "out/run/seed0/best")):
+        assert checkpoint.find_weights(path) == (best, best.parent / "vocab.txt")
+        assert_same(dict(checkpoint.load_model(path).state_dict()), model["weights"])
+        capsys.readouterr()
+        export.export(path, f"exported{n}")
+        assert f"weights of {best}" in capsys.readouterr().out
+        assert_same(checkpoint.read_weights(f"exported{n}")["weights"], model["weights"])
+        assert tune(f"--init_from={path}", "--max_steps=1", "--out=out/again") == 0
+        assert f"init_from {best}:" in capsys.readouterr().out
+        shutil.rmtree("out/again")
+        measure.main(["table", "out/run"] if n < 2 else ["by_class", path, "--data=own"])
+        assert f"weights of {best}" in capsys.readouterr().out
+    last = Path("out/run/seed0/step_000002")
+    assert checkpoint.find_weights(last) == (last, best.parent / "vocab.txt")
+    assert checkpoint.find_weights("out/run/seed1")[0] == Path("out/run/seed1/best")
+    assert tune("--init_from=out/run", "--max_steps=1") == 0
+    assert Path("out/run_own/seed0").is_dir()  # named after the run, not after its seed
 
 
 def test_regression_and_frozen_values(tuned):
