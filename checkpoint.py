@@ -139,8 +139,12 @@ def load_optimizers(checkpoint, model, dense, values):
         saved["values"] = {**values.state_dict(), "state": dict(enumerate(moments))}
     if len(saved["dense"]["param_groups"][0]["params"]) > len(dense.param_groups[0]["params"]):
         decay_memory(model, dense)
-    dense.load_state_dict(copy.deepcopy(saved["dense"]))  # not mapped from the file
-    values.load_state_dict(ranks.cut_moments(saved["values"]))
+    try:
+        dense.load_state_dict(copy.deepcopy(saved["dense"]))  # not mapped from the file
+        values.load_state_dict(ranks.cut_moments(saved["values"]))
+    except ValueError as error:
+        raise UserError(f"{checkpoint}/optimizer.pt: of another model than model.pt beside it "
+                        f"({error})") from None
     return load_file(Path(checkpoint) / "state.pt")
 
 

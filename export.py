@@ -9,7 +9,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from common import Parser, UserError, atomic, need, run  # before torch
+from common import Failure, Parser, UserError, atomic, need, run  # before torch
 
 # isort: split
 import torch
@@ -70,7 +70,10 @@ def export(path, folder):
              "unk_token": unk, "cls_token": cls, "sep_token": sep, "mask_token": mask}
     with atomic(folder) as temporary:
         temporary.mkdir()
-        save_file(weights, temporary / "model.safetensors", {"format": "pt"})
+        try:
+            save_file(weights, temporary / "model.safetensors", {"format": "pt"})
+        except Exception as error:  # noqa: BLE001 - safetensors has a type of its own
+            raise Failure(f"{folder}: not saved ({error})") from None
         shutil.copyfile(vocab_file, temporary / "vocab.txt")
         shutil.copymode(temporary / "vocab.txt", temporary / "model.safetensors")  # was 0600
         tokenizer.save(str(temporary / "tokenizer.json"))
