@@ -81,8 +81,7 @@ def export(path, folder):
             (temporary / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
         if not plain:
             (temporary / "README.md").write_text(MEMORY_README.format(**asdict(config)))
-    print(f"{folder}: weights of {source}, {settings['architectures'][0]}, "
-          f"{len(weights)} tensors")
+    print(f"{folder}: weights of {source}, {settings['architectures'][0]}, {len(weights)} tensors")
 
 
 MEMORY_README = """# BERT with product-key memory
