@@ -10,8 +10,9 @@ import common
 from tests.helpers import ROOT
 
 SCRIPTS = ["pretrain", "finetune", "measure", "bench", "prepare_data", "export"]
-ROOMS = ["common", "scalars", "pkm", "add_memory", "download", "data", "model", "huggingface",
-         "checkpoint", "training", "usage", "tasks", "predictions", "browse", "figures"]
+ROOMS = ["common", "scalars", "pkm", "add_memory", "ranks", "download", "data", "model",
+         "huggingface", "checkpoint", "training", "usage", "tasks", "predictions", "browse",
+         "figures"]
 OUTSIDE = "modeling_pkm"  # goes with exported weights; nothing here imports it
 PACKAGES = {"torch", "numpy", "tiktoken", "tokenizers", "requests", "tqdm", "huggingface_hub",
             "matplotlib", "pyarrow", "safetensors"}
@@ -40,7 +41,7 @@ def test_imports_run_one_way_down():
 
 def test_the_core_is_read_in_an_evening():
     lines = {name: len(path.read_text().splitlines()) for name, path in PATHS.items()}
-    assert sum(lines[name] for name in ("pkm", "model", "data", "training", "pretrain")) <= 1459
+    assert sum(lines[name] for name in ("pkm", "model", "data", "training", "pretrain")) <= 1479
     assert max(lines.values()) <= 650
 
 
