@@ -211,7 +211,7 @@ def main(argv):
     common.keep_freed_memory(device)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
     if config.dataset == "docs" and not Path("data/docs").exists():
-        common.run_script("prepare_data.py", "docs")
+        common.run_script("prepare_data.py", "docs", "--if_missing")
     corpus = Corpus(config.dataset)
     checkpoint = None if config.dry_run else find_checkpoint(out)
     if checkpoint:

@@ -8,8 +8,8 @@ import sys
 from tests.helpers import ROOT
 
 SCRIPTS = ["pretrain", "finetune", "measure", "bench", "prepare_data", "export"]
-ROOMS = ["common", "pkm", "download", "data", "model", "huggingface", "checkpoint", "training",
-         "usage", "tasks", "figures"]
+ROOMS = ["common", "pkm", "download", "text", "data", "model", "huggingface", "checkpoint",
+         "training", "usage", "tasks", "figures"]
 PACKAGES = {"torch", "numpy", "tiktoken", "tokenizers", "requests", "tqdm", "huggingface_hub",
             "matplotlib", "pyarrow", "safetensors"}
 PATHS = {path.stem: path for path in ROOT.glob("*.py") if not path.stem.startswith("test_")}
