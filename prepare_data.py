@@ -45,7 +45,7 @@ from common import (
     write_text,
 )
 from data import GPT2_SPECIALS, SPECIALS, SPLITS
-from text import BETWEEN_WORDS, codec_name, docstrings, find_codecs, find_files, stream
+from text import BETWEEN_WORDS, docstrings, find_codecs, find_files, stream
 
 BATCH = 2**21  # characters encoded, or ids read back, at once: some 100 MB
 LOSS_STD = 2.7  # of the loss over masked tokens (configs/demo.py after 200 steps, 10,240 tokens)
@@ -498,7 +498,8 @@ def prepare_weights(args):
 
 def prepare_squad(args):
     """Official files: data/squad/."""
-    download.fetch_task(Path("data/squad"), download.SQUAD, args.path, args.force)
+    with common.lock(Path("data/squad"), "fetches it", wait=True):
+        download.fetch_task(Path("data/squad"), download.SQUAD, args.path, args.force)
 
 
 def prepare_glue(args):
@@ -510,7 +511,8 @@ def prepare_glue(args):
     if path and len(names) > 1 and (path.is_file() or (path / "train.tsv").exists()):
         raise UserError(f"{path} has the files of one task: give one TASK")
     for name in names:
-        download.fetch_task(Path("data/glue", name), download.GLUE[name], path, args.force)
+        with common.lock(Path("data/glue", name), "fetches it", wait=True):
+            download.fetch_task(Path("data/glue", name), download.GLUE[name], path, args.force)
 
 
 def parse_arguments():
@@ -546,7 +548,7 @@ def parse_arguments():
     text.add_argument("--val_every", default=100, **heldout)
     text.add_argument("name", help="the corpus is data/NAME")
     text.add_argument("paths", nargs="+", metavar="PATH", help="a text file or a folder of *.txt")
-    text.add_argument("--encoding", type=codec_name, default="utf-8", metavar="NAME",
+    text.add_argument("--encoding", default="utf-8", metavar="NAME",
                       help="of the files: %(default)s, another, or auto: UTF-8 or else Windows-1252")
     text.add_argument("--split", choices=("blank", "file"), default="blank",
                       help="documents end at blank lines (default) or with their file")

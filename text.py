@@ -39,20 +39,15 @@ def find_files(path, *suffixes):
     return files
 
 
-def codec_name(encoding):
-    """argparse type: 'auto', or the name of a text encoding that Python knows."""
-    try:
-        "".encode(encoding.replace("auto", "utf-8"))
-    except (LookupError, ValueError):
-        raise UserError(f"--encoding={encoding}: expected auto or an encoding that Python knows, "
-                        "such as utf-8, cp1252, utf-16") from None
-    return encoding
-
-
 def find_codecs(files, encoding):
     """{file: codec} of text files. Each is read through: UserError if one is not text in its codec.
     encoding: a codec, or 'auto': UTF-8 or else Windows-1252, and it is said how many are which."""
     auto, found, wrong = encoding == "auto", {}, []
+    try:
+        "".encode("utf-8" if auto else encoding)
+    except (LookupError, ValueError):
+        raise UserError(f"--encoding={encoding}: expected auto or an encoding that Python knows, "
+                        "such as utf-8, cp1252, utf-16") from None
     for file in Progress(files, desc="checking the encoding", unit=" files"):
         for codec in CODECS if auto else [encoding]:
             if not _flaw(file, codec):
@@ -99,7 +94,7 @@ def _lines(path, codec):
                 line = (rest + part).replace("\r\n", "\n")
                 rest = ""
                 if "\0" in line:
-                    raise UnicodeDecodeError(codec, b"\0", 0, 1, "binary")
+                    raise ValueError("binary")
                 if len(part) == LONGEST and part[-1] != "\n":
                     cut = BETWEEN_WORDS.search(line, len(line) - 1000)
                     at = cut.start() if cut else len(line)
@@ -107,7 +102,7 @@ def _lines(path, codec):
                 elif part[-1] != "\n":
                     line += "\n"
                 yield line
-    except UnicodeDecodeError:
+    except ValueError:  # as a byte is that cannot be decoded
         raise UserError(f"{path}: {_flaw(path, codec)}") from None
     if rest:
         yield rest + "\n"
