@@ -73,9 +73,12 @@ def run(main):
     """Call main() and end the process with its exit status: 0, or 2 for a UserError, 1 for a
     Failure or an error of the operating system (no space left, say), 130 for Ctrl-C."""
     try:
-        sys.exit(main())
+        try:
+            status = main()
+        finally:
+            flush_stdout()
+        sys.exit(status)
     except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (UserError, Failure, OSError, KeyboardInterrupt) as error:
         print(f"error: {error}" if str(error) else "interrupted", file=sys.stderr)
@@ -87,6 +90,16 @@ def run(main):
               "as much more accumulation the step stays the same), fewer tokens or a smaller model",
               file=sys.stderr)
         sys.exit(1)
+
+
+def flush_stdout():
+    """Write what was printed. Python would only do it at its very end, where a closed pipe or a
+    full disk can no longer be caught; after an error here it has nothing left to write."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 def out_of_memory(error):

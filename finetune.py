@@ -61,6 +61,7 @@ class Config:
     # watching
     log_interval: int = 100
     checkpoint_interval: int = 1000  # steps; there is one after every epoch, too
+    tensorboard: bool = False  # log.jsonl for it too: tensorboard --logdir out
     # machine
     device: str = "auto"  # cuda, mps, cpu
     dtype: str = "auto"  # float32, bfloat16, float16
@@ -69,7 +70,8 @@ class Config:
 
 
 # Settings that may change when a run is resumed; with another value of the rest it is another run.
-MAY_CHANGE = {"out", "seeds", "log_interval", "checkpoint_interval", "device", "compile"}
+MAY_CHANGE = {"out", "seeds", "log_interval", "checkpoint_interval", "device", "compile",
+              "tensorboard"}
 
 
 class Data:
@@ -89,6 +91,7 @@ class Data:
         self.dev = {name: read(split) for name, split in task.dev.items()}
         self.test = {name: read(split) for name, split in task.test.items()
                      if task.file(split).exists()}
+        self.row_names = {name: tasks.row_names(task, task.test[name]) for name in self.test}
         order = np.random.default_rng(0).permutation(len(self.train.ids))  # the same for all seeds
         self.chosen = np.sort(order[:config.train_examples or None])
         self.config, self.size, self.drawn = config, config.batch_size, None
@@ -134,7 +137,8 @@ def predict(trainer, examples):
             logits = model(**batch).float().cpu()
         if data.is_squad:
             end = examples.lengths[index] - 1  # a [SEP]
-            scores[index], spans[index] = best_spans(logits, examples.first[index], end)
+            scores[index], spans[index] = best_spans(logits, examples.starts[index],
+                                                     examples.first[index], end)
         else:
             scores[index] = logits.argmax(1) if data.task.labels else logits[:, 0]
     model.train()
@@ -153,14 +157,17 @@ def evaluate(trainer):
             for name, part in data.dev.items() for metric in data.task.metrics}, predictions
 
 
-def best_spans(logits, first, end, n=20, longest=30):
-    """The best span of each window's paragraph, which is in positions first to end - 1: of the n
-    best starts and n best ends, the pair with the highest sum of logits that spans at most
-    `longest` tokens (Devlin et al.). logits: (batch, time, 2); first, end: numpy (batch,). Returns
-    the spans' scores (batch,), -inf if there is none, and their positions (batch, 2)."""
+def best_spans(logits, starts, first, end, n=20, longest=30):
+    """The best span of each window: of the n best starts in Windows.starts and the n best ends in
+    the paragraph, which is in positions first to end - 1, the pair with the highest sum of logits
+    that spans at most `longest` tokens (Devlin et al.). logits: (batch, time, 2); starts: numpy
+    (batch, 2); first, end: (batch,). Returns the spans' scores (batch,), -inf if there is none, and
+    their positions (batch, 2)."""
     position = np.arange(logits.shape[1])
-    outside = (position < first[:, None]) | (position >= end[:, None])
-    logits = logits.masked_fill(torch.from_numpy(outside)[..., None], -torch.inf)
+    is_start = (starts[:, :1] <= position) & (position < starts[:, 1:])  # (batch, time)
+    is_end = (first[:, None] <= position) & (position < end[:, None])
+    allowed = torch.from_numpy(np.stack([is_start, is_end], 2))
+    logits = logits.masked_fill(~allowed, -torch.inf)
     best, positions = logits.topk(min(n, logits.shape[1]), 1)  # (batch, n, 2)
     scores = best[:, :, None, 0] + best[:, None, :, 1]  # (batch, n starts, n ends)
     length = positions[:, None, :, 1] - positions[:, :, None, 0] + 1
@@ -184,7 +191,7 @@ def train(trainer, out, state, signals):
     def quality(results):
         return np.nan_to_num(results[data.task.metrics[0]], nan=-np.inf)
 
-    log = open_log(out, state["step"])
+    log = open_log(out, state["step"], config.tensorboard)
     for step, todo in trainer.train(out, state, log, due, signals):
         if "eval" in todo:
             results, _ = evaluate(trainer)
@@ -217,7 +224,7 @@ def write_predictions(trainer, out, state):
         predicted = predict(trainer, examples)
         if not data.task.labels:  # scores in the range of the training data's
             predicted = predicted.clip(data.train.labels.min(), data.train.labels.max())
-        write(out / "submission" / name, predicted, data.task)
+        write(out / "submission" / name, predicted, data.task, data.row_names[name])
     for name, part in data.dev.items():
         results[f"samples{name}"] = len(part.questions if data.is_squad else part.ids)
     results = {f"eval_{key}": value for key, value in results.items()}
@@ -225,13 +232,14 @@ def write_predictions(trainer, out, state):
     write(out / "eval_results", {"epoch": state["best"]["epoch"], **results, **last})
 
 
-def write(path, content, task=None):
-    """Write a dict to path.json, or predictions for a task to path.tsv, as GLUE wants them."""
+def write(path, content, task=None, names=None):
+    """Write a dict to path.json, or predictions for a task to path.tsv, as GLUE wants them; names:
+    of the rows, if not their numbers."""
     if isinstance(content, dict):
         suffix, text = ".json", json.dumps(content, indent=1)
     else:
         rows = [task.labels[n] if task.labels else f"{n:.3f}" for n in content]
-        rows = [f"{n}\t{row}\n" for n, row in enumerate(rows)]
+        rows = [f"{name}\t{row}\n" for name, row in zip(names or range(len(rows)), rows)]
         suffix, text = ".tsv", "".join(["index\tprediction\n", *rows])
     common.write_text(f"{path}{suffix}", text)
 
@@ -286,6 +294,8 @@ def main(argv):
         "seed": 0, "seeds": 1, "max_len": 8, "doc_stride": 1, "train_examples": 0, "batch_size": 1,
         "epochs": 1, "max_steps": 0, "warmup": 0, "lr": 0, "value_lr": 0, "weight_decay": 0,
         "grad_clip": 1e-9, "log_interval": 1, "checkpoint_interval": 1})
+    if config.tensorboard:
+        common.need("tensorboard", "tensorboard = True")
     if not config.init_from:
         raise common.UserError("init_from is empty: configs/demo_finetune.py is a recipe")
     initial, vocab = checkpoint.find_weights(config.init_from)

@@ -6,12 +6,13 @@ $ python measure.py staleness out/demo_pkm out/demo_resm_init --out results/figu
 $ python measure.py curves out/demo_more out/demo_resm_init --out results/figure3
 $ python measure.py slots out/demo_resm_init --layer 2           # what reads its most read slots
 $ python measure.py fill out/demo_resm_init "Return a new [MASK] of the given shape."
+$ python measure.py browse out/demo_resm_init --out memory      # memory.html: what a slot knows
 $ python measure.py glue out/base_sst2 out/base_resm_init_sst2  # Tables 4, 5, 7: fine-tuned runs
 $ python measure.py table out/base_resm_init_sst2               # Table 6
 $ python measure.py by_class out/base_pkm_sst2 out/base_resm_init_sst2 --out results/figure4
 
 --out NAME writes the table to NAME.md, its numbers to NAME.json, a figure to NAME.png and NAME.svg.
-In this file: what computes, and the commands, which print.
+In this file: what computes, then the commands, which print.
 """
 import contextlib
 import itertools
@@ -23,12 +24,14 @@ import numpy as np
 import torch
 
 import tasks
+from browse import collect, page
 from checkpoint import check_objective, find_weights, load_model, read_weights
 from common import (
     Parser,
     Progress,
     UserError,
     atomic,
+    load_file,
     markdown,
     run,
     setup,
@@ -47,7 +50,16 @@ from data import (
 from figures import draw_bars, draw_curves
 from model import MaskedLM, value_tables
 from training import read_settings, to_device
-from usage import count_reads, evaluate, read_evaluations, read_usage, usage_metrics, watch
+from usage import (
+    class_distances,
+    count_reads,
+    evaluate,
+    last_used,
+    read_evaluations,
+    read_usage,
+    usage_metrics,
+    watch,
+)
 
 
 def trained_on(path):
@@ -58,6 +70,22 @@ def trained_on(path):
         settings = read_settings(folder.parent, ["seq_len", "dataset"])
         return settings["seq_len"], settings["dataset"]
     return read_weights(path)["config"]["max_len"], None
+
+
+def trained_for(path):
+    """The steps of the weights at `path` and the seed of their run, as {"steps": "4,000 + 3,000",
+    "seed": 1}: those of the initial model + its own, of a run that is not done as "100 of 3,000";
+    "?" where they are not known, as of weights in Hugging Face layout."""
+    checkpoint, _ = find_weights(path)
+    if not (checkpoint / "state.pt").is_file():
+        return {"steps": "?", "seed": "?"}
+    settings = read_settings(checkpoint.parent, ["max_steps", "seed"])
+    step, last = load_file(checkpoint / "state.pt")["step"], settings["max_steps"]
+    steps = f"{step:,} of {last:,}" if step < last else f"{step:,}"
+    if settings["init_checkpoint"]:
+        before = settings["first_step"]  # 0 of an initial model in Hugging Face layout
+        steps = f"{before:,} + {steps}" if before else f"? + {steps}"
+    return {"steps": steps, "seed": settings["seed"]}
 
 
 def open_corpus(name, path):
@@ -72,9 +100,10 @@ def open_corpus(name, path):
 @torch.no_grad()
 def read_corpus(args, model):
     """What the memories of a model read in the test text of a corpus with nothing masked. Returns
-    the corpus, {layer: (slots, weights)}, (tokens, heads, topk) both, and a function: of a layer's
-    slot, contexts(layer, slot) are the tokens that read it with the most weight, summed over the
-    heads: [(weight, text with the token marked)], at most args.contexts, no text twice."""
+    the corpus, the token ids (sequences, time), of these tokens {layer: (slots, weights)}, (tokens,
+    heads, topk) both, and a function: of a layer's slot, contexts(layer, slot) are the tokens that
+    read it with the most weight, summed over the heads: [(weight, text with the token marked)], at
+    most args.contexts, no text twice."""
     seq_len, dataset = trained_on(args.run)
     if not (args.data or dataset):
         raise UserError(f"{args.run}: its corpus is not known: --data NAME")
@@ -107,7 +136,7 @@ def read_corpus(args, model):
             if len(texts) == args.contexts:
                 break
         return [(weight, text) for text, weight in texts.items()]
-    return corpus, reads, contexts
+    return corpus, ids, reads, contexts
 
 
 def seed_folders(path):
@@ -142,13 +171,22 @@ class TaskSample:
         self.chosen = np.linspace(0, total - 1, min(args.sequences or total, total)).astype(int)
         self.device, _ = setup(args.device, "float32")
 
+    def halves(self):
+        """Of each of two classes two random halves, all with the same number of examples."""
+        rng, labels = np.random.default_rng(0), self.examples.labels[self.chosen]
+        size = min(np.bincount(labels, minlength=2)) // 2
+        if not size:
+            raise UserError(f"{self.task.folder}: a class has fewer than two of the "
+                            f"{len(self.chosen):,} examples: too few to compare classes")
+        return [rng.permutation(self.chosen[labels == label])[:2 * size].reshape(2, size)
+                for label in (0, 1)]
+
     @torch.no_grad()
-    def count(self, weights, what, label=None):
-        """The counts of count_reads over the examples, or over those with one label."""
-        model, chosen = load_model(weights).to(self.device).eval(), self.chosen
-        if label is not None:
-            chosen = chosen[self.examples.labels[chosen] == label]
-        batches = tasks.batches(self.examples.lengths[chosen], 32) if len(chosen) else []
+    def count(self, weights, what, chosen=None):
+        """The counts of count_reads over the examples, or over these of them."""
+        model = load_model(weights).to(self.device).eval()
+        chosen = self.chosen if chosen is None else chosen
+        batches = tasks.batches(self.examples.lengths[chosen], 32)
         pad_id = tasks.special_ids(self.tokenizer)[0]
         with count_reads(model) as counts:
             for batch in Progress(batches, what):
@@ -227,18 +265,25 @@ def table(args):
             batches = Progress(batches, f"{path}, data/{name}, masking {masking + 1}")
             results[name].append(evaluate(model, batches, device, dtype)[0])
         del model  # before the next one is loaded
-        runs.append({"run": path, "checkpoint": str(checkpoint), "results": results})
-        row = [path, *usage_cells(*(result["layers"] for result in results[usage_data]))]
+        trained = trained_for(checkpoint)
+        runs.append({"run": path, "checkpoint": str(checkpoint), **trained, "results": results})
+        row = [path, *trained.values()]
         for name in args.data:
             values = [result["perplexity"] for result in results[name]]
             spread = f" [{min(values):.2f}, {max(values):.2f}]" if args.repeats > 1 else ""
             row.append(f"{np.mean(values):.2f}{spread}")
-        rows.append(row)
+        rows.append(row + usage_cells(*(result["layers"] for result in results[usage_data])))
     maskings = f"; mean [lowest, highest] of {args.repeats} maskings" if args.repeats > 1 else ""
     note = (f"Test splits, {args.sequences or 'all'} sequences of {seq_len}; usage on "
-            f"data/{usage_data}{maskings}.")
-    report(args, " | ".join(["run", USAGE, *(f"{name} ppl" for name in args.data)]), rows,
-           note, {"note": note, "usage_data": usage_data, "runs": runs})
+            f"data/{usage_data}{maskings}. Steps: those of the initial model + the run's own. Only "
+            "rows of as many steps show what the memory does; each is one run of one seed, and "
+            "another seed alone changes the perplexity: run several before you trust a small "
+            "difference.")
+    if unfinished := [run["run"] for run in runs if " of " in run["steps"]]:
+        note += f" NOT FINISHED, so not to be compared yet: {', '.join(unfinished)}."
+    header = ["run", "steps", "seed", *(f"{name} ppl" for name in args.data), USAGE]
+    report(args, " | ".join(header), rows, note,
+           {"note": note, "usage_data": usage_data, "runs": runs})
 
 
 def table_of_tasks(args):
@@ -248,11 +293,14 @@ def table_of_tasks(args):
         sample = TaskSample(args, path)
         counts = sample.count(sample.checkpoint, path)
         records.append({"run": path, "checkpoint": str(sample.checkpoint),
+                        "done": (sample.checkpoint.parent / "eval_results.json").is_file(),
                         "task": sample.settings["task"], "examples": len(sample.chosen),
                         "layers": {n: usage_metrics(**layer) for n, layer in counts.items()}})
     rows = [[r["run"], r["task"], f"{r['examples']:,}", *usage_cells(r["layers"])] for r in records]
-    report(args, f"run | task | examples | {USAGE}", rows,
-           f"After fine-tuning, {args.split} split, nothing masked, padding not counted.", records)
+    note = f"After fine-tuning, {args.split} split, nothing masked, padding not counted."
+    if unfinished := [record["run"] for record in records if not record["done"]]:
+        note += f" NOT FINISHED, best epoch so far: {', '.join(unfinished)}."
+    report(args, f"run | task | examples | {USAGE}", rows, note, records)
 
 
 SCORES = {  # task: title, metrics
@@ -265,23 +313,50 @@ SCORES = {  # task: title, metrics
 TABLE_4 = list(SCORES)[:6]  # its columns; it averages all but SQuAD's
 
 
-def glue(args):
-    """Tables 4, 5 and 7: dev scores of fine-tuned runs, medians over their seeds."""
-    systems, rows, records = {}, [], []
-    for path in args.runs:
+# Settings of a fine-tuned run that change no score, and the seed, over which the median is taken
+NO_RECIPE = {"out", "seed", "seeds", "log_interval", "checkpoint_interval", "device", "compile"}
+
+
+def read_scores(paths):
+    """The scores of fine-tuned runs: {(initial model, update_memory, recipe): {task: {seed:
+    scores}}}. A recipe is '' or, where runs of one initial model on one task differ in more than
+    the seed, names these settings: 'lr=2e-05'. Seeds that are not done are left out."""
+    cells, systems, seen = {}, {}, {}
+    for path in paths:
+        if not Path(path).is_dir():
+            raise UserError(f"{path}: no such run")
         done = [folder for folder in seed_folders(path) if (folder / "eval_results.json").is_file()]
         if not done:
-            raise UserError(f"{path}: no fine-tuned run that is done")
+            print(f"{path} is left out: not fine-tuned, or not done")
         for folder in done:
             settings = read_settings(folder)
-            scores = systems.setdefault((settings["init_from"], settings["update_memory"]), {})
-            seeds = scores.setdefault(tasks.name_of(settings["task"]), {})
-            seeds[settings["seed"]] = json.loads((folder / "eval_results.json").read_text())
+            cell = settings["init_from"], settings["update_memory"], tasks.name_of(settings["task"])
+            cells.setdefault(cell, {})[folder.resolve()] = folder, settings
+    for (*system, task), runs in cells.items():
+        first = next(iter(runs.values()))[1]
+        keys = sorted({key for _, settings in runs.values() for key in settings.keys() - NO_RECIPE
+                       if settings[key] != first.get(key)})
+        for folder, settings in runs.values():
+            key = *system, ", ".join(f"{key}={settings.get(key)}" for key in keys)
+            seeds, seed = systems.setdefault(key, {}).setdefault(task, {}), settings["seed"]
+            if seed in seeds:
+                raise UserError(f"{seen[key, task, seed]} and {folder} have the same settings and "
+                                "the same seed: leave one of them out")
+            seen[key, task, seed] = folder
+            seeds[seed] = json.loads((folder / "eval_results.json").read_text())
+    if not systems:
+        raise UserError(f"{', '.join(paths)}: no fine-tuned run that is done")
+    return systems
+
+
+def glue(args):
+    """Tables 4, 5 and 7: dev scores of fine-tuned runs, medians over their seeds."""
+    systems, rows, records = read_scores(args.runs), [], []
     scored = {task for scores in systems.values() for task in scores}
     more = [task for task in (*SCORES, *sorted(scored - SCORES.keys()))
             if task in scored and task not in TABLE_4]
     columns = [*TABLE_4, "Avg", *more]
-    for (initial, updated), scores in systems.items():
+    for (initial, updated, recipe), scores in systems.items():
         medians = {}  # {task: the medians of its SCORES, in percent}
         for task, seeds in scores.items():
             _, metrics = SCORES.get(task, (task, ["accuracy", "pearson"]))
@@ -291,13 +366,14 @@ def glue(args):
             medians[task] = [scale * float(np.median(v)) for v in values if None not in v]
         averaged = [value for task in TABLE_4[1:] for value in medians.get(task, [])]
         average = float(np.mean(averaged)) if len(averaged) == 6 else None  # MNLI has two
-        records.append({"init_from": initial, "update_memory": updated, "median": medians,
-                        "average": average, "seeds": scores})
+        records.append({"init_from": initial, "update_memory": updated, "recipe": recipe,
+                        "median": medians, "average": average, "seeds": scores})
         shown = medians | ({} if average is None else {"Avg": [average]})
         cells = ["/".join(f"{value:.1f}" for value in shown.get(task, [])) for task in columns]
         seeds = [len(seeds) for seeds in scores.values()]
         seeds = "-".join(map(str, sorted({min(seeds), max(seeds)})))  # 3, or 1-3
-        rows.append([initial, "Y" if updated else "N", seeds, *(cell or "-" for cell in cells)])
+        rows.append([f"{initial} {recipe}".strip(), "Y" if updated else "N", seeds,
+                     *(cell or "-" for cell in cells)])
     titles = [SCORES.get(task, (task,))[0] for task in columns]
     report(args, " | ".join(["initial model", "memory update", "seeds", *titles]), rows,
            "Dev splits, median over the seeds of each seed's best epoch; -: not run. Avg: of the "
@@ -313,37 +389,31 @@ def by_class(args):
         classes = len(sample.task.labels or [])
         if classes != 2:
             raise UserError(f"{sample.task.name} has {classes} classes, expected two")
+        halves = sample.halves()
         models = {"before": sample.settings.get("init_checkpoint", sample.checkpoint)}
         if sample.settings:
             models["after"] = sample.checkpoint
         for when, weights in models.items():
-            counts = [sample.count(weights, f"{path}, {when}, class {label}", label)
-                      for label in (1, 0)]
-            for n in counts[0]:
-                top1 = [count[n]["top1"] for count in counts]
-                records.append({"run": path, "when": when, "layer": n, **class_distances(*top1),
-                                "accesses": [int(count.sum()) for count in top1]})
+            counts = [[sample.count(weights, f"{path}, {when}, class {label}, half {n}", half)
+                       for n, half in enumerate(halves[label], 1)] for label in (1, 0)]
+            for layer in counts[0][0]:
+                top1 = np.array([[half[layer]["top1"] for half in halves] for halves in counts])
+                records.append({"run": path, "when": when, "layer": layer,
+                                **class_distances(*top1), "accesses": int(top1.sum()) // 4})
     if not records:
         raise UserError(f"{args.runs[0]}: a model without memory has no slots to compare")
-    rows = [[r["run"], r["layer"], r["when"], f"{r['kl']:.3f}", f"{r['iou']:.3f}",
-             " + ".join(f"{n:,}" for n in r["accesses"])] for r in records]
-    bars = [(title, f"{r['run']}\nlayer {r['layer']}\n{r['when']}", r[key])
-            for title, key in (("KL (nats)", "kl"), ("IOU", "iou"))
+    rows = [[r["run"], r["layer"], r["when"], *(f"{r[name + part]:.3f}" for name in ("kl", "iou")
+                                                for part in ("_between", "_floor", "")),
+             f"{r['accesses']:,}"] for r in records]
+    bars = [(title, f"{r['run']}\nlayer {r['layer']}\n{r['when']}", r[key + "_between"],
+             r[key + "_floor"]) for title, key in (("KL (nats)", "kl"), ("IOU", "iou"))
             for r in sorted(records, key=lambda r: (r["run"], r["layer"], r["when"] == "after"))]
-    report(args, "run | layer | when | KL | IOU | accesses", rows,
-           f"Top-1 slots, {args.split} split: KL(class 1 || class 0) in nats with one added to "
-           "every count, IOU of the normalised counts; accesses of class 1 + class 0.", records,
+    report(args, "run | layer | when | KL | floor | corrected | IOU | floor | corrected | accesses",
+           rows, f"Top-1 slots, {args.split} split: KL(class 1 || 0.9 class 0 + 0.1 class 1) in "
+           "nats, at most 2.30, and IOU of the shares of the slots. Floor: the same between two "
+           "random halves of one class. Corrected for it, so that a KL of 0 and an IOU of 1 mean no "
+           "more difference than that. Accesses: of each half.", records,
            lambda: draw_bars(bars, 1, 1.7, "%.2f"))
-
-
-def class_distances(positive, negative):
-    """Figure 4 of two (n_slots,) arrays of top-1 counts: KL(positive || negative) in nats, with one
-    added to every count so that no share is 0, and IOU: the sum of the smaller shares over the sum
-    of the larger ones. The direction and the added one are our reading."""
-    p, q = ((counts + 1) / (counts + 1).sum() for counts in (positive, negative))
-    kl = float((p * np.log(p / q)).sum())
-    p, q = (counts / counts.sum() for counts in (positive, negative))
-    return {"kl": kl, "iou": float(np.minimum(p, q).sum() / np.maximum(p, q).sum())}
 
 
 def staleness(args):
@@ -352,13 +422,11 @@ def staleness(args):
     for path in args.runs:
         snapshots = read_usage(path)
         for layer in read_settings(path)["memory_layers"]:
-            top1 = [arrays[f"layer{layer}_top1"] for arrays in snapshots.values()]
-            # of each slot the number of its last snapshot, counted from 1; 0: never top-1
-            last = np.max([(counts > 0) * n for n, counts in enumerate(top1, 1)], axis=0)
-            shares = np.bincount(last, minlength=len(top1) + 1) / len(last)
+            last = last_used(snapshots, layer)
+            shares = np.bincount(last, minlength=len(snapshots) + 1) / len(last)
             slots = dict(zip(["never", *snapshots], shares.tolist(), strict=True))
-            records.append({"run": path, "layer": layer, "accesses": int(top1[-1].sum()),
-                            "slots": slots})
+            accesses = int(snapshots[max(snapshots)][f"layer{layer}_top1"].sum())
+            records.append({"run": path, "layer": layer, "accesses": accesses, "slots": slots})
     columns = ["never", *sorted({step for r in records for step in r["slots"]} - {"never"})]
     rows = []
     for r in records:
@@ -404,7 +472,7 @@ def slots(args):
     n_slots = len(tables[args.layer].weight)
     if bad := [slot for slot in args.slot if not 0 <= slot < n_slots]:
         raise UserError(f"slot {bad[0]}: layer {args.layer} has slots 0 to {n_slots - 1}")
-    corpus, reads, contexts = read_corpus(args, model)
+    corpus, _, reads, contexts = read_corpus(args, model)
     reads, _ = reads[args.layer]
     read, top1 = (np.bincount(s.ravel(), minlength=n_slots) for s in (reads, reads[..., 0]))
     records = [{"slot": slot, "reads": int(read[slot]), "top1": int(top1[slot]),
@@ -417,6 +485,25 @@ def slots(args):
            f"{reads.shape[1]} heads; weights are summed over the heads.", records)
 
 
+def browse(args):
+    """A page in one HTML file, to find what a slot knows: usage, contexts, a search for words."""
+    checkpoint, _ = find_weights(args.run)
+    model = load_model(checkpoint).eval()
+    if not value_tables(model):
+        raise UserError(f"{args.run}: a model without memory has no slots")
+    corpus, ids, reads, _ = read_corpus(args, model)
+    snapshots = {}
+    with contextlib.suppress(UserError):  # a run has them, a folder of weights does not
+        snapshots = read_usage(args.run)
+    n_slots = {n: len(table.weight) for n, table in value_tables(model).items()}
+    found = collect(ids, corpus.tokenizer(), reads, n_slots, snapshots, args.contexts)
+    note = (f"{checkpoint.name}: what {ids.size:,} tokens of data/{corpus.name}'s test text read, "
+            "nothing masked")
+    text, file = page({"title": args.run, "note": note, **found}), Path(f"{args.out}.html")
+    write_text(file, text)
+    print(f"wrote {file}, {file.stat().st_size / 1e6:.1f} MB: open it in a browser")
+
+
 @torch.no_grad()
 def fill(args):
     """The likeliest words for each [MASK], the slots read there, and what else reads those."""
@@ -426,20 +513,30 @@ def fill(args):
         raise UserError(f"{checkpoint}: a fine-tuned checkpoint has no masked-LM head")
     check_objective(args.run, vars(model.bert.config), causal=False)
     *_, cls, sep, mask = special_tokens(tokenizer.get_vocab())
-    ids = tokenizer.encode(cls + args.text.replace("[MASK]", mask) + sep).ids
-    positions = [i for i, token in enumerate(ids) if token == tokenizer.token_to_id(mask)]
-    if not positions:
-        raise UserError(f"no [MASK] in {args.text!r}: write one where a word is to be guessed")
-    reads, contexts = {}, None  # reads: {layer: (slots, weights) of this text}
-    with watch(model, lambda layer, *read: reads.update({layer: read})):
-        logits = model(torch.tensor([ids]), positions=torch.tensor([positions]))[0]
+    found, contexts = [], None
+    for text in args.texts:
+        ids = tokenizer.encode(cls + text.replace("[MASK]", mask) + sep).ids
+        positions = [i for i, token in enumerate(ids) if token == tokenizer.token_to_id(mask)]
+        if not positions:
+            raise UserError(f"no [MASK] in {text!r}: write one where a word is to be guessed")
+        reads = {}  # {layer: (slots, weights) of this text}
+        with watch(model, lambda layer, *read, reads=reads: reads.update({layer: read})):
+            logits = model(torch.tensor([ids]), positions=torch.tensor([positions]))[0]
+        found.append((text, positions, logits, reads))
     try:
-        contexts = read_corpus(args, model)[2] if reads else None
+        if reads:
+            *_, contexts = read_corpus(args, model)
     except UserError as error:  # a run can be used without its corpus
         if args.data:
             raise
         print(f"what else reads the slots is not shown: {error}")
-    print(f"{checkpoint}: {args.text}")
+    for text, *guesses in found:
+        print(f"{checkpoint}: {text}")
+        show_guesses(tokenizer, *guesses, contexts)
+
+
+def show_guesses(tokenizer, positions, logits, reads, contexts):
+    """Print what fill found for a text; contexts: read_corpus's function, or None."""
     for position, probabilities in zip(positions, logits.softmax(1), strict=True):
         print(f"[MASK] at token {position}:")
         best = probabilities.topk(5)
@@ -458,29 +555,31 @@ def fill(args):
 
 def main(argv=None):
     parser = Parser(description=__doc__)
-    option = parser.commands(table, glue, by_class, staleness, curves, slots, fill)
+    option = parser.commands(table, glue, by_class, staleness, curves, slots, fill, browse)
     number = {"type": whole, "metavar": "N"}
     option("table glue by_class staleness curves", "runs", nargs="+", metavar="out/RUN")
-    option("slots fill", "run", metavar="RUN", help="out/<run>, or one of its checkpoints")
-    option("fill", "text", help="a text with [MASK] in it")
+    option("slots fill browse", "run", metavar="RUN", help="out/<run>, or one of its checkpoints")
+    option("fill", "texts", nargs="+", metavar="TEXT", help="a text with [MASK] in it, in quotes")
     option("table", "--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it")
     option("by_class", "--data", metavar="TASK", help="instead of the one of the fine-tuned run")
-    option("slots fill", "--data", metavar="NAME", help="data/NAME instead of the run's corpus")
+    option("slots fill browse", "--data", metavar="NAME", help="data/NAME, not the run's corpus")
     option("table", "--usage_data", metavar="NAME", help="where usage is counted (first of --data)")
     option("table by_class", "--split", choices=("train", "dev"), default="train", help="(train)")
     option("table by_class", "--sequences", **number, help="a quick look at N, evenly spread (all)")
-    option("slots fill", "--sequences", **number, default=512, help="of the test split (512)")
+    option("slots fill browse", "--sequences", **number, default=512, help="of its test text (512)")
     option("table", "--repeats", **number, default=1, help="maskings (1)")
     option("table", "--batch_size", **number, default=8, help="sequences (8)")
     option("slots", "--layer", type=int, required=True, help="counted from 1")
     option("slots", "--slot", type=int, nargs="+", default=[], metavar="N", help="these slots")
     option("slots", "--most", **number, default=10, help="or the N most read (10)")
     option("slots fill", "--contexts", **number, default=3, help="for a slot (3)")
-    option("table by_class slots fill", "--device", default="auto", help="cuda, mps, cpu")
+    option("browse", "--contexts", **number, default=8, help="for a slot (8)")
+    option("table by_class slots fill browse", "--device", default="auto", help="cuda, mps, cpu")
     option("table", "--dtype", default="auto", help="float32, bfloat16, float16")
-    option("table glue by_class staleness curves slots", "--out", metavar="NAME",
-           type=lambda name: re.sub(r"\.(md|json|png|svg)$", "", name),
+    out = {"metavar": "NAME", "type": lambda name: re.sub(r"\.(md|json|png|svg|html)$", "", name)}
+    option("table glue by_class staleness curves slots", "--out", **out,
            help="write the results to NAME.md, NAME.json, ...")
+    option("browse", "--out", **out, required=True, help="write NAME.html")
     args = parser.parse_args(argv)
     args.call(args)
 

@@ -75,6 +75,7 @@ class Config:
     usage_interval: int = 100_000  # steps between usage snapshots (Figure 2); 0: none
     checkpoint_interval: int = 1000  # out/<run>/step_<n>
     keep_checkpoints: int = 2  # the newest ones
+    tensorboard: bool = False  # log.jsonl for it too: tensorboard --logdir out
     dry_run: bool = False  # one step and one evaluation, nothing written
     eval_only: bool = False  # evaluate the newest checkpoint or the initial model, no more
     # machine
@@ -87,7 +88,7 @@ OBJECTIVES = {"masked": (MaskedBatches, heldout), "causal": (CausalBatches, next
 # Settings that may change when a run is resumed; with another value of the rest it is another run.
 MAY_CHANGE = {"out", "max_steps", "log_interval", "eval_interval", "eval_sequences", "device",
               "usage_interval", "checkpoint_interval", "keep_checkpoints", "compile", "dry_run",
-              "eval_only"}
+              "eval_only", "tensorboard"}
 
 
 def start_model(config, sizes, corpus, checkpoint):
@@ -133,7 +134,7 @@ def train(config, out, trainer, held_out, state):
         print(f"step {step:,}: " + "\n  ".join(describe(results)), flush=True)
         return counts
 
-    signals, log = common.catch_signals(), open_log(out, state["step"])
+    signals, log = common.catch_signals(), open_log(out, state["step"], config.tensorboard)
     has_memory = bool(value_tables(trainer.model))
     if state["step"] == 0:
         evaluation(0)
@@ -203,6 +204,8 @@ def main(argv):
         raise UserError("which config? python pretrain.py configs/demo.py; --help lists settings")
     config = common.load(Config, argv)
     sizes = validate(config)
+    if config.tensorboard:
+        common.need("tensorboard", "tensorboard = True")
     names = [Path(arg).stem for arg in argv if arg.endswith(".py") and not arg.startswith("--")]
     out = Path(config.out or f"out/{(names or ['pretrain'])[0]}")
     if out.exists() and not out.is_dir():

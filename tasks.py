@@ -85,7 +85,8 @@ def read(task, split):
     """A split's texts, each a tuple of one or two, and labels: classes or scores, None for a test
     split. Quotes are ordinary characters.
 
-    A malformed row is a UserError with file and line; in training data such rows are left out and
+    A malformed row is a UserError with file and line, and so is a blank line between rows: without
+    it the rows after it would have other numbers. In training data such rows are left out and
     counted (QQP has some), if they are at most one in a hundred. A task of your own takes its
     classes from its training data: read them first."""
     path, is_test = task.file(split), split.startswith("test")
@@ -113,7 +114,7 @@ def read(task, split):
             bad.append(f"{path}:{number}: {error}")
     if bad:
         count = f"{len(bad):,} of {len(bad) + len(texts):,} rows"
-        if split != "train" or len(bad) > max(1, len(texts) / 100):
+        if split != "train" or 100 * len(bad) > len(bad) + len(texts):
             raise UserError(f"{bad[0]} ({count} are malformed)")
         print(f"{bad[0]}; {count} left out")
     if not texts:
@@ -129,10 +130,19 @@ def read(task, split):
     return texts, np.array([task.labels.index(label) for label in labels])
 
 
+def row_names(task, split):
+    """What a submission calls each row of a test split: as its own column `index` does (QQP's is
+    `id`), else its number, counted from 0."""
+    (_, columns), *lines = read_lines(task.file(split))
+    own = next((columns.index(name) for name in ("index", "id") if name in columns), None)
+    return [str(n) if own is None else fields[own] for n, (_, fields) in enumerate(lines)]
+
+
 def read_lines(path):
-    """(line number, fields) of each line of a TSV file that is not blank."""
+    """(line number, fields) of each line of a TSV file; blank lines at its end are not read."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
+    blank = []
     with path.open("rb") as lines:  # as bytes: a text may have line separators other than "\n"
         for number, line in enumerate(lines, 1):
             try:
@@ -140,8 +150,12 @@ def read_lines(path):
             except UnicodeDecodeError as error:
                 raise UserError(f"{path}:{number}: {line[error.start]:#04x} at byte {error.start} "
                                 "of the line is not UTF-8") from None
-            if text:
-                yield number, text.split("\t")
+            if not text:
+                blank.append((number, [""]))
+                continue
+            yield from blank
+            blank = []
+            yield number, text.split("\t")
 
 
 def parse_label(task, text):
@@ -242,6 +256,7 @@ class Windows(Examples):
     questions: list  # all Questions of the split
     question: list  # of each window its Question
     offsets: list  # of each window the (start, end) characters of its tokens, (tokens, 2)
+    starts: np.ndarray  # (n, 2) where in ids an answer may start: from the first to before the last
 
 
 def windows(tokenizer, questions, max_len, stride, train=False, what="encoding"):
@@ -264,12 +279,27 @@ def windows(tokenizer, questions, max_len, stride, train=False, what="encoding")
         whole = [begin for begin in begins if begin <= start <= end < begin + room]
         status = status if whole or end < 0 else "in no window whole"
         statuses.setdefault(status, []).append(question.id)
-        for begin in begins if end >= 0 or not train else ():
+        best = max_context(begins, room, len(tokens))
+        for n, begin in enumerate(begins if end >= 0 or not train else ()):
             ids = np.array([*head, *tokens[begin:begin + room], sep], np.uint16)
-            label = [n - begin + len(head) for n in (start, end)] if begin in whole else [0, 0]
-            rows.append((ids, len(head), label, question, offsets[begin:begin + room]))
-    ids, first, labels, question, offsets = zip(*rows) if rows else [()] * 5
-    return Windows(ids, np.array(first), np.array(labels), questions, question, offsets), statuses
+            at = len(head) - begin  # from a token of the paragraph to its position in ids
+            label = [start + at, end + at] if begin in whole else [0, 0]
+            starts = np.searchsorted(best, [n, n + 1]) + at
+            rows.append((ids, len(head), label, question, offsets[begin:begin + room], starts))
+    ids, first, labels, question, offsets, starts = zip(*rows) if rows else [()] * 6
+    return Windows(ids, np.array(first), np.array(labels), questions, question, offsets,
+                   np.array(starts)), statuses
+
+
+def max_context(begins, room, total):
+    """Of each of `total` tokens the window that has most context for it, as Devlin et al.'s
+    run_squad.py: the highest min(tokens to its left, to its right) + 0.01 * length, the first of
+    equals; (total,), in ascending order. Windows hold `room` tokens from each of begins."""
+    position, begin = np.arange(total), np.array(begins)[:, None]
+    end = np.minimum(begin + room, total)
+    context = np.minimum(position - begin, end - 1 - position) + 0.01 * (end - begin)
+    inside = (begin <= position) & (position < end)
+    return np.where(inside, context, -np.inf).argmax(0)
 
 
 def answer_span(context, offsets, at, answer):

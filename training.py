@@ -24,6 +24,7 @@ from common import Failure, UserError, atomic, discard, write_text
 from data import MASKED, read_vocab, vocab_hash
 from model import value_tables
 from pkm import LazyAdam
+from scalars import Scalars
 
 
 class Trainer:
@@ -221,9 +222,9 @@ def flops_per_token(model, seq_len):
     return 6 * weights + 12 * config.n_layer * seq_len * config.d_model
 
 
-def open_log(out, last_step):
+def open_log(out, last_step, tensorboard=False):
     """<out>/log.jsonl, one JSON object a line, without records newer than the checkpoint and
-    without the last line if a killed process left half of it."""
+    without the last line if a killed process left half of it; `tensorboard`: see scalars.py."""
     path, kept = Path(out) / "log.jsonl", ""
     for file in path.parent.rglob(".tmp_*"):
         discard(file)  # what a killed process left behind
@@ -234,7 +235,8 @@ def open_log(out, last_step):
             except (ValueError, KeyError, TypeError):
                 raise UserError(f"{path}:{number}: not a record: remove the line") from None
     write_text(path, kept)
-    return path.open("a", buffering=1)
+    log = path.open("a", buffering=1)
+    return Scalars(log) if tensorboard else log
 
 
 def write_settings(out, config, vocab, origin):

@@ -7,6 +7,7 @@ Memory usage: hooks count what the memories of a model read, for the metrics of 
 """
 import contextlib
 import functools
+import itertools
 import json
 import math
 from pathlib import Path
@@ -94,6 +95,44 @@ def usage_metrics(read, top1, weight, topk, effective_k):
             "mu_uniform": uniform(topk), "top1_mu_uniform": uniform(1)}
 
 
+def class_distances(positive, negative):
+    """Figure 4: how much the slots differ that two classes read. positive, negative: top-1 counts
+    of two random halves of each class, (2, n_slots).
+
+    kl_between: KL(p || 0.9 q + 0.1 p) in nats, where p and q are the slots' shares in a half of the
+    positive and of the negative class; iou_between: the sum of the smaller shares over the sum of
+    the larger ones. Means over the four pairs of halves. The 0.1 p keeps the KL finite, at most
+    log 10, where only p reads a slot. One added to every count would, too, but it weighs more the
+    larger the table is and the fewer the accesses are.
+
+    kl_floor, iou_floor: the same between the two halves of one class, the noise floor: the fewer
+    the accesses, the more two samples of one distribution differ.
+
+    kl, iou: corrected for the floor. kl is scaled so that the floor becomes 0 and log 10 stays; iou
+    is computed from the common share, the sum of the smaller shares, divided by the floor's. So
+    they hardly depend on the number of accesses. Direction, mixture and correction are our reading.
+    """
+    def compare(a, b):
+        p, q = a / a.sum(), b / b.sum()
+        read = p > 0
+        kl = (p[read] * np.log(p[read] / (0.9 * q[read] + 0.1 * p[read]))).sum()
+        return kl, np.minimum(p, q).sum()
+
+    def iou(common):
+        return common / (2 - common)
+
+    halves = [*itertools.permutations(positive), *itertools.permutations(negative)]
+    kl_floor, floor = np.mean([compare(*pair) for pair in halves], 0)
+    kl, common = np.mean([compare(*pair) for pair in itertools.product(positive, negative)], 0)
+    if not floor:
+        raise UserError("two halves of one class have no slot in common: too few examples to "
+                        "compare classes")
+    most = math.log(10)
+    return {"kl_between": kl, "kl_floor": kl_floor,
+            "kl": most * (kl - kl_floor) / (most - kl_floor),
+            "iou_between": iou(common), "iou_floor": iou(floor), "iou": iou(common / floor)}
+
+
 @torch.no_grad()
 def evaluate(model, batches, device, dtype=torch.float32):
     """Loss (nats), perplexity and accuracy of a masked language model over all masked positions of
@@ -145,6 +184,13 @@ def read_usage(run):
     if not files:
         raise UserError(f"{run}/usage: no snapshot yet: there is one every usage_interval steps")
     return {step: dict(np.load(files[step])) for step in sorted(files)}
+
+
+def last_used(snapshots, layer):
+    """The number of the last of read_usage's snapshots at which each slot of a layer was top-1,
+    counted from 1; 0: at none. (n_slots,)"""
+    top1 = [arrays[f"layer{layer}_top1"] for arrays in snapshots.values()]
+    return np.max([(counts > 0) * n for n, counts in enumerate(top1, 1)], axis=0)
 
 
 def read_evaluations(run):

@@ -189,3 +189,28 @@ def test_of_those_that_wait_for_a_lock_one_at_a_time_has_it(tmp_path, monkeypatc
         thread.join()
     assert most == [1] * 60
     assert list(tmp_path.rglob(".lock_*")) == []
+
+
+@pytest.mark.parametrize("code, status", [
+    ("print(1)", 141), ("sys.exit(0)", 0), ("(print(1), sys.exit(0))", 141)])
+def test_a_closed_pipe_is_no_error(code, status):
+    """As in `python measure.py ... | head`, also where all output is written at the end."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    script = f"import sys, common; common.run(lambda: {code})"
+    plain = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=plain, stdout=writing,
+                          stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (status, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_under_the_output_is_one_line():
+    plain = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", "import common; common.run(lambda: print(1))"],
+                              cwd=ROOT, env=plain, stdout=full, stderr=subprocess.PIPE, text=True,
+                              check=False)
+    assert done.returncode == 1 and done.stderr.startswith("error: [Errno 28]")
+    assert done.stderr.count("\n") == 1

@@ -111,10 +111,10 @@ def test_submitted_scores_are_possible_ones(tuned, monkeypatch):
     assert len(found) == 7 and (min(found), max(found)) == (0, 3)
 
 
-def best_span_by_hand(logits, first, length, n=20, longest=30):
+def best_span_by_hand(logits, starts, first, length, n=20, longest=30):
     """All pairs of one window, one by one."""
-    places = range(first, length - 1)
-    starts, ends = (sorted(places, key=lambda i: -logits[i, k])[:n] for k in (0, 1))
+    starts, ends = (sorted(positions, key=lambda i: -logits[i, k])[:n]
+                    for k, positions in enumerate((range(*starts), range(first, length - 1))))
     pairs = [(float(logits[s, 0] + logits[e, 1]), s, e) for s in starts for e in ends
              if 0 <= e - s < longest]
     return max(pairs, default=(-math.inf, 0, 0))
@@ -124,22 +124,23 @@ def best_span_by_hand(logits, first, length, n=20, longest=30):
 def test_best_spans(n, longest):
     torch.manual_seed(n)
     lengths, first = np.array([40, 31, 12, 7, 6]), np.array([5, 3, 9, 5, 5])  # the last: empty
+    starts = np.array([[5, 39], [7, 29], [9, 10], [6, 6], [5, 5]])  # the fourth: none is its own
     logits = torch.randn(5, 40, 2, dtype=torch.float64)
     logits[0, 2] = logits[1, 30] = logits[2, 20] = 99  # in the question, its [SEP], the padding
-    scores, spans = finetune.best_spans(logits, first, lengths - 1, n, longest)
+    scores, spans = finetune.best_spans(logits, starts, first, lengths - 1, n, longest)
     for row in range(5):
-        score, *span = best_span_by_hand(logits[row], first[row].item(), lengths[row].item(), n,
+        score, *span = best_span_by_hand(logits[row], starts[row], first[row], lengths[row], n,
                                          longest)
         assert scores[row].item() == pytest.approx(score)
         assert spans[row].tolist() == span or score == -math.inf
-    assert scores[4] == -math.inf
+    assert scores[3] == scores[4] == -math.inf
 
 
 def test_an_answer_has_at_most_30_tokens():
     logits = torch.zeros(1, 60, 2)
     logits[0, 5, 0] = logits[0, 35, 1] = 9  # 31 tokens
     logits[0, 34, 1] = 8
-    score, spans = finetune.best_spans(logits, np.array([3]), np.array([59]))
+    score, spans = finetune.best_spans(logits, np.array([[3, 59]]), np.array([3]), np.array([59]))
     assert (score.item(), spans.tolist()) == (17, [[5, 34]])
 
 
@@ -170,6 +171,16 @@ def test_squad_is_learned_by_heart(tuned, capsys):
     capsys.readouterr()
     assert tune(*args[:3], "--max_steps=1", "--out=out/other") == 0
     assert "1 exact (the first: q0), 1 not at its offset (the first: q1)" in capsys.readouterr().out
+
+
+def test_a_submission_has_the_indices_of_its_file(tuned):
+    lines = Path("own/test.tsv").read_text().splitlines()[1:]
+    lines[2] = ""  # an empty sentence
+    rows = [f"{90 - n}\t{line}\n" for n, line in enumerate(lines)]
+    Path("own/test.tsv").write_text("".join(["index\tsentence\n", *rows]))
+    assert tune("--max_steps=1") == 0
+    found = Path("out/tiny_own/seed0/submission/own.tsv").read_text().splitlines()
+    assert [row.split("\t")[0] for row in found] == ["index", *map(str, range(90, 83, -1))]
 
 
 def test_padding_changes_no_prediction_and_no_loss(tuned):

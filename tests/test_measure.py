@@ -1,12 +1,15 @@
 """
 Tables, figures and what slots store: measure.py's commands.
 """
+import argparse
 import collections
+import io
 import json
-import math
 import os
 import re
 import shutil
+import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +22,10 @@ import data
 import export
 import measure
 import pkm
+import training
 import usage
 from model import Classifier
-from tests.helpers import prepare, record_search, train, tune
+from tests.helpers import ROOT, prepare, record_search, train, tune
 
 
 def test_table(place, capsys):
@@ -37,9 +41,11 @@ def test_table(place, capsys):
     assert sorted(os.listdir("results")) == ["t2.json", "t2.md"]
     text = Path("results/t2.md").read_text()
     assert text in out and "data/tiny" in text
+    assert "of one seed" in text and "NOT FINISHED" not in text
     header, _, plain, tiny = ([cell.strip() for cell in line.split("|")[1:-1]]
                               for line in text.splitlines()[:4])
-    assert header[-2:] == ["more ppl", "tiny ppl"] and plain[1:10] == ["-"] * 9
+    assert header[:5] == ["run", "steps", "seed", "more ppl", "tiny ppl"]
+    assert plain[1:3] == ["2", "0"] and plain[5:] == ["-"] * 9
     model, device = checkpoint.load_model("out/tiny"), torch.device("cpu")
     expected = {name: [usage.evaluate(model, data.heldout(
         data.Corpus(name), "test", 16, 8, masking=n), device)[0] for n in (0, 1)]
@@ -67,6 +73,30 @@ def test_table(place, capsys):
     assert "| 64" in capsys.readouterr().out  # 2 sequences x 16 tokens x 2 heads
 
 
+def test_table_shows_the_steps_and_what_is_not_finished(place, monkeypatch):
+    """Steps of the initial model + the run's own, of how many if it was stopped."""
+    assert train("--max_steps=4", "--checkpoint_interval=2") == 0
+    assert train("--max_steps=2", "--init_from=out/tiny", "--seed=7", "--out=out/more") == 0
+    step = training.Trainer.step
+
+    def stopped(trainer, n):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(trainer, n)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Trainer, "step", stopped)
+        train("--max_steps=6", "--init_from=out/more", "--out=out/half")
+    export.export("out/tiny", "folder")
+    assert train("--max_steps=3", "--init_from=folder", "--out=out/after") == 0
+    runs = ["out/tiny", "out/tiny/step_000002", "out/more", "out/half", "out/after"]
+    measure.main(["table", *runs, "--data", "tiny", "--sequences", "2", "--out", "t"])
+    found = json.loads(Path("t.json").read_text())
+    assert [(run["steps"], run["seed"]) for run in found["runs"]] == [
+        ("4", 0), ("2 of 4", 0), ("4 + 2", 7), ("6 + 1 of 6", 0), ("? + 3", 0)]
+    assert "NOT FINISHED, so not to be compared yet: out/tiny/step_000002, out/half." in (
+        Path("t.md").read_text())
+
+
 def test_a_weights_folder_is_measured_like_a_run(place, capsys):
     """Its half-precision weights in float32; a fine-tuned model is refused."""
     safetensors = pytest.importorskip("safetensors.torch")
@@ -83,6 +113,7 @@ def test_a_weights_folder_is_measured_like_a_run(place, capsys):
     ours, theirs = (run["results"]["tiny"][0] for run in saved["runs"])
     assert theirs["perplexity"] == pytest.approx(ours["perplexity"], rel=1e-3)
     assert theirs["masked_tokens"] == ours["masked_tokens"] and theirs["layers"] == {}
+    assert [(run["steps"], run["seed"]) for run in saved["runs"]] == [("2", 0), ("?", "?")]
     measure.main(["fill", "folder", "[MASK] ."])
     tuned = Classifier(checkpoint.load_model("out/tiny").bert.config, 2)
     checkpoint.save_checkpoint("out/tuned", tuned, torch.optim.SGD(tuned.parameters()),
@@ -97,7 +128,7 @@ def test_a_weights_folder_is_measured_like_a_run(place, capsys):
         measure.main(["slots", "folder", "--layer", "2"])
 
 
-def test_usage_on_a_task(tuned, capsys):
+def test_usage_on_a_task(tuned, capsys, monkeypatch):
     """Table 6 and Figure 4 count the reads of the real tokens of the best model, and no more."""
     pytest.importorskip("matplotlib")
     assert tune("--epochs=2") == 0
@@ -110,20 +141,20 @@ def test_usage_on_a_task(tuned, capsys):
 
     tokenizer = data.load_tokenizer(Path("out/tiny/vocab.txt"))
     rows = [line.split("\t") for line in Path("own/train.tsv").read_text().splitlines()[1:]]
-    expected = {label: [0, 0] for label in ("animal", "none")}
-    before = {label: [0, 0] for label in expected}
-    for place, counts in ((run / "seed0/best", expected), ("out/tiny", before)):
-        model, top1 = checkpoint.load_model(checkpoint.find_weights(place)[0]).eval(), {}
+    models, counts = {"after": run / "seed0/best", "before": "out/tiny"}, {}
+    for when, path in models.items():
+        model, top1 = checkpoint.load_model(checkpoint.find_weights(path)[0]).eval(), {}
         with usage.watch(model, lambda n, slots, _, top1=top1: top1.update({n: slots[..., 0]})):
             for text, label in rows:
                 model.bert(torch.tensor([tokenizer.encode(f"[CLS] {text} [SEP]").ids]))
-                for i, n in enumerate((2, 3)):
-                    counts[label][i] = counts[label][i] + top1[n].flatten().bincount(minlength=64)
+                for n in (2, 3):
+                    each = counts.setdefault((when, n, label), [])
+                    each.append(top1[n].flatten().bincount(minlength=64).numpy())
     layers = json.loads(Path("table6.json").read_text())[0]["layers"]
-    for i, n in enumerate(("2", "3")):
-        both = expected["animal"][i] + expected["none"][i]
-        assert layers[n]["top1_mu"] == (both > 0).float().mean()
-        assert layers[n]["accesses"] == both.sum()
+    for n in (2, 3):
+        both = sum(sum(counts["after", n, label]) for label in ("animal", "none"))
+        assert layers[str(n)]["top1_mu"] == (both > 0).mean()
+        assert layers[str(n)]["accesses"] == both.sum()
 
     measure.main(["by_class", str(run / "seed0"), "out/tiny", "--data", "own", "--out", "figure4"])
     found = json.loads(Path("figure4.json").read_text())
@@ -131,19 +162,31 @@ def test_usage_on_a_task(tuned, capsys):
         (str(run / "seed0"), "before", 2), (str(run / "seed0"), "before", 3),
         (str(run / "seed0"), "after", 2), (str(run / "seed0"), "after", 3),
         ("out/tiny", "before", 2), ("out/tiny", "before", 3)]
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    sample = measure.TaskSample(argparse.Namespace(
+        data="own", split="train", sequences=None, device="cpu"), "out/tiny")
+    halves = dict(zip(("animal", "none"), sample.halves(), strict=True))
+    members = {label: [n for n, row in enumerate(rows) if row[1] == label] for label in halves}
+    size = min(map(len, members.values())) // 2
+    for label, both in halves.items():  # two parts of a class, all of one size
+        assert both.shape == (2, size) and len({*both.flat}) == 2 * size
+        assert {*both.flat} <= {*members[label]} and sorted(both.flat) != list(both.flat)
+    number = {n: members[label].index(n) for label in members for n in members[label]}
     for own in found:
-        counts = expected if own["when"] == "after" else before
-        none, animal = (counts[label][own["layer"] - 2].numpy() for label in ("none", "animal"))
-        reference = measure.class_distances(none, animal)  # class 1 is "none"
-        assert (own["kl"], own["iou"]) == pytest.approx((reference["kl"], reference["iou"]),
-                                                        rel=0.02)
-        assert own["accesses"] == [none.sum(), animal.sum()]
+        none, animal = (np.array([sum(counts[own["when"], own["layer"], label][number[n]]
+                                      for n in half) for half in halves[label]])
+                        for label in ("none", "animal"))
+        expected = usage.class_distances(none, animal)  # class 1 is "none"
+        assert {key: own[key] for key in expected} == pytest.approx(expected, rel=0.02, abs=0.005)
+        assert own["accesses"] == (none.sum() + animal.sum()) // 4
     assert Path("figure4.png").read_bytes()[1:4] == b"PNG"
     for args, message in [(["by_class", "out/tiny"], "--data TASK"),
                           (["by_class", str(run), "--data", "pairs"], "pairs has 0 classes"),
                           (["table", "out/tiny", str(run)], "table takes runs of pretraining"),
                           (["table", "out/tiny"], "table takes runs of pretraining"),
-                          (["glue", "out/tiny"], "no fine-tuned run")]:
+                          (["by_class", str(run), "--sequences", "3"], "too few to compare"),
+                          (["glue", "out/tiny"], "no fine-tuned run"),
+                          (["glue", "out/none"], "out/none: no such run")]:
         with pytest.raises(common.UserError, match=message):
             measure.main(args)
 
@@ -181,18 +224,50 @@ def test_glue_prints_the_papers_columns(workdir, capsys):
         measure.main(["glue", "out"])
 
 
-def test_distances_of_classes():
-    rng = np.random.default_rng(0)
-    positive, negative = rng.integers(0, 9, (2, 50))
-    found = measure.class_distances(positive, 3 * negative)
-    p, q = positive / positive.sum(), negative / negative.sum()
-    assert found["iou"] == pytest.approx(sum(map(min, p, q)) / sum(map(max, p, q)))
-    p, q = (positive + 1) / (positive + 1).sum(), (3 * negative + 1) / (3 * negative + 1).sum()
-    assert found["kl"] == pytest.approx(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
-    assert measure.class_distances(positive, positive) == pytest.approx({"kl": 0, "iou": 1})
-    apart = measure.class_distances(np.array([1000, 0]), np.array([0, 7]))
-    assert apart["iou"] == 0 and apart["kl"] == pytest.approx(
-        1001 / 1002 * math.log(1001 / 1002 * 9) + math.log(9 / 8 / 1002) / 1002)
+def fine_tuned(folder, accuracy, **settings):
+    """What measure.py glue reads of a run."""
+    base = {"init_from": "out/f", "update_memory": True, "task": "rte", "seed": 0, "lr": 2e-5,
+            "log_interval": 100, "tokenizer_hash": "", "init_checkpoint": "", "first_step": 0}
+    Path(folder).mkdir(parents=True)
+    Path(folder, "config.json").write_text(json.dumps(base | settings))
+    Path(folder, "eval_results.json").write_text(json.dumps({"eval_accuracy": accuracy}))
+
+
+def test_glue_pools_nothing_but_seeds(workdir, capsys):
+    """Another lr is another row; a log interval is not; one cell is not filled twice."""
+    fine_tuned("out/a/seed0", 0.5)
+    fine_tuned("out/a/seed1", 0.7, seed=1, log_interval=5)
+    fine_tuned("out/b/seed0", 0.9, lr=1e-4)
+    fine_tuned("out/c/seed0", 0.8, task="sst2", lr=3e-5)
+    Path("out/pretrained").mkdir()
+    measure.main(["glue", *map(str, sorted(Path("out").iterdir())), "out/a/seed1"])
+    out = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]]
+            for line in out.splitlines() if line.startswith("|")]
+    assert [(row[0], row[2], row[7], row[-1]) for row in rows[2:]] == [
+        ("out/f lr=2e-05", "2", "-", "60.0"), ("out/f lr=0.0001", "1", "-", "90.0"),
+        ("out/f", "1", "80.0", "-")]
+    assert "out/pretrained is left out: not fine-tuned, or not done" in out
+    fine_tuned("out/d/seed0", 0.6, log_interval=7)
+    with pytest.raises(common.UserError, match="out/a/seed0 and out/d/seed0 .* the same seed"):
+        measure.main(["glue", "out/a", "out/b", "out/d"])
+
+
+def test_tables_4_5_and_7_by_the_documented_command(tuned, capsys):
+    """Of runs under their default names, with and without updates of the memory."""
+    page = (ROOT / "results/fine_tuning.md").read_text()
+    command = re.search(r"^python measure.py (glue .*?)\s+#", page, re.MULTILINE)[1]
+    for args in (["--task=own"], ["--task=own", "--update_memory=False"], ["--task=squad"]):
+        assert tune(*args, "--max_steps=1", "--max_len=24") == 0
+    capsys.readouterr()
+    expanded = subprocess.run(["bash", "-c", f"echo {command}"], capture_output=True, text=True,
+                              check=True).stdout
+    measure.main(expanded.split())
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]]
+            for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    cells = {row[1]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
+    assert cells["Y"]["own"] != "-" and cells["N"]["own"] != "-"
+    assert cells["Y"]["SQuAD 1.1 (EM/F1)"] != "-" and cells["N"]["SQuAD 1.1 (EM/F1)"] == "-"
 
 
 def test_staleness(place, capsys):

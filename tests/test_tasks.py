@@ -35,8 +35,8 @@ SPLITS_OF = {  # the official layouts, a few rows each: split, content, the text
              ("test", "index\tgenre\tsentence1\tsentence2\n0\tx\tA\tB\n",
               [(("A", "B"), None)])],
     "qqp": [("train", ("id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
-                       "1\t2\t3\tA?\tB?\t0\n4\t5\t6\tcut off\n7\t8\t9\tC?\tD?\t1\n"),
-             [(("A?", "B?"), 0), (("C?", "D?"), 1)]),
+                       "1\t2\t3\tA?\tB?\t0\n4\t5\t6\tcut off\n" + "7\t8\t9\tC?\tD?\t1\n" * 98),
+             [(("A?", "B?"), 0), *[(("C?", "D?"), 1)] * 98]),
             ("test", "id\tquestion1\tquestion2\n0\tA\tB\n", [(("A", "B"), None)])],
     "mnli": [("train", ("index\tsentence1\tsentence2\tlabel1\tgold_label\n"
                         "0\tA\tB\tneutral\tcontradiction"), [(("A", "B"), 0)]),
@@ -74,7 +74,7 @@ def test_official_files(tmp_path, capsys, name):
     for split, _, expected in SPLITS_OF[name]:
         if expected:
             assert list(zip(*rows(task, split), strict=True)) == expected
-    left_out = "train.tsv:3: 4 fields, expected 6; 1 of 3 rows left out"
+    left_out = "train.tsv:3: 4 fields, expected 6; 1 of 100 rows left out"
     assert (left_out in capsys.readouterr().out) == (name == "qqp")
     if name == "mnli":
         assert task.dev == {"": "dev_matched", "_mm": "dev_mismatched"}
@@ -96,13 +96,40 @@ def test_official_counts(name, folder, counts):
 
 def test_an_official_label_is_not_learned_from_a_typing_error(tmp_path, capsys):
     (tmp_path / "glue/RTE").mkdir(parents=True)
-    lines = ["0\ta\tb\tentailment", "1\ta\tb\tentailmnt", "2\ta\tb\tnot_entailment"]
+    lines = ["0\ta\tb\tentailment", "1\ta\tb\tentailmnt", *["2\ta\tb\tnot_entailment"] * 98]
     (tmp_path / "glue/RTE/train.tsv").write_text("\n".join([
         "index\tsentence1\tsentence2\tlabel", *lines]))
     texts, labels = tasks.read(tasks.find("rte", tmp_path), "train")
-    assert len(texts) == 2 and labels.tolist() == [0, 1]
-    message = "train.tsv:3: label 'entailmnt': expected entailment, not_entailment; 1 of 3 rows"
+    assert len(texts) == 99 and labels.tolist() == [0, *[1] * 98]
+    message = "train.tsv:3: label 'entailmnt': expected entailment, not_entailment; 1 of 100 rows"
     assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("good, bad", [(2, 1), (98, 1), (99, 1), (197, 2), (198, 2), (200, 3)])
+def test_at_most_one_in_a_hundred_rows_is_left_out(tmp_path, good, bad):
+    lines = ["a cat\tx", *["a mat\ty"] * (good - 1), *["cut off"] * bad]
+    (tmp_path / "train.tsv").write_text("\n".join(["sentence\tlabel", *lines]))
+    task = tasks.find(str(tmp_path))
+    if bad / (good + bad) <= 0.01:
+        assert len(tasks.read(task, "train")[0]) == good
+    else:
+        with pytest.raises(common.UserError, match=f"({bad} of {good + bad} rows are malformed)"):
+            tasks.read(task, "train")
+
+
+def test_no_row_takes_the_place_of_an_empty_one(tmp_path):
+    """An empty sentence is a row; a line with no field at all is an error, but at the end."""
+    task = tasks.find(str(tmp_path))
+
+    def test_split(text):
+        (tmp_path / "test.tsv").write_text(text)
+        return [text for text, in tasks.read(task, "test")[0]], tasks.row_names(task, "test")
+
+    assert test_split("index\tsentence\n7\ta\n9\t\n8\tb\n\n") == (["a", "", "b"], ["7", "9", "8"])
+    assert test_split("sentence\tid\na\tx1\n\tx0\n") == (["a", ""], ["x1", "x0"])
+    assert test_split("sentence\na\n\nb\n\n\n") == (["a", "", "b"], ["0", "1", "2"])
+    with pytest.raises(common.UserError, match=r"test.tsv:3: 1 fields, expected 2 \(1 of 3"):
+        test_split("index\tsentence\n0\ta\n\n1\tb\n")
 
 
 def test_a_folder_of_ones_own_may_have_an_official_name(tmp_path):
@@ -236,6 +263,37 @@ def test_a_window_steps_over_nothing_and_a_long_question_is_cut(fox):
     assert len(found.ids[2]) == 23
     found, _ = tasks.windows(fox, questions[:1], 200, 128)
     assert found.first.tolist() == [66]  # 64 tokens of the question
+
+
+def max_context_by_hand(spans, position):
+    """As run_squad.py has it, token by token; spans: (start, length)."""
+    best, window = None, None
+    for n, (start, length) in enumerate(spans):
+        end = start + length - 1
+        if not start <= position <= end:
+            continue
+        score = min(position - start, end - position) + 0.01 * length
+        if best is None or score > best:
+            best, window = score, n
+    return window
+
+
+@pytest.mark.parametrize("room, stride", [(320, 128), (9, 1), (9, 4), (9, 9), (110, 64), (500, 3)])
+def test_an_answer_starts_where_it_has_most_context(fox, room, stride):
+    """One window of each token, as run_squad.py chooses it."""
+    rng = random.Random(room)
+    for total in (1, room - 1, room, room + 1, rng.randrange(2000), rng.randrange(2000)):
+        question = tasks.Question("q", "it", "cat " * total, [(0, "cat")])
+        found, _ = tasks.windows(fox, [question], room + 4, stride)
+        spans, start = [], 0
+        while not spans or sum(spans[-1]) < total:  # run_squad.py's windows
+            spans.append((start, min(room, total - start)))
+            start += min(spans[-1][1], stride)
+        assert found.lengths.tolist() == [length + 4 for _, length in spans]
+        for n, (start, length) in enumerate(spans):
+            expected = [t for t in range(start, start + length)
+                        if max_context_by_hand(spans, t) == n]
+            assert [start + at - 3 for at in range(*found.starts[n])] == expected
 
 
 def test_the_best_window_answers(fox):
