@@ -142,11 +142,9 @@ class Corpus:
 def mask_tokens(ids, rng, vocab_size, special_ids, mask_id):
     """Choose tokens to predict: of 100, 80 become [MASK], 10 a random token, 10 stay.
 
-    ids: (batch, seq_len) integers; rng: numpy Generator; special_ids: as in Corpus. As in Devlin et
-    al., [UNK] can be chosen, the other special tokens cannot; drawn is none of them (our reading:
-    theirs is drawn from the whole vocabulary). The number of positions is the same for every
-    sequence, round(0.15 * seq_len), so that shapes are static; should a sequence have fewer tokens
-    to choose from, the rest get the label -100.
+    ids: (batch, seq_len) integers; rng: numpy Generator. As in Devlin et al., no special token but
+    [UNK] is chosen; none is drawn (our reading: theirs can be). Every sequence has as many positions,
+    round(0.15 * seq_len): shapes are static. Where there are too few tokens, labels are -100.
     Returns int64 arrays by name: ids (batch, seq_len), positions and labels (batch, masked).
     """
     count = max(1, round(MASKED * ids.shape[1]))
