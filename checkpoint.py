@@ -106,10 +106,9 @@ def load_model(path):
 def check_objective(path, config, causal):
     """UserError unless the settings of a model, that of `path`, make it a causal language model, or
     a masked one, as expected."""
-    kinds = ["masked", "causal"]
     if config.get("causal", False) != causal:
-        raise UserError(f"{path} is a {kinds[not causal]} language model, expected a "
-                        f"{kinds[causal]} one")
+        found, expected = ("masked", "causal") if causal else ("causal", "masked")
+        raise UserError(f"{path} is a {found} language model, expected a {expected} one")
 
 
 def load_optimizers(checkpoint, dense, values):

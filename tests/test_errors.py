@@ -293,6 +293,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("slots out/tiny --layer 2 --data other", None, "data/other", "vocabulary"),
         ("fill out/tiny 'no mask'", None, "no [MASK]"), ("fill out/none [MASK]", None, "out/none"),
         ("fill out/tiny [MASK] --data nowhere", None, "data/nowhere"),
+        ("sample out/tiny the", None, "out/tiny is a masked language model, expected a causal one"),
         (f"fill out/tiny '{'[MASK] ' * 500}'", None, "positions")],
     ("place", "pretrain.py"): [
         ("tiny.py --batchsize=4", None, "'batchsize'", "did you mean batch_size"),
