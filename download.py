@@ -319,7 +319,7 @@ def fetch_task(folder, names, path=None, force=False):
         path /= folder.name
     if path is None:
         files = fetch([FILES[name] for name in names])
-    elif path.is_file() and zipped:
+    elif zipped and path.suffix == ".zip" and path.is_file():
         files = [path]
     elif all((path / name).is_file() for name in names):
         files = [path / name for name in names]

@@ -578,7 +578,7 @@ def main():
     if args.prepare in (check, prepare_glue, prepare_squad, prepare_weights):
         return args.prepare(args)
     name = getattr(args, "name", args.command) + "_raw" * getattr(args, "raw", False)
-    if Path(name).name != name or name.startswith("."):
+    if Path(name).name != name or name[:1] in ("", "."):
         raise UserError(f"{name}: a corpus's name is a folder's name, without / or a leading .")
     if_missing = getattr(args, "if_missing", False)
     with common.lock(Path("data", name), "prepares it", wait=if_missing):

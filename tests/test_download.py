@@ -366,6 +366,8 @@ def test_glue_and_squad(workdir, hub, monkeypatch, capsys):
     Path("bad.zip").write_bytes(Path("data/downloads/SST-2.zip").read_bytes()[:-30])
     Path("out.zip").write_bytes(zipped({"a/../../../../train.tsv": "escaped"}))
     for args, words in ((["glue", "SST2"], "SST-2"), (["glue", "RTE", "--from", "."], "RTE.zip"),
+                        (["glue", "RTE", "--from", "sample.txt"], "no RTE.zip or train.tsv in it"),
+                        (["text", "", "sample.txt"], "a corpus's name is a folder's name"),
                         (["glue", "RTE", "--from", "bad.zip"], "bad.zip: not unpacked"),
                         (["glue", "RTE", "--from", "out.zip"], "no file in it"),
                         (["glue", "RTE", "QNLI", "--from", "data/downloads/SST-2.zip"], "give one"),
