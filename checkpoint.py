@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import huggingface
+import ranks
 from common import PRETRAINED, Failure, UserError, atomic, discard, load_file, unknown_weights
 from model import HEADS, BertConfig, Classifier, build_model
 
@@ -20,7 +21,8 @@ from model import HEADS, BertConfig, Classifier, build_model
 def model_file(model, labels=()):
     """What a model.pt holds: config and weights; unless it is a MaskedLM also its `head`, and of a
     Classifier the `labels` of its classes (none for a regression)."""
-    saved = {"config": asdict(model.bert.config), "weights": model.state_dict()}
+    saved = {"config": asdict(model.bert.config),
+             "weights": ranks.mark_weights(model, model.state_dict())}
     if head := next(head for head, kind in HEADS.items() if type(model) is kind):
         saved |= {"head": head} | ({"labels": list(labels)} if head == "classifier" else {})
     return saved
@@ -33,7 +35,7 @@ def save_checkpoint(run, model, dense, values, state, keep=2, labels=()):
     folder = Path(run) / f"step_{state['step']:06d}"
     moments = torch.optim.Optimizer.state_dict(values)  # LazyAdam's own would be a copy
     files = {"model": model_file(model, labels),
-             "optimizer": {"dense": dense.state_dict(), "values": moments},
+             "optimizer": {"dense": dense.state_dict(), "values": ranks.mark_moments(moments)},
              "state": state}
     save_files(folder, files)
     for old in checkpoints(run)[:-keep]:
@@ -47,7 +49,8 @@ def save_files(folder, files):
         with atomic(folder) as temporary:
             temporary.mkdir()
             for name, content in files.items():
-                torch.save(content, temporary / f"{name}.pt")
+                ranks.save(content, temporary / f"{name}.pt")
+        ranks.agree()  # it is there for all
     except RuntimeError as error:  # how torch.save reports a failed write
         reason = str(error).splitlines()[0]
         raise Failure(f"{folder}: not saved, is the disk full? ({reason}); older "
@@ -138,7 +141,7 @@ def load_optimizers(checkpoint, model, dense, values):
         decay_memory(model, dense)
     try:
         dense.load_state_dict(copy.deepcopy(saved["dense"]))  # not mapped from the file
-        values.load_state_dict(saved["values"])
+        values.load_state_dict(ranks.cut_moments(saved["values"]))
     except ValueError as error:
         raise UserError(f"{checkpoint}/optimizer.pt: of another model than model.pt beside it "
                         f"({error})") from None
@@ -159,7 +162,7 @@ def load_weights(model, weights, source, partial=False, assign=False):
     """Copy a state dict into the model, or with `assign` let the model have its tensors. Each must
     be there in the model's shape; with `partial` it may lack some, or bring more. Returns the
     names that were copied."""
-    expected = model.state_dict()
+    expected, weights = model.state_dict(), ranks.cut_weights(model, weights)
     for name in sorted(expected.keys() & weights.keys()):
         if expected[name].shape != weights[name].shape:
             raise UserError(f"{source}: {name} has shape {tuple(weights[name].shape)}, here it is "

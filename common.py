@@ -23,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from pathlib import Path
@@ -42,6 +43,16 @@ class UserError(ValueError):
 
 class Failure(RuntimeError):
     """Something failed while working: one line on stderr, exit status 1."""
+
+
+def under_torchrun():
+    """Whether this is one of the processes of torchrun, see ranks.py."""
+    return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+
+
+def first_rank():
+    """Whether this process is the first of torchrun's, which prints and writes, or alone."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
 
 
 class Parser(argparse.ArgumentParser):
@@ -155,7 +166,7 @@ class Progress(tqdm):
         if not sys.stderr.isatty():
             settings |= {"mininterval": 10, "delay": 10, "leave": False, "ascii": True,
                          "ncols": 100}
-        super().__init__(*args, **settings)
+        super().__init__(*args, disable=not first_rank(), **settings)
 
     @staticmethod
     def status_printer(file):
@@ -295,10 +306,12 @@ def catch_signals():
     """From now on SIGINT and SIGTERM are put into the returned list, for the loop to see; a second
     one ends the process at once."""
     def on_signal(number, frame):
+        signals.append(number)
+        if under_torchrun():  # which passes on what a terminal has already sent to all
+            return
         os.write(1, b"\nfinishing the step, then saving; once more quits at once, unsaved\n")
         for each in both:
             signal.signal(each, signal.SIG_DFL)
-        signals.append(number)
 
     signals, both = [], (signal.SIGINT, signal.SIGTERM)
     for each in both:
@@ -333,8 +346,12 @@ def atomic(path):
     """Give a temporary path beside `path` to write a file or a folder to; at the end what was
     written is flushed to disk and renamed to `path`, or removed if writing failed. So `path` is
     whole or absent, whenever the process is killed. An existing file is replaced, an existing
-    folder is an error."""
+    folder is an error. Of torchrun's processes only the first one writes."""
     path = Path(path)
+    if not first_rank():
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder, path.name)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".tmp_{path.name}")
     discard(temporary)  # a killed process may have left it
@@ -355,7 +372,11 @@ def lock(path, what, wait=False):
     second one ends with a UserError that names the first, or with `wait` it waits. The lock is
     flock's, on a file beside the folder: it ends with its process, even one that is killed.
 
-    what: what the first process does, for the second one's line: "trains there"."""
+    what: what the first process does, for the second one's line: "trains there". Of torchrun's
+    processes the first has the lock for all."""
+    if not first_rank():
+        yield
+        return
     path = Path(path).resolve()
     file, new = path.with_name(f".lock_{path.name}"), [p for p in path.parents if not p.exists()]
     while True:
@@ -441,6 +462,8 @@ def write_text(path, text):
 def discard(path):
     """Remove a file or a folder, if there is one; a folder loses its name before its content."""
     path = Path(path)
+    if not first_rank():
+        return
     if path.is_dir():
         hidden = path.with_name(f".tmp_{path.name.removeprefix('.tmp_')}")
         if hidden != path:

@@ -30,6 +30,7 @@ import torch
 
 import checkpoint
 import predictions
+import ranks
 import tasks
 from data import load_tokenizer
 from model import BertConfig, build_model, value_tables
@@ -57,6 +58,7 @@ class Config:
     train_examples: int = 0  # examples or windows to train on; 0: all
     # optimization: AdamW, linear warm-up, then linear decay to 0
     batch_size: int = 32  # our reading: the column is empty in Table 3
+    accumulation: int = 1  # parts of a batch, one at a time on a device; torchrun deals them out
     epochs: int = 10
     max_steps: int = 0  # 0: as many as the epochs take
     warmup: float = 0.06  # share of the steps
@@ -73,19 +75,20 @@ class Config:
     device: str = "auto"  # cuda, mps, cpu
     dtype: str = "auto"  # float32, bfloat16, float16
     compile: str = "auto"  # on, off; auto: on CUDA
+    rank_timeout: int = 600  # seconds that torchrun's processes wait for each other
     keep_checkpoints = 1  # not a setting; best/ has the best weights, too
 
 
 # Settings that may change when a run is resumed; with another value of the rest it is another run.
 MAY_CHANGE = {"out", "seeds", "log_interval", "checkpoint_interval", "device", "compile",
-              "tensorboard"}
+              "tensorboard", "rank_timeout"}
 
 
 class Data:
     """The Examples of a task, tokenized once for all seeds: train, and dev and test by the names in
     the Task. Its training batches, for the Trainer, are a function of (seed, step)."""
 
-    accumulation, unit = 1, "examples"
+    unit = "examples"
 
     def __init__(self, task, tokenizer, config):
         def read(split):
@@ -102,6 +105,7 @@ class Data:
         order = np.random.default_rng(0).permutation(len(self.train.ids))  # the same for all seeds
         self.chosen = np.sort(order[:config.train_examples or None])
         self.config, self.size, self.drawn = config, config.batch_size, None
+        self.accumulation = config.accumulation
         self.steps_per_epoch = math.ceil(len(self.chosen) / self.size)
         on_cuda = config.device.startswith("cuda")  # there lengths are multiples of 8
         self.padding = tasks.special_ids(tokenizer)[0], 8 if on_cuda else 1
@@ -109,15 +113,24 @@ class Data:
     def epochs(self, steps):
         return steps / self.steps_per_epoch
 
-    def get(self, step, micro=0):
-        """A training batch: the arguments of a model, as arrays."""
+    def parts(self, step):
+        """The indices of a training batch, in micro-batches of as many examples or one less."""
         epoch, i = divmod(step, self.steps_per_epoch)
         key = [self.config.seed, 1, epoch]
         if self.drawn != key:
             lengths = self.train.lengths[self.chosen]
             self.order = tasks.batches(lengths, self.size, np.random.default_rng(key))
             self.drawn = key
-        index = self.chosen[self.order[i]]
+        return np.array_split(self.chosen[self.order[i]], self.accumulation)
+
+    def share(self, step, micro):
+        parts = self.parts(step)
+        return len(parts[micro]) / sum(map(len, parts))
+
+    def get(self, step, micro=0):
+        """A micro-batch: the arguments of a model, as arrays."""
+        parts = self.parts(step)
+        index = parts[micro] if len(parts[micro]) else parts[0][:1]  # its share is 0
         return {**self.train.pad(index, *self.padding), "labels": self.train.labels[index]}
 
     def report(self, config):
@@ -209,9 +222,10 @@ def write_predictions(trainer, out, state):
     the official script reads them; for test in the form that GLUE wants; and its metrics under the
     names of Hugging Face's scripts."""
     data, best, named = trainer.batches, out / "best", best_folder(out, state)
-    if named.exists():  # not if a killed process has renamed it
-        common.discard(best)
-        named.rename(best)
+    with ranks.first_rank_first():
+        if named.exists():  # not if a killed process has renamed it
+            common.discard(best)
+            named.rename(best)
     checkpoint.load_weights(trainer.model, checkpoint.read_weights(best)["weights"], best)
     results, found = evaluate(trainer)
     for name, split in data.task.dev.items():
@@ -298,12 +312,14 @@ def main(argv):
     common.at_least(config, {
         "seed": 0, "seeds": 1, "max_len": 8, "doc_stride": 1, "train_examples": 0, "batch_size": 1,
         "epochs": 1, "max_steps": 0, "warmup": 0, "lr": 0, "value_lr": 0, "weight_decay": 0,
-        "grad_clip": 1e-9, "log_interval": 1, "checkpoint_interval": 1})
+        "accumulation": 1, "rank_timeout": 1, "grad_clip": 1e-9, "log_interval": 1,
+        "checkpoint_interval": 1})
     if config.tensorboard:
         common.need("tensorboard", "tensorboard = True")
     if not config.init_from:
         raise common.UserError("init_from is empty, which model? --init_from=RUN, or a recipe: "
                                "python finetune.py configs/demo_finetune.py starts from out/demo")
+    ranks.set_timeout(config.rank_timeout)
     initial, vocab = checkpoint.find_weights(config.init_from)
     run = vocab.parent.parent if vocab.parent.name.startswith("seed") else vocab.parent
     name = f"{run.name}_{tasks.name_of(config.task)}"
@@ -313,7 +329,9 @@ def main(argv):
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
     tokenizer = load_tokenizer(vocab)
     tokenizer.encode_special_tokens = True  # a "[SEP]" in a text is text, not the token
-    data = Data(tasks.find(config.task), tokenizer, config)
+    with ranks.first_rank_first():
+        task = tasks.find(config.task)
+    data = Data(task, tokenizer, config)
     config.max_steps = config.max_steps or config.epochs * data.steps_per_epoch
     config.warmup_steps = round(config.warmup * config.max_steps)
     data.report(config)
@@ -323,6 +341,7 @@ def main(argv):
 
 def run_seeds(config, out, data, initial, vocab, argv):
     """One seed after the other, each in its folder. Returns the exit status."""
+    ranks.agree()  # the first one has the lock
     signals, each = common.catch_signals(), {}
     for seed in range(config.seed, config.seed + config.seeds):
         config.seed, folder = seed, out / f"seed{seed}"
@@ -330,10 +349,11 @@ def run_seeds(config, out, data, initial, vocab, argv):
         if signals:
             print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
             return 128 + signals[0]
+        ranks.agree()  # the first one has written it
         each[seed] = common.read_json(folder / "eval_results.json")
     summarize(data.task, out, each)
     return 0
 
 
 if __name__ == "__main__":
-    common.run(lambda: main(sys.argv[1:]))
+    ranks.run(lambda: main(sys.argv[1:]))

@@ -31,7 +31,6 @@ from common import (  # before torch: how its threads wait
     load_file,
     markdown,
     read_json,
-    run,
     setup,
     whole,
     write_text,
@@ -41,6 +40,7 @@ from common import (  # before torch: how its threads wait
 import numpy as np
 import torch
 
+import ranks
 import tasks
 from browse import collect, page
 from checkpoint import check_objective, find_weights, load_model, read_weights
@@ -137,7 +137,7 @@ class TaskSample:
         batches = tasks.batches(self.examples.lengths[chosen], 32)
         pad_id = tasks.special_ids(self.tokenizer)[0]
         with count_reads(model) as counts:
-            for batch in Progress(batches, what):
+            for batch in ranks.deal(Progress(batches, what)):
                 model.bert(**to_device(self.examples.pad(chosen[batch], pad_id), self.device))
         return counts
 
@@ -602,8 +602,11 @@ def main(argv=None):
     option("browse", "--out", **out, required=True, help="write NAME.html")
     option("predict", "--out", **out, help="write NAME.tsv instead of printing")
     args = parser.parse_args(argv)
+    if ranks.started() and args.command != "table":
+        raise UserError(f"{args.command}: one process does it: python measure.py; torchrun is for "
+                        "table")
     args.call(args)
 
 
 if __name__ == "__main__":
-    run(main)
+    ranks.run(main)

@@ -6,6 +6,7 @@ What a fine-tuned model says of texts: classes with probabilities, scores, or an
 import numpy as np
 import torch
 
+import ranks
 import tasks
 from checkpoint import find_weights, load_model, read_weights
 from common import UserError
@@ -23,7 +24,7 @@ def predict(model, examples, labels, size, padding, device, dtype=torch.float32)
     found = np.zeros((len(examples.ids), len(labels)) if labels else len(examples.ids))
     spans = np.zeros((len(examples.ids), 2), int)
     model.eval()  # not the compiled model, which would be compiled again
-    for index in tasks.batches(examples.lengths, size):
+    for index in ranks.deal(tasks.batches(examples.lengths, size)):
         batch = to_device(examples.pad(index, *padding), device)
         with autocast(device, dtype):
             logits = model(**batch).float().cpu()
@@ -34,6 +35,7 @@ def predict(model, examples, labels, size, padding, device, dtype=torch.float32)
         else:
             found[index] = logits.softmax(1) if labels else logits[:, 0]
     model.train(was_training)
+    found, spans = ranks.total(found), ranks.total(spans)
     return (found, spans) if reads_spans else found
 
 

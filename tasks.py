@@ -186,12 +186,13 @@ class Examples:
 
     def pad(self, index, pad_id, multiple=1):
         """The examples `index` as a batch, padded to the longest, rounded up to a multiple: arrays
-        ids and token_types (batch, time), and mask, True at real tokens, if there is padding."""
+        ids and token_types (batch, time), and mask, True at real tokens, if there is padding.
+        Of no examples they are empty."""
         lengths = self.lengths[index][:, None]
-        position = np.arange(-(-lengths.max() // multiple) * multiple)
+        position = np.arange(-(-lengths.max(initial=1) // multiple) * multiple)
         mask = position < lengths
         ids = np.full(mask.shape, pad_id, np.int64)
-        ids[mask] = np.concatenate([self.ids[n] for n in index])
+        ids[mask] = np.concatenate([ids[:0, 0], *(self.ids[n] for n in index)])
         after = position >= self.first[index][:, None]
         batch = {"ids": ids, "token_types": after.astype(np.int64)}
         return batch if mask.all() else {**batch, "mask": mask}  # without one, attention is faster

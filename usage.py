@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import ranks
 from checkpoint import find_weights, read_weights
 from common import Progress, UserError, atomic
 from data import Corpus, cut, next_tokens, read_vocab
@@ -75,8 +76,8 @@ def count_reads(model):
         yield counts
     for sums in counts.values():
         for name in ("read", "top1", "weight"):
-            sums[name] = sums[name].cpu().numpy()
-        sums["effective_k"] = sums["effective_k"].item()
+            sums[name] = ranks.total(sums[name].cpu().numpy())
+        sums["effective_k"] = ranks.total(sums["effective_k"].item())
 
 
 def usage_metrics(read, top1, weight, topk, effective_k):
@@ -146,7 +147,7 @@ def evaluate(model, batches, device, dtype=torch.float32):
     model.eval()
     loss = correct = masked = 0
     with count_reads(model) as counts:
-        for batch in batches:
+        for batch in ranks.deal(batches):
             batch = to_device(batch, device)
             labels = batch.pop("labels").flatten()
             with autocast(device, dtype):
@@ -156,6 +157,7 @@ def evaluate(model, batches, device, dtype=torch.float32):
             correct += (logits.argmax(1) == labels).sum().item()
             masked += (labels != -100).sum().item()
     model.train(was_training)
+    loss, correct, masked = map(ranks.total, (loss, correct, masked))
     results = {"loss": loss / masked, "perplexity": math.exp(min(loss / masked, 700)),
                "accuracy": correct / masked, "masked_tokens": masked,
                "layers": {n: usage_metrics(**sums) for n, sums in counts.items()}}

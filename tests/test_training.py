@@ -109,6 +109,9 @@ class TwoBatches:
 
     accumulation, size, unit = 2, 2, "examples"
 
+    def share(self, step, micro):
+        return 0.5
+
     def get(self, step, micro):
         rng = np.random.default_rng([step, micro])
         return {"ids": rng.integers(40, size=(3, 10)), "labels": rng.integers(40, size=(3, 10))}
