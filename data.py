@@ -147,13 +147,13 @@ class Corpus:
 def mask_tokens(ids, rng, vocab_size, special_ids, mask_id):
     """Choose tokens to predict: of 100, 80 become [MASK], 10 a random token, 10 stay.
 
-    ids: (batch, seq_len) integers; rng: numpy Generator. Special tokens are never chosen, nor
-    drawn. The number of positions is the same for every sequence, round(0.15 * seq_len), so that
-    shapes are static; should a sequence have fewer ordinary tokens, the rest get the label -100.
+    ids: (batch, seq_len) integers; rng: numpy Generator. As in Devlin et al., no special token but
+    [UNK] is chosen; none is drawn (our reading: theirs can be). Every sequence has as many positions,
+    round(0.15 * seq_len): shapes are static. Where there are too few tokens, labels are -100.
     Returns int64 arrays by name: ids (batch, seq_len), positions and labels (batch, masked).
     """
     count = max(1, round(MASKED * ids.shape[1]))
-    special = np.isin(ids, special_ids)
+    special = np.isin(ids, special_ids[:1] + special_ids[2:])  # all but [UNK]
     order = rng.random(ids.shape) + special  # special tokens sort behind all others
     positions = np.sort(np.argpartition(order, count - 1, axis=1)[:, :count], axis=1)
     labels = np.take_along_axis(ids, positions, axis=1).astype(np.int64)

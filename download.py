@@ -14,7 +14,9 @@ import json
 import os
 import re
 import shutil
+import tarfile
 import time
+import zipfile
 from pathlib import Path
 
 from common import (
@@ -24,6 +26,7 @@ from common import (
     UserError,
     atomic,
     discard,
+    lock,
     need,
     unknown_weights,
     write_text,
@@ -80,24 +83,25 @@ NO_NETWORK = "no connection: without a network give --vocab FILE or --from PATH"
 
 
 def fetch(sources, folder=DOWNLOADS):
-    """The local files of [(URL, SHA-256)], downloaded to `folder` where it has none yet."""
+    """The local files of [(URL, checksum)], downloaded to `folder` where it has none yet."""
     paths = [folder / Path(url).name for url, _ in sources]
-    for path, (url, sha256) in zip(paths, sources):
-        try:
-            if not path.exists():
-                download(url, path, sha256)
-        except Failure as error:
-            if path.name not in MIRRORS:
-                raise
-            print(f"{error}; trying {MIRRORS[path.name]}", flush=True)
-            download(MIRRORS[path.name], path, sha256)
+    for path, (url, checksum) in zip(paths, sources):
+        with lock(path, "downloads it", wait=True):
+            try:
+                if not path.exists():
+                    download(url, path, checksum)
+            except Failure as error:
+                if path.name not in MIRRORS:
+                    raise
+                print(f"{error}; trying {MIRRORS[path.name]}", flush=True)
+                download(MIRRORS[path.name], path, checksum)
     return paths
 
 
 def hub_files(repo, pattern, kind="model", revision="main"):
-    """[(URL, SHA-256)] of the files of a repository on the hub whose path matches `pattern`; the
-    SHA-256 is "" for small files, of which the hub has none. Failure if the hub has no such file
-    or cannot be reached; it is asked once."""
+    """[(URL, checksum)] of the files of a repository on the hub whose path matches `pattern`: the
+    SHA-256, or for small files, of which the hub has none, git's SHA-1. Failure if the hub has no
+    such file or cannot be reached; it is asked once."""
     hub = need("huggingface_hub", "a download from the hub")
     where = f"{repo}/{pattern} on the hub"
     try:
@@ -108,7 +112,7 @@ def hub_files(repo, pattern, kind="model", revision="main"):
     except Exception as error:  # noqa: BLE001 - errors of httpx or of requests, by hub's version
         raise Failure(f"{where}: {NO_NETWORK} ({error})") from None
     files = [(hub.hf_hub_url(repo, file.rfilename, repo_type=kind, revision=info.sha, endpoint=HUB),
-              file.lfs.sha256 if file.lfs else "")
+              file.lfs.sha256 if file.lfs else file.blob_id or "")
              for file in info.siblings if fnmatch.fnmatch(file.rfilename, pattern)]
     if not files:
         raise Failure(f"{where}: no such file")
@@ -123,12 +127,12 @@ def _reason(error):
             404: "no such file"}.get(status, f"the server replied {status}")
 
 
-def download(url, path, sha256=""):
+def download(url, path, checksum=""):
     """Fetch `url` to the file `path`, which is whole or absent, in up to four attempts.
 
     What came so far is in <path>.part: the next attempt, or the next call, goes on from there if
     the server can. (huggingface_hub's download would begin anew and check no SHA-256.) Failure
-    when it cannot be had, or is not what `sha256` says.
+    when it cannot be had, or is not what `checksum` says: a SHA-256, or of 40 digits git's SHA-1.
     """
     requests = need("requests", "a download")
     # wikitext.smerity.com wants a browser
@@ -150,12 +154,15 @@ def download(url, path, sha256=""):
                 raise Failure(f"{url}: {_reason(error)}") from None
             print(f"{url}: {_reason(error)}: again in {pause} s", flush=True)
             time.sleep(pause)
+    kind, new = "SHA-256", hashlib.sha256
+    if len(checksum) == 40:  # git hashes a file with its size before it
+        kind, new = "SHA-1", lambda: hashlib.sha1(b"blob %d\0" % part.stat().st_size)
     with open(part, "rb+") as file:
-        received = hashlib.file_digest(file, "sha256").hexdigest()
+        received = hashlib.file_digest(file, new).hexdigest()
         os.fsync(file.fileno())
-    if sha256 not in ("", received):
+    if checksum not in ("", received):
         discard(part)
-        raise Failure(f"{url}: expected SHA-256 {sha256[:12]}, received {received[:12]}: it was "
+        raise Failure(f"{url}: expected {kind} {checksum[:12]}, received {received[:12]}: it was "
                       "replaced, or damaged on its way")
     os.replace(part, path)
 
@@ -176,6 +183,8 @@ def _receive(requests, url, part, headers):
         start = start if reply.status_code == 206 else 0
         length = int(reply.headers.get("Content-Length", 0))
         total = start + length if length else None
+        print(f"{url}: {f'{length:,} bytes' if length else 'of unknown size'}"
+              f"{f', {start:,} are there' if start else ''}", flush=True)
         progress = Progress(desc=part.stem, total=total, initial=start, unit="B", unit_scale=True)
         with progress, open(part, "ab" if start else "wb") as file:
             for chunk in reply.iter_content(2**16):
@@ -210,17 +219,41 @@ def fetch_corpus(name):
     return folder
 
 
+def unpack_once(path):
+    """Unpack an archive to a folder of data/downloads/ that is named after its content, unless that
+    is there. Returns the folder."""
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    folder = DOWNLOADS / f"{path.name.split('.')[0]}_{digest[:12]}"
+    with lock(folder, "unpacks it", wait=True):
+        return folder if folder.exists() else unpack(path, folder)
+
+
 def unpack(path, folder):
-    """Unpack a zip or tar to `folder`, unless that is there, and return it; without the one folder
-    that all may be in (QQP-clean.zip: QQP/). Nothing is written outside. UserError if it is damaged
-    or empty."""
-    if folder.exists():
-        return folder
+    """Unpack a zip or tar to the new `folder` and return it; without the one folder that all may be
+    in (QQP-clean.zip: QQP/). Nothing is written outside. UserError, and nothing stays, if it is
+    damaged, empty or larger than what the disk has free."""
     print(f"{path}: unpacking", flush=True)
-    settings = {} if path.suffix == ".zip" else {"filter": "data"}  # a zip needs none
     with atomic(folder) as temporary:
+        free = shutil.disk_usage(temporary.parent).free
+
+        def take(size):
+            nonlocal free
+            free -= size
+            if free < 0:
+                raise OSError("it is larger than what the disk has free")
+
+        def member(info, to):
+            take(info.size)
+            return tarfile.data_filter(info, to)  # nothing outside
+
         try:
-            shutil.unpack_archive(path, temporary, **settings)
+            if path.suffix == ".zip":  # zipfile writes nothing outside, nor more than it lists
+                with zipfile.ZipFile(path) as archive:
+                    take(sum(info.file_size for info in archive.infolist()))
+                shutil.unpack_archive(path, temporary)
+            else:
+                shutil.unpack_archive(path, temporary, filter=member)
         except Exception as error:  # noqa: BLE001 - each kind of archive has its own errors
             raise UserError(f"{path}: not unpacked ({error}): if it is damaged, remove it to "
                             "download it again") from None
@@ -310,7 +343,7 @@ def fetch_task(folder, names, path=None, force=False):
         path /= folder.name
     if path is None:
         files = fetch([FILES[name] for name in names])
-    elif path.is_file() and zipped:
+    elif zipped and path.suffix == ".zip" and path.is_file():
         files = [path]
     elif all((path / name).is_file() for name in names):
         files = [path / name for name in names]

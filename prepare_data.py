@@ -5,6 +5,7 @@ $ python prepare_data.py docs                              # offline: this Pytho
 $ python prepare_data.py text books novels/ more.txt --vocab_size 16384
 $ python prepare_data.py wikitext2 --vocab bert-base-uncased   # --from PATH if it is on disk
 $ python prepare_data.py wikibooks                         # the paper's: Wikipedia + BookCorpus
+$ python prepare_data.py check wikibooks                   # are the files as they were written?
 $ python prepare_data.py weights bert-base-uncased         # to data/weights/, for init_from
 $ python prepare_data.py glue SST-2 RTE                    # to data/glue/; squad: to data/squad/
 
@@ -12,22 +13,17 @@ The .bin files are flat little-endian uint16 token ids, every document ended by 
 vocab.txt is BERT's (WordPiece), a trained one, or GPT-2's (--tokenizer gpt2; tokenizer.json lies
 beside it). data.Corpus reads it all. A command that was stopped goes on where it was.
 """
-import ast
+import collections
 import contextlib
 import hashlib
-import importlib.metadata
-import importlib.util
-import inspect
 import itertools
 import json
 import os
-import re
-import sys
-import sysconfig
-import warnings
 import zipfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
@@ -49,10 +45,10 @@ from common import (
     write_text,
 )
 from data import GPT2_SPECIALS, SPECIALS, SPLITS
+from text import BETWEEN_WORDS, docstrings, find_codecs, find_files, stream
 
 BATCH = 2**21  # characters encoded, or ids read back, at once: some 100 MB
-SENTENCES = 1000  # BookCorpus has a sentence a line and no book boundaries: a document is so many
-BETWEEN_WORDS = re.compile(r"(?<=\w) (?=\w)")
+LOSS_STD = 2.7  # of the loss over masked tokens (configs/demo.py after 200 steps, 10,240 tokens)
 
 
 def _byte_characters():
@@ -141,9 +137,13 @@ def _count(file, vocab_size):
     return counts
 
 
-# From here on a text is a stream: its lines, and None at the end of every document. A corpus is
-# made of parts (name, split, read): read() gives the stream, as often as it is called; split is
-# the official one, or None where documents are to be held out.
+class Part(NamedTuple):
+    """What a corpus is made of."""
+    name: str
+    read: Callable  # gives the stream (see text.py), as often as it is called
+    split: str | None = None  # the official one; None where documents are to be held out
+    sentences: bool = False  # what is held out does not stand in train, sentence by sentence
+
 
 def write_corpus(name, source, parts, vocab, val_every=0):
     """Write data/<name>/, whole or not at all, in place of an older one; print what is in it.
@@ -155,8 +155,9 @@ def write_corpus(name, source, parts, vocab, val_every=0):
     """
     counts, digests, size = _scan(parts)
     splits = _assign(parts, counts, digests, val_every)
+    heldout = _heldout_sentences(parts, counts, splits)
     folder, work = Path("data", name), Path("data", f".part_{name}")
-    job = hashlib.sha256(repr(vocab).encode())
+    job = hashlib.sha256(repr(("with SHA-256", vocab)).encode())
     job.update(digests)
     job.update(splits)
     try:
@@ -165,17 +166,20 @@ def write_corpus(name, source, parts, vocab, val_every=0):
         state = {}
     if state.get("job") != job.hexdigest():
         discard(work)
-        state = {"job": job.hexdigest(), "documents": 0, "lines": 0, "bytes": [0, 0, 0]}
+        state = {"job": job.hexdigest(), "documents": 0, "lines": 0, "bytes": [0, 0, 0],
+                 "sha256": [hashlib.sha256().hexdigest()] * 3}
         if isinstance(vocab, int):
-            vocab = _train_vocab((line for line, split in _lines(parts, counts, splits)
-                                  if split == 0 and line), size, vocab)
+            def read():
+                return (line for line, split in _lines(parts, counts, splits, heldout)
+                        if split == 0 and line)
+            vocab = _train_vocab(read, size, vocab)
         write_text(work / "vocab.txt", "\n".join(vocab) + "\n")
     else:
         print(f"{work}: going on after {state['documents']:,} documents")
     vocab = data.read_vocab(work)
     if data.special_tokens(vocab) is GPT2_SPECIALS:
         write_text(work / "tokenizer.json", byte_level_tokenizer(vocab).to_str(pretty=True))
-    lines = Progress(_lines(parts, counts, splits, state["documents"]), total=size,
+    lines = Progress(_lines(parts, counts, splits, heldout, state["documents"]), total=size,
                      desc=f"encoding {name}", initial=state["lines"], unit=" lines")
     _encode(work, state, lines, vocab)
     facts = data.vocab_facts(vocab)
@@ -183,22 +187,33 @@ def write_corpus(name, source, parts, vocab, val_every=0):
     write_text(work / "meta.json", json.dumps({
         "name": name, "source": source, **facts, "duplicates": int((splits < 0).sum()),
         "unigram_perplexity": unigram_perplexity(
-            seen["train"], seen["val"], [facts[key] for key in data.IDS]),
+            seen["train"], seen["val"], [facts[key] for key in data.IDS if key != "unk_id"]),
         "documents": {split: int(ids[facts["sep_id"]]) for split, ids in seen.items()},
         "tokens": {split: int(ids.sum()) for split, ids in seen.items()},
         "unknown": {split: int(ids[facts["unk_id"]]) for split, ids in seen.items()},
+        "sha256": dict(zip(SPLITS, state["sha256"])),
     }, indent=1) + "\n")
     download.replace(folder, work)
     discard(folder / "state.json")
-    corpus = data.Corpus(name)
+    _report(data.Corpus(name), val_every)
+
+
+def _report(corpus, val_every):
+    """Print what is in a corpus, and whether it has few tokens to measure a perplexity on."""
+    folder, meta = corpus.folder, corpus.meta
     print(f"{folder}: {corpus.vocab_size:,} tokens in the vocabulary, hash "
-          f"{corpus.tokenizer_hash[:12]}; {corpus.meta['duplicates']:,} duplicate documents left "
-          f"out; {source}")
+          f"{corpus.tokenizer_hash[:12]}; {meta['duplicates']:,} duplicate documents left out; "
+          f"{meta['source']}")
     for split in SPLITS:
         documents, tokens, unknown = (
-            corpus.meta[key][split] for key in ("documents", "tokens", "unknown"))
+            meta[key][split] for key in ("documents", "tokens", "unknown"))
         print(f"{folder}/{split}.bin: {documents:,} documents, {tokens:,} tokens, "
               f"{corpus.split(split).nbytes / 1e6:.1f} MB, {unknown / max(tokens, 1):.3%} unknown")
+    masked = int(data.MASKED * meta["tokens"]["val"])
+    if masked and (error := LOSS_STD / masked ** 0.5) > 0.05:
+        more = ", or a smaller --val_every," if val_every else ""
+        print(f"warning: {folder}/val.bin: a perplexity on its {masked:,} masked tokens has a "
+              f"standard error of about {error:.0%}; more text{more} makes it less")
 
 
 def _scan(parts):
@@ -207,9 +222,9 @@ def _scan(parts):
     3e-6), and the number of lines."""
     counts, digests = [], bytearray()
     with Progress(desc="reading", unit=" lines") as progress:
-        for name, _, read in parts:
+        for part in parts:
             before, text = len(digests), hashlib.blake2b(digest_size=8)
-            for line in read():
+            for line in part.read():
                 progress.update()
                 if line is None:
                     digests += text.digest()
@@ -218,17 +233,17 @@ def _scan(parts):
                     text.update(line.encode())
             counts.append((len(digests) - before) // 8)
             if not counts[-1]:
-                raise UserError(f"{name}: empty: no text in it")
+                raise UserError(f"{part.name}: empty: no text in it")
     return counts, np.frombuffer(digests, "<u8"), progress.n
 
 
 def _assign(parts, counts, digests, val_every):
     """Every document's index in SPLITS, -1 for a duplicate that is left out: int8 (documents,)."""
     if not val_every:
-        return np.repeat([SPLITS.index(split) for _, split, _ in parts], counts).astype(np.int8)
+        return np.repeat([SPLITS.index(part.split) for part in parts], counts).astype(np.int8)
     kept = np.sort(np.unique(digests, return_index=True)[1])  # the first of each
     if len(kept) < 3:
-        raise UserError(f"{parts[0][0]}: {len(kept)} documents in all: it takes 3 different "
+        raise UserError(f"{parts[0].name}: {len(kept)} documents in all: it takes 3 different "
                         "ones to have one for val and one for test")
     period = min(len(kept), val_every)
     at = np.arange(len(kept)) % period
@@ -237,40 +252,63 @@ def _assign(parts, counts, digests, val_every):
     return splits
 
 
-def _lines(parts, counts, splits, done=0):
-    """The text after the first `done` documents, each line with its document's split."""
+def _heldout_sentences(parts, counts, splits):
+    """The lines of val and test, of those parts that are sentences: a set, as large as these."""
+    chosen = [part.sentences for part in parts]
+    own = (list(itertools.compress(each, chosen)) for each in (parts, counts))
+    return {line for line, split in _lines(*own, splits[np.repeat(chosen, counts)])
+            if split > 0 and line}
+
+
+def _lines(parts, counts, splits, heldout=frozenset(), done=0):
+    """The text after the first `done` documents, each line with its document's split, or -1 if it
+    is to be left out: a duplicate, or in train one of the `heldout` sentences."""
     document = 0
-    for (_, _, read), count in zip(parts, counts):
+    for part, count in zip(parts, counts):
         if document + count <= done:  # a part that is done is not even opened
             document += count
             continue
-        for line in read():
+        for line in part.read():
             if document >= done:
-                yield line, splits[document]
+                known = part.sentences and splits[document] == 0 and line in heldout
+                yield line, -1 if known else splits[document]
             document += line is None
 
 
 def _encode(work, state, lines, vocab):
-    """Fill work/{train,val,test}.bin, starting where `state` says that an earlier call ended."""
+    """Fill work/{train,val,test}.bin, starting where `state` says that an earlier call ended; at the
+    end state["sha256"] has the SHA-256 of what was written."""
     encode, sep = _encoder(vocab), data.vocab_facts(vocab)["sep_id"]
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open(work / f"{split}.bin", "ab")) for split in SPLITS]
-        for file, kept in zip(files, state["bytes"]):
-            if file.tell() < kept:
-                raise UserError(f"{file.name}: shorter than when it was left: remove {work}")
-            file.truncate(kept)
+        files = [stack.enter_context(open(work / f"{split}.bin", "ab+")) for split in SPLITS]
+        hashes = [_kept(*each) for each in zip(files, state["bytes"], state["sha256"])]
         for done, texts in _batches(lines, state["documents"]):
-            for file, some in zip(files, texts):
+            for file, written, some in zip(files, hashes, texts):
                 pairs = zip(some, encode(some))
                 pieces = ((sep,) if text == "" else ids for text, ids in pairs)
-                ids = np.fromiter(itertools.chain.from_iterable(pieces), "<u2")
-                file.write(ids.tobytes())
+                ids = np.fromiter(itertools.chain.from_iterable(pieces), "<u2").tobytes()
+                file.write(ids)
                 file.flush()
                 os.fsync(file.fileno())
+                written.update(ids)
             if done:
                 state |= {"documents": done, "lines": lines.n,
-                          "bytes": [file.tell() for file in files]}
+                          "bytes": [file.tell() for file in files],
+                          "sha256": [written.hexdigest() for written in hashes]}
                 write_text(work / "state.json", json.dumps(state))
+
+
+def _kept(file, size, sha256):
+    """Cut an open .bin to the size that an earlier call left, and return its SHA-256 to go on with.
+    UserError if it is not what was left."""
+    whole = file.tell() >= size
+    file.truncate(size if whole else None)
+    file.seek(0)
+    written = hashlib.file_digest(file, "sha256")
+    if not whole or written.hexdigest() != sha256:
+        raise UserError(f"{file.name}: {'changed' if whole else 'shorter'} since it was left: "
+                        f"remove {Path(file.name).parent}")
+    return written
 
 
 def _batches(lines, documents):
@@ -298,94 +336,38 @@ def _pieces(line, most=2**16):
     yield line[start:]
 
 
-def _train_vocab(lines, size, vocab_size):
-    """BERT's special tokens, then the WordPieces that `tokenizers` learns from the lines. Two runs
-    may differ, which is why a vocabulary's hash is kept with whatever was made with it."""
+def _train_vocab(read, size, vocab_size):
+    """BERT's special tokens, then the WordPieces that `tokenizers` learns; read() gives the lines.
+
+    The same text gives the same vocabulary. `tokenizers` numbers the pieces "##a" in an order of
+    chance and breaks ties between equally frequent merges by these numbers: so they are numbered
+    here, as special tokens of the training.
+    """
     tokenizer = data.wordpiece_tokenizer(list(SPECIALS))
+    normalize, split = tokenizer.normalizer, tokenizer.pre_tokenizer
+    counts = collections.Counter()
+    for line in read():
+        counts.update(line)
+    characters = collections.Counter()
+    for character, count in counts.items():
+        for normal in normalize.normalize_str(character).strip():
+            characters[normal] += count
     # every character costs two tokens, "a" and "##a": all of them would fill a small vocabulary
-    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=list(SPECIALS),
-                                        limit_alphabet=vocab_size // 16, show_progress=False)
+    alphabet = sorted(characters, key=lambda c: (-characters[c], c))[:vocab_size // 16]
+    inside = [c for c in sorted(alphabet)
+              if len(split.pre_tokenize_str(normalize.normalize_str(f"a{c}"))) == 1]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=[*SPECIALS, *(f"##{c}" for c in inside)],
+        initial_alphabet=alphabet, limit_alphabet=len(alphabet), show_progress=False)
     tokenizer.train_from_iterator(Progress(
-        lines, desc=f"learning {vocab_size:,} WordPieces", total=size, unit=" lines"), trainer)
+        read(), desc=f"learning {vocab_size:,} WordPieces", total=size, unit=" lines"), trainer)
     ids = tokenizer.get_vocab()
     return sorted(ids, key=ids.get)
 
 
-def _text(path):
-    """The lines of a text file. UserError at a byte that is not UTF-8."""
-    at = 0
-    with path.open("rb") as file:
-        for raw in file:
-            try:
-                line, bad = raw.decode(), raw.find(b"\0")
-            except UnicodeDecodeError as error:
-                bad = error.start
-            if bad >= 0:
-                raise UserError(f"{path}: byte {at + bad} is {raw[bad]:#04x}, not UTF-8 text")
-            at += len(raw)
-            yield line
-
-
-def _rows(path, between):
-    """The lines in column `text` of a .parquet file, without blank ones; `between` after a row."""
-    parquet = need("pyarrow.parquet", f"{path}")
-    try:
-        with parquet.ParquetFile(path) as file:
-            if "text" not in file.schema_arrow.names:
-                raise UserError(f"{path}: no column 'text' in it")
-            for batch in file.iter_batches(1000, columns=["text"]):
-                for text in batch.column(0).to_pylist():
-                    yield from filter(str.strip, (text or "").split("\n"))
-                    yield from between
-    except UserError:
-        raise
-    except (ValueError, OSError) as error:  # pyarrow's own errors are one or the other
-        raise download.damaged(path, str(error).splitlines()[0]) from None
-
-
-def _read(path, kind):
-    """A file as a stream, without its blank lines. kind: documents end at a 'blank' line, with the
-    'file', before a title in 'wikitext', or, in 'sentences', at a blank line and after SENTENCES
-    lines at the latest. Of .parquet a row is a document, or in 'sentences' a line."""
-    if path.suffix == ".parquet":
-        lines = _rows(path, [] if kind == "sentences" else [""])
-        kind = "blank" if kind == "file" else kind
-    else:
-        lines = _text(path)
-    before, line, length = "", "", 0
-    for after in itertools.chain(lines, [""]):  # the last line has an empty one after it
-        if kind == "wikitext":
-            # " = Title = ", not " = = Section = = ". Lines of tables look like it, but have no
-            # blank lines around: so WikiText-2 has 600, 60 and 60 articles, as published
-            ends = not before.strip() and not after.strip() and re.match(r" = (?!= ).* = $", line)
-        else:
-            ends = kind != "file" and not line.strip()
-            ends |= kind == "sentences" and length == SENTENCES
-        if length and ends:
-            yield None
-            length = 0
-        if line.strip():
-            yield line if line.endswith("\n") else line + "\n"
-            length += 1
-        before, line = line, after
-    if length:
-        yield None
-
-
-def _files(path, *suffixes):
-    """`path`, or the files in the folder `path` that end in one of `suffixes`."""
-    files = [path] if path.is_file() else sorted(
-        inside for inside in path.rglob("*") if inside.suffix in suffixes)
-    if not files:
-        raise UserError(f"{path}: no such file, or a folder without *{' or *'.join(suffixes)}")
-    return files
-
-
 def _vocabulary(args, name, default):
-    """Check that data/<name>/ may be written. Returns its vocabulary as asked for on the command
-    line, or `default`: the tokens by id, or how many to learn."""
-    if Path(name).name != name or name.startswith("."):
-        raise UserError(f"{name}: a corpus's name is a folder's name, without / or a leading .")
+    """The vocabulary of data/<name>/, which must not exist, as asked for on the command line, or
+    `default`: the tokens by id, or how many to learn."""
     if Path("data", name).exists() and not args.force:
         raise UserError(f"data/{name} exists already (--force replaces it)")
     if args.tokenizer:
@@ -403,10 +385,11 @@ def _vocabulary(args, name, default):
 def prepare_text(args):
     """Text files, and folders of *.txt, whose documents end at blank lines or with the file."""
     vocab = _vocabulary(args, args.name, 8192)
-    files = dict.fromkeys(file for path in args.paths for file in _files(Path(path), ".txt"))
+    files = dict.fromkeys(file for path in args.paths for file in find_files(Path(path), ".txt"))
+    codecs = find_codecs(files, args.encoding)
     write_corpus(args.name, f"{len(files)} text files: {' '.join(args.paths)}",
-                 [(file, None, partial(_read, file, args.split)) for file in files], vocab,
-                 args.val_every)
+                 [Part(file, partial(stream, file, args.split, codecs[file])) for file in files],
+                 vocab, args.val_every)
 
 
 def prepare_wikitext(args):
@@ -424,7 +407,7 @@ def prepare_wikitext(args):
         files = [file for folder in folders for n in names if (file := folder / n).is_file()]
         if not files:
             raise UserError(f"{path}: no {' or '.join(names)} in it")
-        parts.append((files[0], split, partial(_read, files[0], "wikitext")))
+        parts.append(Part(files[0], partial(stream, files[0], "wikitext"), split))
     try:
         write_corpus(name, str(args.path or source[0]), parts, vocab)
     except zipfile.BadZipFile as error:
@@ -448,9 +431,9 @@ def prepare_paper(args):
     for (name, ends, split), path in zip(PAPER[args.command], args.path or [None, None]):
         path = path or download.fetch_corpus(name)
         if path.name.endswith(".tar.bz2"):
-            path = download.unpack(path, download.DOWNLOADS / path.name.split(".")[0])
-        parts += [(file, split, partial(_read, file, ends))
-                  for file in _files(path, ".parquet", ".txt")]
+            path = download.unpack_once(path)
+        parts += [Part(file, partial(stream, file, ends), split, ends == "sentences")
+                  for file in find_files(path, ".parquet", ".txt")]
         sources.append(f"{name}: {path}")
     write_corpus(args.command, "; ".join(sources), parts, vocab, args.val_every)
 
@@ -459,71 +442,50 @@ def prepare_docs(args):
     """The docstrings of the standard library, torch and numpy as installed: about 9 MB, read from
     their source, nothing imported. A document is a source file, a line of it a docstring."""
     vocab = _vocabulary(args, "docs", 4096)
-    source, files = _read_docs()
+    source, files = docstrings()
     documents = [line for _, texts in files for line in [*(f"{text}\n" for text in texts), None]]
-    write_corpus("docs", source, [(source, None, lambda: documents)], vocab, val_every=20)
+    write_corpus("docs", source, [Part(source, lambda: documents)], vocab, val_every=20)
 
 
 def prepare_docs_task(args):
     """data/docs_task/{train,dev,test}.tsv: which package is a docstring of? Only its first
-    paragraph is given. What is dev here is val in the corpus."""
+    paragraph is given. What is dev here is val in the corpus, less what stands in train too."""
     if Path("data/docs_task").exists():
         raise UserError("data/docs_task exists already: remove it to make it again")
-    _, files = _read_docs()
-    rows = {"train": ["sentence\tlabel"], "dev": ["sentence\tlabel"], "test": ["index\tsentence"]}
-    for at, (package, texts) in enumerate(files):
+    rows = {"train": [], "dev": [], "test": []}
+    for at, (package, texts) in enumerate(docstrings()[1]):
         split = {18: "dev", 19: "test"}.get(at % 20, "train")
-        for text in texts:
-            text = " ".join(text.split("\n\n")[0].split())
-            rows[split].append(f"{len(rows[split]) - 1}\t{text}" if split == "test" else
-                               f"{text}\t{package}")
+        rows[split] += [(" ".join(text.split("\n\n")[0].split()), package) for text in texts]
+    train = {text for text, _ in rows["train"]}
     with atomic(Path("data/docs_task")) as temporary:
         temporary.mkdir()
-        for split, lines in rows.items():
-            (temporary / f"{split}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for split, some in rows.items():
+            new = [row for row in some if split == "train" or row[0] not in train]
+            lines = ["index\tsentence", *(f"{n}\t{text}" for n, (text, _) in enumerate(new))]
+            if split != "test":
+                lines = ["sentence\tlabel", *map("\t".join, new)]
+            write_text(temporary / f"{split}.tsv", "\n".join(lines) + "\n")
 
 
-def _read_docs():
-    """Where the docstrings are from, and the (package, docstrings) of every file that has some;
-    each docstring once."""
-    folders = {f"Python {sys.version.split()[0]}": sysconfig.get_path("stdlib")}
-    for package in ("torch", "numpy"):
-        folder = Path(importlib.util.find_spec(package).origin).parent
-        folders[f"{package} {importlib.metadata.version(package)}"] = folder
-    # not other packages, and no tests, whose docstrings are mostly one-line labels
-    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    files = [(name.split()[0], file) for name, folder in folders.items()
-             for file in sorted(Path(folder).rglob("*.py"))
-             if skip.isdisjoint(file.relative_to(folder).parts)]
-    documents, seen = [], set()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in other people's strings
-        for package, file in Progress(files, desc="reading docstrings", unit=" files"):
-            try:
-                texts = dict.fromkeys(_docstrings(ast.parse(file.read_bytes())))
-            except (SyntaxError, ValueError, RecursionError):
-                continue  # a template, or meant for another Python
-            new = [text for text in texts if text and text not in seen]
-            seen.update(new)
-            if new:  # a lone surrogate has no UTF-8
-                documents.append((package, [text.encode("utf-8", "replace").decode()
-                                            for text in new]))
-    return f"docstrings of {', '.join(folders)}", documents
-
-
-def _docstrings(node):
-    """Docstrings in a syntax tree, in its order, and those attached by calls such as
-    add_newdoc(...) and fft = _add_docstr(_fft.fft_fft, '''...''')."""
-    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-        yield ast.get_docstring(node) or ""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(call := getattr(child, "value", None), ast.Call):
-            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-            if re.match("_?add_(docstr|newdoc)", name):
-                yield from (inspect.cleandoc(part.value) for part in ast.walk(call)
-                            if isinstance(part, ast.Constant) and "\n" in str(part.value))
-        elif not isinstance(child, ast.expr):
-            yield from _docstrings(child)
+def check(args):
+    """Compare a corpus with its meta.json: the vocabulary, sizes, ids and SHA-256."""
+    corpus, damaged = data.Corpus(args.name), 0
+    if "sha256" not in corpus.meta:
+        raise UserError(f"{corpus.folder}/meta.json: has no SHA-256, it is of an earlier version: "
+                        "prepare the corpus again with --force to have them")
+    for split in SPLITS:
+        file = corpus.folder / f"{split}.bin"
+        found = "not there"
+        if file.exists():
+            with file.open("rb") as source:
+                found = hashlib.file_digest(source, "sha256").hexdigest()
+        same = found == corpus.meta["sha256"][split]
+        damaged += not same
+        print(f"{file}: " + ("as it was written" if same else f"DAMAGED: SHA-256 {found[:12]}, "
+                             f"written was {corpus.meta['sha256'][split][:12]}"))
+    if damaged:
+        raise Failure(f"{corpus.folder}: {damaged} of {len(SPLITS)} files are not as they were "
+                      "written: prepare the corpus again with --force")
 
 
 def prepare_weights(args):
@@ -536,7 +498,8 @@ def prepare_weights(args):
 
 def prepare_squad(args):
     """Official files: data/squad/."""
-    download.fetch_task(Path("data/squad"), download.SQUAD, args.path, args.force)
+    with common.lock(Path("data/squad"), "fetches it", wait=True):
+        download.fetch_task(Path("data/squad"), download.SQUAD, args.path, args.force)
 
 
 def prepare_glue(args):
@@ -548,7 +511,8 @@ def prepare_glue(args):
     if path and len(names) > 1 and (path.is_file() or (path / "train.tsv").exists()):
         raise UserError(f"{path} has the files of one task: give one TASK")
     for name in names:
-        download.fetch_task(Path("data/glue", name), download.GLUE[name], path, args.force)
+        with common.lock(Path("data/glue", name), "fetches it", wait=True):
+            download.fetch_task(Path("data/glue", name), download.GLUE[name], path, args.force)
 
 
 def parse_arguments():
@@ -570,8 +534,11 @@ def parse_arguments():
         command.set_defaults(prepare=function)
         return command
 
-    add("docs", prepare_docs, "docstrings: Python, torch, numpy", force, corpus)
-    add("docs_task", prepare_docs_task, "which package is a docstring of? for finetune.py")
+    once = Parser(add_help=False)
+    once.add_argument("--if_missing", action="store_true",
+                      help="do nothing if it is there, and wait if another process makes it")
+    add("docs", prepare_docs, "docstrings: Python, torch, numpy", force, corpus, once)
+    add("docs_task", prepare_docs_task, "which package is a docstring of? for finetune.py", once)
     for name in ("wikitext2", "wikitext103"):
         wikitext = add(name, prepare_wikitext, "Wikipedia articles", force, corpus, source)
         wikitext.add_argument("--raw", action="store_true", help="the version without <unk>")
@@ -581,6 +548,8 @@ def parse_arguments():
     text.add_argument("--val_every", default=100, **heldout)
     text.add_argument("name", help="the corpus is data/NAME")
     text.add_argument("paths", nargs="+", metavar="PATH", help="a text file or a folder of *.txt")
+    text.add_argument("--encoding", default="utf-8", metavar="NAME",
+                      help="of the files: %(default)s, another, or auto: UTF-8 or else Windows-1252")
     text.add_argument("--split", choices=("blank", "file"), default="blank",
                       help="documents end at blank lines (default) or with their file")
     helps = {"wikipedia": "English Wikipedia of 2023-11-01", "bookcorpus": "BookCorpus",
@@ -597,6 +566,7 @@ def parse_arguments():
     glue.add_argument("names", nargs="*", metavar="TASK",
                       help=f"of {', '.join(download.GLUE)} (all)")
     add("squad", prepare_squad, "SQuAD 1.1, for finetune.py", force, source)
+    add("check", check, "is data/NAME as it was written?").add_argument("name", metavar="NAME")
     weights = add("weights", prepare_weights, "trained models, for init_from", source)
     weights.add_argument("names", nargs="+", metavar="NAME",
                          help=f"{', '.join(common.PRETRAINED)}, or ORG/NAME of the hub: any BERT")
@@ -605,7 +575,16 @@ def parse_arguments():
 
 def main():
     args = parse_arguments()
-    args.prepare(args)
+    if args.prepare in (check, prepare_glue, prepare_squad, prepare_weights):
+        return args.prepare(args)
+    name = getattr(args, "name", args.command) + "_raw" * getattr(args, "raw", False)
+    if Path(name).name != name or name[:1] in ("", "."):
+        raise UserError(f"{name}: a corpus's name is a folder's name, without / or a leading .")
+    if_missing = getattr(args, "if_missing", False)
+    with common.lock(Path("data", name), "prepares it", wait=if_missing):
+        if not (if_missing and Path("data", name).exists()):
+            args.prepare(args)
+    return 0
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ def work(config, sizes, out, argv):
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
     with ranks.first_rank_first():
         if config.dataset == "docs" and not Path("data/docs").exists():
-            common.run_script("prepare_data.py", "docs")
+            common.run_script("prepare_data.py", "docs", "--if_missing")
     corpus = Corpus(config.dataset)
     checkpoint = None if config.dry_run else find_checkpoint(out)
     if checkpoint:

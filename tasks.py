@@ -68,7 +68,7 @@ def find(name, root="data"):
     if name == "docs":
         folder = Path(root, "docs_task")
         if not folder.exists():
-            run_script("prepare_data.py", "docs_task")
+            run_script("prepare_data.py", "docs_task", "--if_missing")
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder: {hint}")
     return Task(key, folder, labels, metrics, dev, test)

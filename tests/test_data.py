@@ -91,7 +91,8 @@ def test_prepared_corpus(workdir, capsys):
 
 def test_masking():
     special, mask_id, vocab = (0, 100, 101, 102, 103), 103, 1000
-    ids = np.random.default_rng(0).choice(np.setdiff1d(np.arange(vocab), special), (2000, 40))
+    left_out = (0, 101, 102, 103)  # [UNK] can be chosen, but is not drawn
+    ids = np.random.default_rng(0).choice(np.setdiff1d(np.arange(vocab), left_out), (2000, 40))
     ids[:, 0], ids[:, 20], ids[:, -1] = 101, 102, 102
     ids[7, 4:] = 0  # three ordinary tokens
     original = ids.copy()
@@ -106,7 +107,7 @@ def test_masking():
     chosen = labels != -100
     assert chosen.sum() == 1999 * 6 + 3
     assert np.array_equal(at[chosen], labels[chosen])
-    assert not np.isin(at[chosen], special).any()
+    assert not np.isin(at[chosen], left_out).any() and (at[chosen] == 100).any()
     untouched = np.ones_like(ids, bool)
     np.put_along_axis(untouched, positions, ~chosen, 1)
     assert np.array_equal(inputs[untouched], ids[untouched])

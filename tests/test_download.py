@@ -22,7 +22,7 @@ import pytest
 import common
 import data
 import download
-import prepare_data
+import text
 from tests.helpers import PIECES, WIKITEXT, files, prepare, texts_of, write_parquet
 
 
@@ -39,7 +39,8 @@ class Hub:
     def add(self, repo, files, large=True):
         """Put a repository there. large: its files are kept in LFS, which has their SHA-256."""
         self.repos[repo] = [
-            {"rfilename": name, "size": len(body), "blobId": "0", **({"lfs": {
+            {"rfilename": name, "size": len(body), "blobId": hashlib.sha1(
+                b"blob %d\0" % len(body) + body).hexdigest(), **({"lfs": {
                 "size": len(body), "sha256": hashlib.sha256(body).hexdigest(), "pointerSize": 1,
             }} if large else {})} for name, body in files.items()]
         for name, body in files.items():
@@ -129,7 +130,7 @@ HALF, REST = 3 * 2**19, 3 * 2**18  # of the hub's 3 MB, and of what is left afte
     (["cut", "without_ranges"], [None, f"bytes={HALF}-"]),
     (["cut", "elsewhere"], [None, f"bytes={HALF}-", None])],
     ids=["whole", "503", "three errors", "cut", "cut twice", "stalled", "no ranges", "wrong range"])
-def test_download(workdir, hub, monkeypatch, plan, expected):
+def test_download(workdir, hub, monkeypatch, capsys, plan, expected):
     monkeypatch.setattr(download, "TIMEOUT", 0.5)
     hub.plan = list(plan)
     sha256 = hashlib.sha256(hub.body).hexdigest()
@@ -138,6 +139,7 @@ def test_download(workdir, hub, monkeypatch, plan, expected):
     assert ranges(hub) == expected
     assert all("Mozilla" in agent and token is None for _, _, agent, token in hub.seen)
     assert hub.pauses == [2, 8, 30][:len(expected) - 1]
+    assert f"{hub.url}/a.zip: 3,145,728 bytes\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("plan, requests, message", [
@@ -210,9 +212,13 @@ def test_files_of_the_hub(workdir, mirror):
     mirror.bodies["/a/b/resolve/c0ffee/x/1.bin"] = large[::-1]
     with pytest.raises(common.Failure, match="SHA-256"):
         download.fetch(files, Path("y"))
-    mirror.add("models/a/b", {"x/1.bin": b"small"}, large=False)
-    (_, sha256), = download.hub_files("a/b", "x/*.bin")
-    assert sha256 == "" and os.listdir("y") == []
+    mirror.add("models/a/b", {"x/1.bin": b"hello\n"}, large=False)
+    small = download.hub_files("a/b", "x/*.bin")  # git hash-object of a file "hello"
+    assert small[0][1] == "ce013625030ba8dba906f756967f9e9ca394464a" and not Path("y").exists()
+    assert download.fetch(small, Path("y"))[0].read_bytes() == b"hello\n"
+    mirror.bodies["/a/b/resolve/c0ffee/x/1.bin"] = b"hallo\n"
+    with pytest.raises(common.Failure, match="expected SHA-1 ce013625030b, received"):
+        download.fetch(small, Path("z"))
 
 
 @pytest.mark.parametrize("plan, pattern, message", [
@@ -297,7 +303,7 @@ def test_corpora_are_downloaded(workdir, mirror, monkeypatch):
     prepare("wikipedia", "--vocab", "vocab.txt", "--force")
     assert [path[-15:] for path in paths(mirror)] == ["a/revision/main", "train-1.parquet"]
 
-    monkeypatch.setattr(prepare_data, "SENTENCES", 1)
+    monkeypatch.setattr(text, "SENTENCES", 1)
     name = "bookcorpus.tar.bz2"
     monkeypatch.setitem(download.FILES, name, (f"{mirror.url}/{name}", ""))
     mirror.add("datasets/rojagtap/bookcorpus", {"default/train/0000.parquet": parquet})
@@ -360,6 +366,8 @@ def test_glue_and_squad(workdir, hub, monkeypatch, capsys):
     Path("bad.zip").write_bytes(Path("data/downloads/SST-2.zip").read_bytes()[:-30])
     Path("out.zip").write_bytes(zipped({"a/../../../../train.tsv": "escaped"}))
     for args, words in ((["glue", "SST2"], "SST-2"), (["glue", "RTE", "--from", "."], "RTE.zip"),
+                        (["glue", "RTE", "--from", "sample.txt"], "no RTE.zip or train.tsv in it"),
+                        (["text", "", "sample.txt"], "a corpus's name is a folder's name"),
                         (["glue", "RTE", "--from", "bad.zip"], "bad.zip: not unpacked"),
                         (["glue", "RTE", "--from", "out.zip"], "no file in it"),
                         (["glue", "RTE", "QNLI", "--from", "data/downloads/SST-2.zip"], "give one"),
@@ -370,7 +378,7 @@ def test_glue_and_squad(workdir, hub, monkeypatch, capsys):
     assert sorted(os.listdir("data/glue")) == ["MRPC", "SST-2"]
 
 
-def test_unpacked_archives_stay_inside(workdir):
+def test_unpacked_archives_stay_inside(workdir, monkeypatch):
     """Whatever their files are called; several folders are kept, a tar is unpacked too."""
     Path("a.zip").write_bytes(zipped({"a/1.txt": "1", "b/2.txt": "2", "../out.txt": "escaped",
                                       f"{Path.cwd()}/out.txt": "escaped"}))
@@ -389,6 +397,14 @@ def test_unpacked_archives_stay_inside(workdir):
         with pytest.raises(common.UserError, match=f"{name}: not unpacked"):
             download.unpack(Path(name), Path("data/c"))
     assert sorted(os.listdir("data")) == ["a", "b"] and not list(Path().rglob("out.txt"))
+    usage = shutil.disk_usage(".")
+    free = len(Path("sample.txt").read_bytes()) - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+    Path("g.zip").write_bytes(zipped({"a": "1" * free, "b": "2"}))
+    for name in ("b.tar.bz2", "g.zip"):
+        with pytest.raises(common.UserError, match="larger than what the disk has free"):
+            download.unpack(Path(name), Path("data/c"))
+    assert sorted(os.listdir("data")) == ["a", "b"]
 
 
 def test_weights_of_any_name_of_the_hub(workdir, mirror):

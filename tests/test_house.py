@@ -10,7 +10,7 @@ import common
 from tests.helpers import ROOT
 
 SCRIPTS = ["pretrain", "finetune", "measure", "bench", "prepare_data", "export"]
-ROOMS = ["common", "scalars", "pkm", "add_memory", "ranks", "download", "data", "model",
+ROOMS = ["common", "scalars", "pkm", "add_memory", "ranks", "download", "text", "data", "model",
          "huggingface", "checkpoint", "training", "usage", "tasks", "predictions", "browse",
          "figures"]
 OUTSIDE = "modeling_pkm"  # goes with exported weights; nothing here imports it

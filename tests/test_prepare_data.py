@@ -2,17 +2,22 @@
 From text to a corpus: the readers, the documents, the ids, and a preparation that is killed.
 """
 import ast
+import collections
+import hashlib
 import importlib.util
 import itertools
 import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -24,6 +29,7 @@ import data
 import export
 import measure
 import prepare_data
+import text
 from tests.helpers import (
     PIECES,
     ROOT,
@@ -31,6 +37,7 @@ from tests.helpers import (
     WIKITEXT,
     assert_one_line,
     byte_level_bpe,
+    files,
     prepare,
     prepare_sample,
     texts_of,
@@ -66,8 +73,8 @@ DOUBLES = {"a.txt": "cat\n\nmat\nsat\n\ncat\n\n", "b.txt": "mat sat\n\nsat\n\nma
 
 def test_duplicates_are_dropped(workdir):
     """The first of equal documents stays, whatever file it is in; held out is from what stays."""
-    for name, text in DOUBLES.items():
-        Path(name).write_text(text)
+    for name, content in DOUBLES.items():
+        Path(name).write_text(content)
     prepare("text", "one", "a.txt", "b.txt", "--vocab", "vocab.txt")
     corpus = data.Corpus("one")
     assert texts_of(corpus, "train") == ["cat", "mat sat", "mat sat"]  # "mat\nsat" and "mat sat"
@@ -138,7 +145,7 @@ prepare_data.main()
 @pytest.mark.parametrize("vocab", ["given", "learned"])
 def test_killed_and_restarted_gives_the_same_bytes(workdir, monkeypatch, capsys, vocab):
     args = many_documents()
-    if vocab == "learned":  # once: `tokenizers` does not learn the same one twice
+    if vocab == "learned":
         args[3:5] = ["--vocab_size", "256"]
     monkeypatch.setattr(prepare_data, "BATCH", 90)
     done = []
@@ -151,13 +158,203 @@ def test_killed_and_restarted_gives_the_same_bytes(workdir, monkeypatch, capsys,
     capsys.readouterr()
     prepare("text", "new", *args)
     assert f"going on after {done[-1]} documents" in capsys.readouterr().out
-    if vocab == "learned":
-        args[3:5] = ["--vocab", "data/new"]
     prepare("text", "whole", *args)
     for file in ("train.bin", "val.bin", "test.bin", "vocab.txt"):
         assert Path("data/new", file).read_bytes() == Path("data/whole", file).read_bytes()
     assert sorted(os.listdir("data")) == ["new", "whole"]
     assert len(os.listdir("data/new")) == 5
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda ids: ids[:-2], "shorter"), (lambda ids: bytes([ids[0] ^ 1]) + ids[1:], "changed")])
+def test_unfinished_work_that_was_damaged(workdir, change, words):
+    args = ["text", "new", *many_documents()]
+    subprocess.run([sys.executable, "-c", STOP, "4", *args],
+                   env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    file = Path("data/.part_new/train.bin")
+    sizes = json.loads(Path("data/.part_new/state.json").read_text())["bytes"]
+    file.write_bytes(change(file.read_bytes()[:sizes[0]]))
+    with pytest.raises(common.UserError, match=f"train.bin: {words} since it was left: remove"):
+        prepare(*args)
+
+
+def test_a_corpus_is_checked(workdir, capsys):
+    prepare_sample()
+    capsys.readouterr()
+    prepare("check", "sample")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"data/sample/{split}.bin: as it was written" for split in data.SPLITS]
+    meta = json.loads(Path("data/sample/meta.json").read_text())
+    for split in data.SPLITS:
+        content = Path(f"data/sample/{split}.bin").read_bytes()
+        assert meta["sha256"][split] == hashlib.sha256(content).hexdigest()
+    ids = Path("data/sample/train.bin").read_bytes()
+    Path("data/sample/train.bin").write_bytes(ids[2:4] + ids[2:])  # ids of the vocabulary
+    data.Corpus("sample").split("train")
+    with pytest.raises(common.Failure, match="1 of 3 files are not as they were written"):
+        prepare("check", "sample")
+    assert "train.bin: DAMAGED" in capsys.readouterr().out
+    del meta["sha256"]
+    Path("data/sample/meta.json").write_text(json.dumps(meta))
+    assert len(data.Corpus("sample").split("val")) == 7  # a corpus of an earlier version
+    with pytest.raises(common.UserError, match="has no SHA-256"):
+        prepare("check", "sample")
+
+
+def test_one_process_prepares_a_corpus(workdir, monkeypatch, capsys):
+    with (common.lock(Path("data/sample"), "prepares it"),
+          pytest.raises(common.UserError, match=f"process {os.getpid()} prepares it")):
+        prepare_sample()
+    prepare_sample()
+    monkeypatch.setattr(prepare_data, "docstrings", lambda: 1 / 0)
+    held, released = threading.Event(), []
+
+    def first():
+        with common.lock(Path("data/docs"), "prepares it"):
+            held.set()
+            time.sleep(0.5)
+            shutil.copytree("data/sample", "data/docs")
+            released.append(True)
+    thread = threading.Thread(target=first)
+    thread.start()
+    held.wait()
+    prepare("docs", "--if_missing")
+    assert released and "waiting: process" in capsys.readouterr().out
+    thread.join()
+    prepare("docs", "--if_missing")
+    with pytest.raises(common.UserError, match="data/docs exists already"):
+        prepare("docs")
+
+
+def test_two_at_once(workdir):
+    """One makes the corpus, the other ends in one line: the same bytes as alone."""
+    args = ["text", "new", *many_documents()]
+    prepare("text", "alone", *args[2:])
+    command = [sys.executable, ROOT / "prepare_data.py", *args]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    errors = [process.communicate()[1] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 2]
+    assert "".join(errors).count("\n") == 1
+    for file in ("train.bin", "val.bin", "test.bin"):
+        assert Path("data/new", file).read_bytes() == Path("data/alone", file).read_bytes()
+    assert sorted(os.listdir("data")) == ["alone", "new"]
+
+
+def merged(words, vocab, size):
+    """Reference: merge the most frequent pair until there are `size` tokens; of equally frequent
+    ones that with the lower ids."""
+    words = [([word[0], *(f"##{c}" for c in word[1:])], count) for word, count in words.items()]
+    while len(vocab) < size:
+        pairs = collections.Counter()
+        for pieces, count in words:
+            for pair in itertools.pairwise(pieces):
+                pairs[pair] += count
+        a, b = min(pairs, key=lambda pair: (-pairs[pair], *map(vocab.index, pair)))
+        new = a + b.removeprefix("##")
+        vocab += [new] * (new not in vocab)
+        for pieces, _ in words:
+            at = 0
+            while at < len(pieces) - 1:
+                if (pieces[at], pieces[at + 1]) == (a, b):
+                    pieces[at:at + 2] = [new]
+                at += 1
+    return vocab
+
+
+def test_a_vocabulary_is_a_function_of_the_text(workdir):
+    """Though many pairs are equally frequent; the rarest characters are left out."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdef", k=rng.randint(2, 6))) for _ in range(100)]
+    lines = [" ".join(rng.choices(words, k=12)) + " \u4e2d \u00c9t\u00e9, 1" for _ in range(99)]
+    lines.append("x y z q r")
+    counts = collections.Counter(" ".join(lines[:99]).replace("\u00c9t\u00e9,", "ete ,").split())
+    vocab = [*data.SPECIALS, *(f"##{c}" for c in "1abcdeft"), *",1abcdeft\u4e2d"]
+    expected = merged(counts, vocab, 160)
+    for _ in range(4):
+        assert prepare_data._train_vocab(lambda: lines, len(lines), 160) == expected
+
+
+def test_few_heldout_tokens_are_told(workdir, capsys):
+    rng = random.Random(0)
+    def documents(n):
+        return "\n\n".join(" ".join(rng.choices(PIECES[5:10], k=200)) for _ in range(n))
+    for n, warned in ((40, True), (1000, False)):
+        Path("many.txt").write_text(documents(n))
+        prepare("text", f"n{n}", "many.txt", "--vocab", "vocab.txt", "--val_every", 3)
+        out = capsys.readouterr().out
+        assert ("standard error" in out) == warned
+        masked = data.Corpus(f"n{n}").meta["tokens"]["val"] * 0.15
+        assert not warned or f"of about {2.7 / masked ** 0.5:.0%};" in out
+
+
+LATIN = "caf\u00e9 cat\n\nthe mat\n\nsat\n\n.\n"
+
+
+def test_encodings(workdir, capsys):
+    Path("t").mkdir()
+    for n in range(5):
+        codec = "cp1252" if n in (1, 3) else "utf-8"
+        Path(f"t/{n}.txt").write_bytes(f"{'mat ' * n}{LATIN}".encode(codec))
+    before = files()
+    with pytest.raises(common.UserError, match=r"^t/1.txt: byte 7 is 0xe9, not UTF-8 text \(2 of 5 "
+                                               "files are not\\): --encoding auto") as error:
+        prepare("text", "t", "t", "--vocab", "vocab.txt")
+    assert "\n" not in str(error.value) and files() == before
+    prepare("text", "t", "t", "--encoding", "auto", "--vocab", "vocab.txt")
+    assert "3 files are UTF-8, 2 files are Windows-1252" in capsys.readouterr().out
+    for n in range(5):
+        Path(f"t/{n}.txt").write_text(f"{'mat ' * n}{LATIN}", encoding="utf-8")
+    prepare("text", "u", "t", "--vocab", "vocab.txt")
+    for n in range(5):
+        Path(f"t/{n}.txt").write_text(f"{'mat ' * n}{LATIN}", encoding="utf-16")
+    prepare("text", "w", "t", "--encoding", "utf-16", "--vocab", "vocab.txt")
+    for name in "uw":
+        assert Path(f"data/{name}/train.bin").read_bytes() == Path("data/t/train.bin").read_bytes()
+    Path("t/9.txt").write_bytes(b"cat\x81")  # no Windows-1252 either
+    for more, words in ((["--encoding", "auto"], "9.txt|0.txt"), (["--encoding", "utf9"], "=utf9: .* utf-16"),
+                        (["--encoding", "rot13"], "=rot13: expected auto")):
+        with pytest.raises(common.UserError, match=words):
+            prepare("text", "x", "t", "--vocab", "vocab.txt", *more)
+
+
+def test_flaws_are_found_at_their_byte(workdir, monkeypatch):
+    """Also where a chunk ends inside a character."""
+    good = ("caf\u00e9 \u4e2d " * 9).encode()
+    for size in (1, 2, 3, 5, 7, 1000):
+        monkeypatch.setattr(text, "LONGEST", size)
+        for bad in (b"\xe9 ", b"\0", b"\xff"):
+            Path("a.txt").write_bytes(good + bad + good)
+            assert text._flaw(Path("a.txt"), "utf-8").startswith(f"byte {len(good)} is {bad[0]:#04x},")
+        Path("a.txt").write_bytes(good[:-2])
+        assert text._flaw(Path("a.txt"), "utf-8").startswith(f"byte {len(good) - 4} is 0xe4")
+        Path("a.txt").write_bytes(good)
+        assert text._flaw(Path("a.txt"), "utf-8") is None
+
+
+def test_line_breaks_of_windows(workdir):
+    Path("wiki").mkdir()
+    for name in ("train", "valid", "test"):
+        Path(f"wiki/wiki.{name}.tokens").write_bytes(WIKITEXT.replace("\n", "\r\n").encode())
+    prepare("wikitext2", "--from", "wiki", "--vocab", "vocab.txt")
+    assert data.Corpus("wikitext2").meta["documents"] == {"train": 2, "val": 2, "test": 2}
+    Path("a.txt").write_bytes(b"the cat\r\nsat\r\n\r\nmat\r\n")
+    assert list(text.stream(Path("a.txt"), "blank")) == ["the cat\n", "sat\n", None, "mat\n", None]
+
+
+def test_a_line_without_end_is_read_in_pieces(workdir, monkeypatch):
+    """Its ids are those of the whole line, and never is much of it held."""
+    monkeypatch.setattr(text, "LONGEST", 2000)
+    line = " ".join(random.Random(0).choices(["the", "cat,", "sat  the", "mats"], k=20000))
+    for ending in ("", "\n"):
+        Path("long.txt").write_text(f"{line}{ending}")
+        pieces = list(text.stream(Path("long.txt"), "blank"))
+        assert pieces.pop() is None and "".join(pieces) == f"{line}\n"
+        assert len(pieces) > 40 and max(map(len, pieces)) <= 3000
+    tokenizer = data.load_tokenizer("vocab.txt")
+    ids = itertools.chain.from_iterable(tokenizer.encode(piece).ids for piece in pieces)
+    assert list(ids) == tokenizer.encode(line).ids
+    Path("long.txt").write_text("x" * 9000)  # nowhere to cut
+    assert "".join(list(text.stream(Path("long.txt"), "blank"))[:-1]).strip() == "x" * 9000
 
 
 def test_other_text_starts_anew(workdir, monkeypatch):
@@ -244,7 +441,7 @@ def test_wikitext2_articles_as_published(workdir):
 
 def test_the_papers_corpora_from_files(workdir, monkeypatch):
     """Parquet and text, Wikipedia by article and BookCorpus by lines, give the same ids."""
-    monkeypatch.setattr(prepare_data, "SENTENCES", 2)
+    monkeypatch.setattr(text, "SENTENCES", 2)
     articles = ["the cat\n\nsat .", "the mat", "", None, "the cat\n\nsat .", "cats"]
     sentences = ["cat", "sat", "mat", "the", "cats"]
     write_parquet("wiki/train-0.parquet", articles[:2])
@@ -256,16 +453,54 @@ def test_the_papers_corpora_from_files(workdir, monkeypatch):
     for place in ("books.parquet", "books.txt", "bookcorpus.tar.bz2"):
         prepare("wikibooks", "--from", "wiki", place, "--vocab", "vocab.txt", "--force")
         corpus = data.Corpus("wikibooks")
-        assert texts_of(corpus, "train") == ["the cat sat .", "the mat", "cat ##s"]
-        assert (texts_of(corpus, "val"), texts_of(corpus, "test")) == (["cat sat"], ["mat the"])
-    assert corpus.meta["duplicates"] == 2  # an article, and the last sentence
+        assert texts_of(corpus, "train") == ["the cat sat .", "the mat", "cat ##s", "cat"]
+        assert texts_of(corpus, "val") == ["sat mat"]  # cut where two lines hash to 0, modulo 2
+        assert texts_of(corpus, "test") == ["the cat ##s"]
+    assert corpus.meta["duplicates"] == 1  # an article
+
+
+def test_a_book_twice_at_any_offset_is_found(workdir, monkeypatch):
+    monkeypatch.setattr(text, "SENTENCES", 40)
+    rng = random.Random(3)
+
+    def book(sentences):
+        return [" ".join(rng.choices(["the", "cat", "sat", "mats", "mat."], k=14))
+                for _ in range(sentences)]
+    twice = book(1500)
+    lines = [*book(733), *twice, *book(411), *twice, *book(97)]
+    Path("books.txt").write_text("\n".join(lines) + "\n")
+    prepare("bookcorpus", "--from", "books.txt", "--vocab", "vocab.txt", "--val_every", 10)
+    corpus = data.Corpus("bookcorpus")
+    tokenizer = corpus.tokenizer()
+    known = {line: " ".join(tokenizer.encode(line).tokens) for line in lines}
+    train = " ".join(texts_of(corpus, "train"))
+    heldout = " ".join(texts_of(corpus, "val") + texts_of(corpus, "test"))
+    held_out = [tokens for tokens in known.values() if tokens in heldout]
+    assert 300 < len(held_out) < 1500 and not any(tokens in train for tokens in held_out)
+    again = sum(train.count(known[line]) == 2 for line in twice)
+    assert again < 300 and corpus.meta["duplicates"] > 20  # its ends share documents with others
+    missing = sum(tokens not in train and tokens not in heldout for tokens in known.values())
+    assert missing < 300  # cut by a document's end
+
+
+def test_an_archive_of_the_same_name_is_another(workdir):
+    for name, sentence in (("a", "the cat"), ("b", "the mat")):
+        Path(name).mkdir()
+        Path("books.txt").write_text(f"{sentence}\nsat\ncats\nmats\nmat sat\n\nsat .\n\nmat\n\n.\n")
+        with tarfile.open(f"{name}/bookcorpus.tar.bz2", "w:bz2") as archive:
+            archive.add("books.txt")
+        for _ in range(2):
+            prepare("bookcorpus", "--from", f"{name}/bookcorpus.tar.bz2", "--vocab", "vocab.txt",
+                    "--force")
+            assert sentence in texts_of(data.Corpus("bookcorpus"), "train")[0]
+    assert len(os.listdir("data/downloads")) == 2
 
 
 def test_packages_that_are_missing_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(common.UserError, match="a.parquet needs a package: pip install pyarrow"):
-        list(prepare_data._rows(Path("a.parquet"), []))
+        list(text._rows(Path("a.parquet"), []))
 
 
 def test_docs_from_source(workdir, monkeypatch):
@@ -276,7 +511,7 @@ def test_docs_from_source(workdir, monkeypatch):
         'abs = _C._add_docstr(torch.abs, r"""\nabs(x)\n\n    more {x}""".format(x=1))\n'
         'add_newdoc("A", ("b", """\n    b()"""))\n'
         'call("""not\na docstring""")\nasync def g():\n    "Last."\n')
-    found = [text for text in prepare_data._docstrings(tree) if text]
+    found = list(filter(None, text._docstrings(tree)))
     assert found == [
         "Module.\n\nIndented.", "Class.", "Function.", "abs(x)\n\n    more {x}", "b()",
         "Last."]
@@ -305,6 +540,14 @@ def test_docs_from_source(workdir, monkeypatch):
     assert rows["dev"] == ["sentence\tlabel", "Number 18.\tPython", "Number 38.\tPython"]
     assert rows["test"] == ["index\tsentence", "0\tNumber 19.", "1\tNumber 39."]
     assert rows["train"][1:4] == ["Number 0.\tPython", "Same.\tPython", "Number 1.\tPython"]
+    with pytest.raises(common.UserError, match="data/docs_task exists already"):
+        prepare("docs_task")
+    (library / "m38.py").write_text('"Number 38.\\n\\nMore."\ndef f():\n    "Number 0.\\n\\nMore."\n')
+    (library / "m39.py").write_text('"Number 0.\\n\\nAgain."\n')
+    shutil.rmtree("data/docs_task")
+    prepare("docs_task")  # "Number 0." is in train
+    assert Path("data/docs_task/dev.tsv").read_text().splitlines() == rows["dev"]
+    assert Path("data/docs_task/test.tsv").read_text().splitlines() == rows["test"][:2]
 
 
 def test_gpt2_corpus_and_run(place, gpt2_files, capsys, monkeypatch):

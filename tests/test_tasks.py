@@ -141,8 +141,8 @@ def test_a_folder_of_ones_own_may_have_an_official_name(tmp_path):
 def test_the_task_of_docs(workdir, monkeypatch):
     files = [(package, [f"First of {package}\nline {n}.\n\nMore.", f"{package}'s tab\there {n}."])
              for n in range(20) for package in ("Python", "torch")]
-    monkeypatch.setattr(prepare_data, "_read_docs", lambda: ("somewhere", files))
-    monkeypatch.setattr(tasks, "run_script", lambda script, command: prepare(command))
+    monkeypatch.setattr(prepare_data, "docstrings", lambda: ("somewhere", files))
+    monkeypatch.setattr(tasks, "run_script", lambda script, *command: prepare(*command))
     task = tasks.find("docs")
     texts, labels = tasks.read(task, "train")
     assert task.labels == ["Python", "torch"] and len(texts) == len(labels) == 72
