@@ -118,8 +118,12 @@ def load_optimizers(checkpoint, dense, values):
         moments = [{"step": old["steps"], "exp_avg": old["exp_avg"],
                     "exp_avg_sq": old["exp_avg_sq"]} for old in saved["values"].values()]
         saved["values"] = {**values.state_dict(), "state": dict(enumerate(moments))}
-    dense.load_state_dict(copy.deepcopy(saved["dense"]))  # not mapped from the file
-    values.load_state_dict(saved["values"])
+    try:
+        dense.load_state_dict(copy.deepcopy(saved["dense"]))  # not mapped from the file
+        values.load_state_dict(saved["values"])
+    except ValueError as error:
+        raise UserError(f"{checkpoint}/optimizer.pt: of another model than model.pt beside it "
+                        f"({error})") from None
     return load_file(Path(checkpoint) / "state.pt")
 
 

@@ -12,7 +12,7 @@ import torch
 from tokenizers import processors
 
 from checkpoint import find_weights, read_weights
-from common import Parser, UserError, atomic, need, run
+from common import Failure, Parser, UserError, atomic, need, run
 from data import load_tokenizer, read_vocab, special_tokens
 from huggingface import ARCHITECTURES, SETTINGS, their_names
 from model import BertConfig
@@ -67,7 +67,10 @@ def export(path, folder):
              "unk_token": unk, "cls_token": cls, "sep_token": sep, "mask_token": mask}
     with atomic(folder) as temporary:
         temporary.mkdir()
-        save_file(weights, temporary / "model.safetensors", {"format": "pt"})
+        try:
+            save_file(weights, temporary / "model.safetensors", {"format": "pt"})
+        except Exception as error:  # noqa: BLE001 - safetensors has a type of its own
+            raise Failure(f"{folder}: not saved ({error})") from None
         shutil.copyfile(vocab_file, temporary / "vocab.txt")
         tokenizer.save(str(temporary / "tokenizer.json"))
         for name, content in (("config", settings), ("tokenizer_config", about)):

@@ -34,6 +34,7 @@ from common import (
     atomic,
     load_file,
     markdown,
+    read_json,
     run,
     setup,
     whole,
@@ -314,7 +315,8 @@ TABLE_4 = list(SCORES)[:6]  # its columns; it averages all but SQuAD's
 
 
 # Settings of a fine-tuned run that change no score, and the seed, over which the median is taken
-NO_RECIPE = {"out", "seed", "seeds", "log_interval", "checkpoint_interval", "device", "compile"}
+NO_RECIPE = {"out", "seed", "seeds", "log_interval", "checkpoint_interval", "device", "compile",
+             "tensorboard"}
 
 
 def read_scores(paths):
@@ -333,9 +335,11 @@ def read_scores(paths):
             cell = settings["init_from"], settings["update_memory"], tasks.name_of(settings["task"])
             cells.setdefault(cell, {})[folder.resolve()] = folder, settings
     for (*system, task), runs in cells.items():
-        first = next(iter(runs.values()))[1]
-        keys = sorted({key for _, settings in runs.values() for key in settings.keys() - NO_RECIPE
-                       if settings[key] != first.get(key)})
+        values = {}  # {key: its values, as text, in those that have it: older ones lack some}
+        for _, settings in runs.values():
+            for key in settings.keys() - NO_RECIPE:
+                values.setdefault(key, set()).add(str(settings[key]))
+        keys = sorted(key for key, found in values.items() if len(found) > 1)
         for folder, settings in runs.values():
             key = *system, ", ".join(f"{key}={settings.get(key)}" for key in keys)
             seeds, seed = systems.setdefault(key, {}).setdefault(task, {}), settings["seed"]
@@ -343,7 +347,7 @@ def read_scores(paths):
                 raise UserError(f"{seen[key, task, seed]} and {folder} have the same settings and "
                                 "the same seed: leave one of them out")
             seen[key, task, seed] = folder
-            seeds[seed] = json.loads((folder / "eval_results.json").read_text())
+            seeds[seed] = read_json(folder / "eval_results.json")
     if not systems:
         raise UserError(f"{', '.join(paths)}: no fine-tuned run that is done")
     return systems
