@@ -4,7 +4,7 @@ Speed, measured as the paper did, beside honest baselines in the same run.
 $ python bench.py                          # Table 1: batches/s of a classifier at batch size 1
 $ python bench.py inference --slots        # latency by number of slots, product and flat keys
 $ python bench.py layer                    # one memory layer, stage by stage
-$ python bench.py train                    # a pretraining step of base, +PKM and +ResM
+$ python bench.py train                    # a pretraining step of base, +PKM and +ResM; torchrun
 $ python bench.py causal                   # 12 layers, 24, and 12 with a memory (Lample et al.)
 $ python bench.py causal --slots           # latency of the last by number of slots
 $ python bench.py against_transformers     # ours and Hugging Face's, in turn
@@ -22,12 +22,15 @@ import sys
 import time
 from statistics import median
 
+import common  # before torch: how its threads wait
+
+# isort: split
 import numpy as np
 import torch
 from torch import nn
 
-import common
 import pkm
+import ranks
 from checkpoint import read_weights
 from common import UserError
 from data import mask_tokens
@@ -89,8 +92,9 @@ def in_turn(what, functions, args, more=1, warmup=2):
             function()
             synchronize()
             times[name].append(time.perf_counter() - start)
-    print(f"{what}: warm-up {sum(sum(seconds[:warmup]) for seconds in times.values()):.1f} s",
-          file=sys.stderr)
+    if common.first_rank():
+        print(f"{what}: warm-up "
+              f"{sum(sum(seconds[:warmup]) for seconds in times.values()):.1f} s", file=sys.stderr)
     return {name: seconds[warmup:] for name, seconds in times.items()}
 
 
@@ -332,9 +336,10 @@ def training_phases(name, memory, x, grad, optimizer):
             (name, "backward"): lambda: outputs.pop().backward(grad), (name, "update"): update}
 
 
-def training_step(args, parameters, values, loss):
+def training_step(args, parameters, values, loss, model=None):
     """A function that does one training step: loss(), backward, clipping, fused AdamW of the
-    parameters, and the step of `values`, a LazyAdam."""
+    parameters, and the step of `values`, a LazyAdam. Of a `model` torchrun's processes add up the
+    gradients."""
     dense = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     clipped = [p for group in dense.param_groups for p in group["params"]]
 
@@ -342,6 +347,8 @@ def training_step(args, parameters, values, loss):
         with args.autocast:
             value = loss()
         value.backward()
+        if model:
+            ranks.sum_gradients(model, value.detach(), count=1)
         torch.nn.utils.clip_grad_norm_(clipped, 1.0)
         for optimizer in (dense, values):
             optimizer.step()
@@ -362,6 +369,7 @@ def train(args):
     models, tables = {}, {}
     for system in args.systems:
         models[system] = build(MaskedLM, args.size, system, args.device, args.n_keys, args.dropout)
+        ranks.prepare(models[system])
         tables = tables or value_tables(models[system])
         if SYSTEMS[system]:
             for n, table in tables.items():  # shared, so that all systems fit
@@ -374,23 +382,25 @@ def train(args):
         for system, model in models.items():
             model.zero_grad()
             loss = functools.partial(torch.compile(model) if args.compile else model, **data)
-            steps[system] = training_step(args, optimizer_groups(model, 0.01), values, loss)
+            steps[system] = training_step(args, optimizer_groups(model, 0.01), values, loss, model)
         try:
             times = in_turn(f"{batch} x {args.length} tokens", steps, args)
         except RuntimeError as error:
-            if not (common.out_of_memory(error) and batch > 1):
+            if not common.out_of_memory(error) or batch == 1 or ranks.started():
                 raise
             values.zero_grad()
             batch //= 2
     results = []
     for system, seconds in times.items():
-        rate = batch * args.length / median(seconds)
+        tokens = ranks.world() * batch * args.length
+        rate = tokens / median(seconds)
         peak = peak_flops(args.device) if args.dtype != torch.float32 else None
         results.append({
-            "model": f"{args.size} {system}", "batch": batch, "tokens": batch * args.length,
-            "parameters": sum(p.numel() for p in models[system].parameters()),
+            "model": f"{args.size} {system}", "batch": ranks.world() * batch, "tokens": tokens,
+            "parameters": ranks.count_parameters(models[system]),
             "seconds": seconds, "tokens/s": round(rate),
-            "mfu": peak and rate * flops_per_token(models[system], args.length) / peak,
+            "mfu": peak and rate / ranks.world() / peak * flops_per_token(
+                models[system], args.length),
             "peak_bytes": peak_bytes(steps[system], args.device) if len(models) == 1 else None,
             "times_plain": ratio(times, system, "plain"),
             "paper's": 1.82 if SYSTEMS[system] else None})
@@ -483,6 +493,9 @@ def main():
     if not argv or argv[0].startswith("--") and argv[0] != "--help":
         argv = ["inference", *argv]
     args = parser.parse_args(argv)
+    if ranks.started() and args.command != "train":
+        raise UserError(f"{args.command}: one process does it: python bench.py; torchrun is for "
+                        "train")
     args.device, args.dtype = common.setup(args.device, args.dtype)
     if args.dtype == torch.float16 and args.command in ("train", "causal", "against_transformers"):
         raise UserError("dtype = 'float16': training is timed in float32 and bfloat16")
@@ -495,8 +508,12 @@ def main():
     else:
         cpu = proc("cpuinfo", "model name") or platform.machine()
         machine = f"{cpu}, {torch.get_num_threads()} threads"
+    if ranks.started():
+        machine += f", {ranks.world()} ranks"
+    waiting = [f"{name}={os.environ[name]}" for name in common.WAITING if name in os.environ]
     facts = {"command": " ".join(["python bench.py", *argv]), "machine": machine,
-             "torch": torch.__version__, "dtype": str(args.dtype)[6:], "rounds": args.rounds}
+             "waiting": ", ".join(waiting) or "default", "torch": torch.__version__,
+             "dtype": str(args.dtype)[6:], "rounds": args.rounds}
     print(", ".join(f"{key}: {value}" for key, value in facts.items()))
     results = args.call(args)
     show(results)
@@ -507,4 +524,4 @@ def main():
 
 
 if __name__ == "__main__":
-    common.run(main)
+    ranks.run(main)

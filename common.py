@@ -23,11 +23,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from pathlib import Path
 
 from tqdm import tqdm
+
+# OpenMP's threads spin at every barrier, and so take the cores from whatever else runs. It reads
+# these when torch is loaded, so a script imports this file before torch.
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
+if sys.platform == "linux" and not any(name in os.environ for name in WAITING):
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 class UserError(ValueError):
@@ -36,6 +43,16 @@ class UserError(ValueError):
 
 class Failure(RuntimeError):
     """Something failed while working: one line on stderr, exit status 1."""
+
+
+def under_torchrun():
+    """Whether this is one of the processes of torchrun, see ranks.py."""
+    return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+
+
+def first_rank():
+    """Whether this process is the first of torchrun's, which prints and writes, or alone."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
 
 
 class Parser(argparse.ArgumentParser):
@@ -127,8 +144,10 @@ def unknown_weights(name):
     if "roberta" in name.lower():
         return UserError(f"{name}: RoBERTa's weights have ids of their own for GPT-2's tokens, and "
                          "are not read here: train from scratch on a corpus of --tokenizer gpt2")
-    return UserError(f"{name}: no weights there: python pretrain.py configs/{Path(name).name}.py "
-                     "makes a run, python prepare_data.py weights NAME fetches "
+    recipe = Path(__file__).with_name("configs") / f"{Path(name).name}.py"
+    makes = f"python pretrain.py configs/{recipe.name} makes them, " if recipe.is_file() else ""
+    return UserError(f"{name}: no weights there: expected a run, a checkpoint or a folder in "
+                     f"Hugging Face layout; {makes}python prepare_data.py weights NAME fetches "
                      f"{', '.join(PRETRAINED)}")
 
 
@@ -147,7 +166,7 @@ class Progress(tqdm):
         if not sys.stderr.isatty():
             settings |= {"mininterval": 10, "delay": 10, "leave": False, "ascii": True,
                          "ncols": 100}
-        super().__init__(*args, **settings)
+        super().__init__(*args, disable=not first_rank(), **settings)
 
     @staticmethod
     def status_printer(file):
@@ -287,10 +306,12 @@ def catch_signals():
     """From now on SIGINT and SIGTERM are put into the returned list, for the loop to see; a second
     one ends the process at once."""
     def on_signal(number, frame):
+        signals.append(number)
+        if under_torchrun():  # which passes on what a terminal has already sent to all
+            return
         os.write(1, b"\nfinishing the step, then saving; once more quits at once, unsaved\n")
         for each in both:
             signal.signal(each, signal.SIG_DFL)
-        signals.append(number)
 
     signals, both = [], (signal.SIGINT, signal.SIGTERM)
     for each in both:
@@ -325,8 +346,12 @@ def atomic(path):
     """Give a temporary path beside `path` to write a file or a folder to; at the end what was
     written is flushed to disk and renamed to `path`, or removed if writing failed. So `path` is
     whole or absent, whenever the process is killed. An existing file is replaced, an existing
-    folder is an error."""
+    folder is an error. Of torchrun's processes only the first one writes."""
     path = Path(path)
+    if not first_rank():
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder, path.name)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".tmp_{path.name}")
     discard(temporary)  # a killed process may have left it
@@ -347,7 +372,11 @@ def lock(path, what, wait=False):
     second one ends with a UserError that names the first, or with `wait` it waits. The lock is
     flock's, on a file beside the folder: it ends with its process, even one that is killed.
 
-    what: what the first process does, for the second one's line: "trains there"."""
+    what: what the first process does, for the second one's line: "trains there". Of torchrun's
+    processes the first has the lock for all."""
+    if not first_rank():
+        yield
+        return
     path = Path(path).resolve()
     file, new = path.with_name(f".lock_{path.name}"), [p for p in path.parents if not p.exists()]
     while True:
@@ -433,6 +462,8 @@ def write_text(path, text):
 def discard(path):
     """Remove a file or a folder, if there is one; a folder loses its name before its content."""
     path = Path(path)
+    if not first_rank():
+        return
     if path.is_dir():
         hidden = path.with_name(f".tmp_{path.name.removeprefix('.tmp_')}")
         if hidden != path:

@@ -189,6 +189,9 @@ class MaskedBatches:
     def epochs(self, steps):
         return steps * self.config.accumulation * self.config.batch_size / self.per_epoch
 
+    def share(self, step, micro):
+        return 1 / self.accumulation
+
     def read(self, step, micro, more=0):
         """The text of a micro-batch's sequences: a list of arrays of `width` tokens, and of so many
         more that follow."""

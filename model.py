@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import ranks
 from common import UserError
 from pkm import PKM
 
@@ -87,14 +88,15 @@ class Layer(nn.Module):
         if self.beta:
             try:
                 self.memory = PKM(config.d_model, config.n_keys, config.memory_heads, config.topk,
-                                  config.key_dim)
+                                  config.key_dim, ranks.table_class())
             except ValueError as error:
                 raise UserError(str(error)) from None
 
     def forward(self, x, mask=None):
         """x: (batch, time, d_model); mask: (batch, time) bool, or None. Returns x's shape."""
         batch, time, d = x.shape
-        q, k, v = self.qkv(x).view(batch, time, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
+        heads = batch, time, 3, self.n_head, d // self.n_head
+        q, k, v = self.qkv(x).view(heads).permute(2, 0, 3, 1, 4)
         seen = None if mask is None else mask[:, None, None, :]
         if self.causal and mask is not None:  # is_causal and a mask do not go together
             seen = seen & mask.new_ones(time, time).tril()

@@ -43,10 +43,11 @@ class PKM(nn.Module):
     """Product-key memory with n_keys^2 slots (section 2.1; sizes of section 5.1 by default).
 
     Each of `heads` heads reads its topk best slots of one shared value table; the heads' reads
-    are summed. Scores and softmax are computed in float32 at least, also under autocast.
+    are summed. Scores and softmax are computed in float32 at least, also under autocast. table:
+    the class of the values, if not ValueTable.
     """
 
-    def __init__(self, d_model, n_keys=512, heads=4, topk=32, key_dim=256):
+    def __init__(self, d_model, n_keys=512, heads=4, topk=32, key_dim=256, table=None):
         super().__init__()
         if not 1 <= topk <= n_keys:
             raise ValueError(f"topk = {topk}: expected 1 to n_keys = {n_keys}, the sub-keys that "
@@ -60,7 +61,7 @@ class PKM(nn.Module):
         half = key_dim // 2
         self.keys = nn.Parameter(torch.empty(heads, 2, n_keys, half))
         nn.init.uniform_(self.keys, -half**-0.5, half**-0.5)
-        self.values = ValueTable(n_keys**2, d_model)
+        self.values = (table or ValueTable)(n_keys**2, d_model)
         # With both halves' scores sorted, the pair (i, j), counted from 0, has (i+1)(j+1) - 1
         # pairs that are at least as good. Only these can be in the top k: 119 of 1,024 for k = 32.
         pairs = [(i, j) for i in range(topk) for j in range(topk) if (i + 1) * (j + 1) <= topk]
@@ -150,9 +151,12 @@ class ValueTable(nn.Module):
     def __init__(self, n_slots, dim):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_slots, dim))
-        nn.init.normal_(self.weight, std=dim**-0.5)
+        self.reset_parameters()
         self.reads = []  # of the backward passes since the last update
         self._register()
+
+    def reset_parameters(self):
+        nn.init.normal_(self.weight, std=self.weight.shape[1]**-0.5)
 
     def _register(self):
         number = next(NUMBERS)

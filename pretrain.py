@@ -6,7 +6,8 @@ $ python pretrain.py configs/demo.py                  # minutes on two CPU cores
 $ python pretrain.py configs/demo_resm_init.py        # after it: a residual memory added to that
 $ python pretrain.py configs/base_resm_init.py        # the paper's system, on a GPU
 
-The same command goes on where a stopped run left off; --key=value overrides any setting below.
+The same command goes on where a stopped run left off; --key=value overrides any setting below. One
+process at a time trains in a folder.
 """
 import json
 import shlex
@@ -15,9 +16,12 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import common  # before torch: how its threads wait
+
+# isort: split
 import torch
 
-import common
+import ranks
 from checkpoint import find_checkpoint, find_weights, init_from, load_weights
 from common import UserError
 from data import CausalBatches, Corpus, MaskedBatches, heldout, next_tokens, read_vocab, vocab_hash
@@ -66,7 +70,7 @@ class Config:
     warmup_steps: int = 10_000  # of max_steps
     lr: float = 1e-4  # the highest, at the end of the warm-up
     value_lr: float = 1e-3  # of the value tables, constant (our reading)
-    weight_decay: float = 0.01  # of matrices; none of biases, norms and value tables
+    weight_decay: float = 0.01  # of matrices; none of biases, norms and memories
     grad_clip: float = 1.0  # norm of all gradients but the value tables'
     # watching; eval also comes at steps 0, 1, 2, 4, 8, ... below eval_interval
     log_interval: int = 10  # steps; here and below
@@ -82,13 +86,14 @@ class Config:
     device: str = "auto"  # cuda, mps, cpu
     dtype: str = "auto"  # float32, bfloat16, float16
     compile: str = "auto"  # on, off; auto: on CUDA
+    rank_timeout: int = 600  # seconds that torchrun's processes wait for each other
 
 
 OBJECTIVES = {"masked": (MaskedBatches, heldout), "causal": (CausalBatches, next_tokens)}
 # Settings that may change when a run is resumed; with another value of the rest it is another run.
 MAY_CHANGE = {"out", "max_steps", "log_interval", "eval_interval", "eval_sequences", "device",
               "usage_interval", "checkpoint_interval", "keep_checkpoints", "compile", "dry_run",
-              "eval_only", "tensorboard"}
+              "eval_only", "tensorboard", "rank_timeout"}
 
 
 def start_model(config, sizes, corpus, checkpoint):
@@ -97,7 +102,7 @@ def start_model(config, sizes, corpus, checkpoint):
     the steps that the initial model had been trained for."""
     model = MaskedLM(BertConfig(**{**sizes, "vocab_size": corpus.vocab_size}))
     if checkpoint:
-        weights = common.load_file(checkpoint / "model.pt")["weights"]
+        weights = common.load_file(checkpoint / "model.pt", mmap=True)["weights"]
         load_weights(model, weights, checkpoint)
         before = read_settings(checkpoint.parent)
         return model, {key: before[key] for key in ("init_checkpoint", "first_step")}
@@ -158,8 +163,8 @@ def due(step, config):
 
 def report(config, corpus, trainer):
     """What is trained, on what, by how much: the arithmetic that a person wants to check."""
-    parameters = sum(p.numel() for p in trainer.model.parameters())
-    values = sum(table.weight.numel() for table in value_tables(trainer.model).values())
+    parameters, tables = ranks.count_parameters(trainer.model), value_tables(trainer.model)
+    values = ranks.world() * sum(table.weight.numel() for table in tables.values())
     tokens, per_step = corpus.meta["tokens"], trainer.batches.size
     print(f"corpus {corpus.name}: {tokens['train']:,} training tokens, {tokens['val']:,} held out, "
           f"vocabulary {corpus.vocab_size:,}\n"
@@ -177,7 +182,7 @@ def validate(config):
               "warmup_steps": 0, "lr": 0, "value_lr": 0, "weight_decay": 0, "grad_clip": 1e-9,
               "log_interval": 1, "eval_interval": 1, "eval_sequences": 1, "usage_interval": 0,
               "checkpoint_interval": 1, "keep_checkpoints": 1, "n_layer": 0, "n_head": 0,
-              "d_model": 0, "d_ff": 0}
+              "d_model": 0, "d_ff": 0, "rank_timeout": 1}
     common.at_least(config, lowest)
     if config.reinit_ffn and not config.init_from:
         raise UserError("reinit_ffn = True: it goes with init_from, without it every FFN is new")
@@ -206,15 +211,25 @@ def main(argv):
     sizes = validate(config)
     if config.tensorboard:
         common.need("tensorboard", "tensorboard = True")
+    ranks.set_timeout(config.rank_timeout)
     names = [Path(arg).stem for arg in argv if arg.endswith(".py") and not arg.startswith("--")]
     out = Path(config.out or f"out/{(names or ['pretrain'])[0]}")
     if out.exists() and not out.is_dir():
         raise UserError(f"out = {out}: a file is there, expected a folder")
+    if config.dry_run or config.eval_only:  # nothing is written
+        return work(config, sizes, out, argv)
+    with common.lock(out, "trains there"):
+        return work(config, sizes, out, argv)
+
+
+def work(config, sizes, out, argv):
+    """What the settings ask for, in the run's folder `out`. Returns the exit status."""
     device, dtype = common.setup(config.device, config.dtype, config.seed)
     common.keep_freed_memory(device)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
-    if config.dataset == "docs" and not Path("data/docs").exists():
-        common.run_script("prepare_data.py", "docs")
+    with ranks.first_rank_first():
+        if config.dataset == "docs" and not Path("data/docs").exists():
+            common.run_script("prepare_data.py", "docs")
     corpus = Corpus(config.dataset)
     checkpoint = None if config.dry_run else find_checkpoint(out)
     if checkpoint:
@@ -243,7 +258,7 @@ def main(argv):
             common.discard(file)  # of a killed process, after its last checkpoint
     write_settings(out, config, corpus.folder / "vocab.txt", origin)
     number = train(config, out, trainer, held_out, state)
-    if number:
+    if number and state["step"] < config.max_steps:
         print(f"saved {find_checkpoint(out)}; go on with: python pretrain.py {shlex.join(argv)}")
         return 128 + number
     elapsed = timedelta(seconds=round(state["elapsed"]))
@@ -252,4 +267,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    common.run(lambda: main(sys.argv[1:]))
+    ranks.run(lambda: main(sys.argv[1:]))

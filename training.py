@@ -11,6 +11,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 import time
 from dataclasses import asdict
 from datetime import timedelta
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import ranks
 from checkpoint import load_optimizers, save_checkpoint
 from common import Failure, UserError, atomic, discard, write_text
 from data import MASKED, read_vocab, vocab_hash
@@ -33,7 +35,8 @@ class Trainer:
     config: has seed, lr, warmup_steps, max_steps, value_lr, weight_decay, grad_clip, compile
     and keep_checkpoints.
     batches: batches.get(step, micro) is a micro-batch, arrays by the name of the model's argument;
-    a step has batches.accumulation of them, in all batches.size `batches.unit` (tokens, examples).
+    a step has batches.accumulation of them, in all batches.size `batches.unit` (tokens, examples);
+    batches.share(step, micro) is the weight of its loss in the step's mean.
     flops: operations of a training step per unit, for the log's mfu, or None.
     labels: names of a Classifier's classes, for its checkpoints.
     """
@@ -42,6 +45,8 @@ class Trainer:
         self.config, self.batches = config, batches
         self.flops, self.labels = flops, labels
         self.model, self.device, self.dtype = model.to(device), device, dtype
+        self.micro_batches = ranks.micro_batches(batches.accumulation)
+        ranks.prepare(model)
         self.compiled = compiled(model, config.compile, device)
         self.dense = adamw(model, config, device)
         self.values = LazyAdam(value_tables(model).values(), lr=config.value_lr)
@@ -50,16 +55,16 @@ class Trainer:
     def step(self, step):
         """One update; step counts from 0. Returns the mean loss over its micro-batches and the
         norm of the dense gradients, as tensors on the device: nothing waits for it."""
-        config, accumulation, total = self.config, self.batches.accumulation, 0.0
-        seed = np.random.SeedSequence([config.seed, 3, step]).generate_state(1)[0]
-        torch.manual_seed(int(seed))  # dropout is a function of (seed, step)
-
-        for micro in range(accumulation):
+        config, total = self.config, 0.0
+        for micro in self.micro_batches:
+            seed = np.random.SeedSequence([config.seed, 3, step, micro]).generate_state(1)[0]
+            torch.manual_seed(int(seed))  # dropout is a function of (seed, step, micro-batch)
             batch = to_device(self.batches.get(step, micro), self.device)
             with autocast(self.device, self.dtype):
-                loss = self.compiled(**batch) / accumulation
+                loss = self.compiled(**batch) * self.batches.share(step, micro)
             self.scaler.scale(loss).backward()
             total += loss.detach()
+        total = ranks.sum_gradients(self.model, total, len(self.micro_batches))
 
         self.scaler.unscale_(self.dense)
         parameters = [p for group in self.dense.param_groups for p in group["params"]]
@@ -83,7 +88,7 @@ class Trainer:
         new, mark = [], time.perf_counter()  # new: (loss, norm) on the device, not looked at yet
         for step in range(state["step"] + 1, self.config.max_steps + 1):
             new.append(self.step(step - 1))
-            stopped = bool(signals)
+            stopped = ranks.signalled(signals)
             todo = due(step) | ({"save"} if stopped else set())
             if not todo:
                 continue
@@ -128,7 +133,7 @@ class Trainer:
 
     def restore(self, checkpoint):
         """Both optimizers and the scaler; the weights are loaded before. Returns the state."""
-        state = load_optimizers(checkpoint, self.dense, self.values)
+        state = load_optimizers(checkpoint, self.model, self.dense, self.values)
         self.scaler.load_state_dict(state.pop("scaler"))
         print(f"going on from {checkpoint}")
         return state
@@ -169,11 +174,15 @@ def learning_rate(step, config):
 
 
 def optimizer_groups(model, weight_decay):
-    """Parameter groups for AdamW: no decay on biases and norms; value tables are not in them."""
+    """Parameter groups for AdamW, without the value tables: no decay on biases, norms and memories
+    (our reading: XLM trained its memory without)."""
     tables = {id(table.weight) for table in value_tables(model).values()}
-    dense = [p for p in model.parameters() if p.requires_grad and id(p) not in tables]
-    return [{"params": [p for p in dense if p.dim() > 1], "weight_decay": weight_decay},
-            {"params": [p for p in dense if p.dim() <= 1], "weight_decay": 0.0}]
+    decayed, others = [], []
+    for name, p in model.named_parameters():
+        if p.requires_grad and id(p) not in tables:
+            (others if p.dim() <= 1 or ".memory." in name else decayed).append(p)
+    return [{"params": decayed, "weight_decay": weight_decay},
+            {"params": others, "weight_decay": 0.0}]
 
 
 def adamw(model, config, device):
@@ -225,6 +234,8 @@ def flops_per_token(model, seq_len):
 def open_log(out, last_step, tensorboard=False):
     """<out>/log.jsonl, one JSON object a line, without records newer than the checkpoint and
     without the last line if a killed process left half of it; `tensorboard`: see scalars.py."""
+    if ranks.rank():
+        return tempfile.TemporaryFile("w")  # the first one keeps the log
     path, kept = Path(out) / "log.jsonl", ""
     for file in path.parent.rglob(".tmp_*"):
         discard(file)  # what a killed process left behind
@@ -276,4 +287,5 @@ def check_same_run(config, run, may_change):
                             f"{now[key]!r}: give the changed run its own --out=out/NAME")
         if key not in ("dry_run", "eval_only"):
             note = ", where the learning rate reaches 0" if key == "max_steps" else ""
+            note += ": it rises again now" if note and now[key] > before[key] else ""
             print(f"{key} was {before[key]!r}, is now {now[key]!r}{note}")
