@@ -139,9 +139,10 @@ def class_distances(positive, negative):
 
 @torch.no_grad()
 def evaluate(model, batches, device, dtype=torch.float32):
-    """Loss (nats), perplexity and accuracy of a masked language model over all masked positions of
-    `batches` (see data.heldout), and under `layers` the usage_metrics of each memory layer. Returns
-    (results, the counts of count_reads). A compiled model is run as its raw module."""
+    """Loss (nats), perplexity and accuracy of a language model over all predicted positions of
+    `batches` (see data.heldout, and of a causal one data.next_tokens), of which there are
+    masked_tokens, and under `layers` the usage_metrics of each memory layer. Returns (results, the
+    counts of count_reads). A compiled model is run as its raw module."""
     model = getattr(model, "_orig_mod", model)
     was_training = model.training
     model.eval()
