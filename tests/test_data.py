@@ -201,5 +201,9 @@ def test_batches_are_a_function_of_seed_and_step(place):
     again = data.MaskedBatches(corpus, config).get(2, 0)
     assert batch.keys() == again.keys()
     assert all(np.array_equal(again[name], batch[name]) for name in batch)
-    other = data.MaskedBatches(corpus, dataclasses.replace(config, seed=1)).get(2, 0)
-    assert not np.array_equal(other["ids"], batch["ids"])
+    other = data.MaskedBatches(corpus, dataclasses.replace(config, seed=1))
+    assert not np.array_equal(unmasked(other.get(2, 0)), unmasked(batch))  # another order
+    other.order, other.text = batches.order, batches.text
+    assert np.array_equal(unmasked(other.get(2, 0)), unmasked(batch))
+    assert not np.array_equal(other.get(2, 0)["positions"], batch["positions"])
+    assert batches.epochs(batches.per_epoch) == 2 * 2  # steps of 2 x 2 sequences
