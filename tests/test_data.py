@@ -113,7 +113,7 @@ def test_masking():
     new = np.take_along_axis(inputs, positions, 1)[chosen]
     masked, kept = new == mask_id, new == at[chosen]
     drawn = new[~masked & ~kept]
-    assert not np.isin(drawn, special).any() and drawn.min() < 20 and drawn.max() > 980
+    assert not np.isin(drawn, special).any() and drawn.min() < 20 and 980 < drawn.max() < vocab
     n = chosen.sum()
     for share, expected in [(masked.mean(), 0.8), (kept.mean(), 0.1), (len(drawn) / n, 0.1)]:
         assert abs(share - expected) < 5 * math.sqrt(expected * (1 - expected) / n)
@@ -173,6 +173,19 @@ def test_heldout_covers_the_split_once(place):
     assert len(short) == 1 and short[0]["mask"].sum() == len(tokens) + 2
     with pytest.raises(common.UserError, match="too few"):
         data.heldout(corpus, "test", len(tokens) + 4, 8, sequences=1)
+
+
+def test_too_few_tokens_for_a_sequence(place):
+    """One sequence more than an epoch has, for its offset."""
+    corpus = data.Corpus("tiny")
+    config, tokens = pretrain.Config(**TINY), len(corpus.split("train"))
+    for seq_len, enough in ((tokens // 2 + 2, True), (tokens // 2 + 3, False), (tokens, False)):
+        changed = dataclasses.replace(config, seq_len=seq_len)
+        if enough:
+            assert data.MaskedBatches(corpus, changed).per_epoch == 1
+        else:
+            with pytest.raises(common.UserError, match="too few"):
+                data.MaskedBatches(corpus, changed)
 
 
 def test_batches_are_a_function_of_seed_and_step(place):
