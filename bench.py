@@ -22,11 +22,13 @@ import sys
 import time
 from statistics import median
 
+import common  # before torch: how its threads wait
+
+# isort: split
 import numpy as np
 import torch
 from torch import nn
 
-import common
 import pkm
 from checkpoint import read_weights
 from common import UserError
@@ -495,8 +497,10 @@ def main():
     else:
         cpu = proc("cpuinfo", "model name") or platform.machine()
         machine = f"{cpu}, {torch.get_num_threads()} threads"
+    waiting = [f"{name}={os.environ[name]}" for name in common.WAITING if name in os.environ]
     facts = {"command": " ".join(["python bench.py", *argv]), "machine": machine,
-             "torch": torch.__version__, "dtype": str(args.dtype)[6:], "rounds": args.rounds}
+             "waiting": ", ".join(waiting) or "default", "torch": torch.__version__,
+             "dtype": str(args.dtype)[6:], "rounds": args.rounds}
     print(", ".join(f"{key}: {value}" for key, value in facts.items()))
     results = args.call(args)
     show(results)

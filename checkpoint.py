@@ -2,9 +2,10 @@
 Trained weights on disk: the checkpoints of a run, and what else a run can start from.
 
 out/<run>/step_000500/{model,optimizer,state}.pt    a checkpoint: whole or absent
->>> model = load_model("out/demo")                  # its newest one
+>>> model = load_model("out/demo")                  # its newest one; see find_weights
 """
 import copy
+import json
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -53,10 +54,16 @@ def save_files(folder, files):
                       "checkpoints are untouched") from None
 
 
+def numbered(folder, prefix):
+    """The paths <folder>/<prefix><number>, the lowest number first."""
+    numbers = {path: path.name.removeprefix(prefix) for path in Path(folder).glob(f"{prefix}*")}
+    return sorted((path for path, number in numbers.items()
+                   if re.fullmatch(r"\d+(\.\d+)?", number)), key=lambda path: float(numbers[path]))
+
+
 def checkpoints(run):
     """The run's whole checkpoints, oldest first."""
-    found = [p for p in Path(run).glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
-    return sorted(found, key=lambda p: int(p.name[5:]))
+    return numbered(run, "step_")
 
 
 def find_checkpoint(path):
@@ -67,11 +74,20 @@ def find_checkpoint(path):
 
 
 def find_weights(path):
-    """Where the weights of `path` are: a run (its newest checkpoint), a checkpoint, a folder in
-    Hugging Face layout, or the name of one in data/weights/. Returns (folder, its vocab.txt);
-    UserError where there is nothing."""
-    if checkpoint := find_checkpoint(path):
-        return checkpoint, checkpoint.parent / "vocab.txt"
+    """Where the weights of `path` are, for whatever reads weights:
+
+    out/<run>                 of pretraining: its newest checkpoint
+    out/<run>/seed1           of fine-tuning: the weights of its best epoch so far
+    out/<run>                 of fine-tuning: those of its first seed
+    out/<run>/step_000500     itself; so is out/<run>/seed1/best
+    anything else             a folder in Hugging Face layout, or the name of one in data/weights/
+
+    Returns (folder, its vocab.txt); UserError where there is nothing."""
+    for run in (Path(path), *numbered(path, "seed")):
+        best = [run / "best", *numbered(run, "best_epoch_")]  # a finished run has best/ alone
+        whole = [folder for folder in best if (folder / "model.pt").is_file()]
+        if folder := whole[-1] if whole else find_checkpoint(run):
+            return folder, folder.parent / "vocab.txt"
     for folder in (Path(path), Path("data/weights", path)):
         files = [folder / name for name in huggingface.FILES]
         if (folder / "config.json").is_file() and any(file.is_file() for file in files):
@@ -111,13 +127,15 @@ def check_objective(path, config, causal):
         raise UserError(f"{path} is a {found} language model, expected a {expected} one")
 
 
-def load_optimizers(checkpoint, dense, values):
+def load_optimizers(checkpoint, model, dense, values):
     """The other half of save_checkpoint: the moments of both optimizers. Returns the state."""
     saved = load_file(Path(checkpoint) / "optimizer.pt", mmap=True)
     if "param_groups" not in saved["values"]:  # an older version's {layer: moments}
         moments = [{"step": old["steps"], "exp_avg": old["exp_avg"],
                     "exp_avg_sq": old["exp_avg_sq"]} for old in saved["values"].values()]
         saved["values"] = {**values.state_dict(), "state": dict(enumerate(moments))}
+    if len(saved["dense"]["param_groups"][0]["params"]) > len(dense.param_groups[0]["params"]):
+        decay_memory(model, dense)
     try:
         dense.load_state_dict(copy.deepcopy(saved["dense"]))  # not mapped from the file
         values.load_state_dict(saved["values"])
@@ -125,6 +143,16 @@ def load_optimizers(checkpoint, dense, values):
         raise UserError(f"{checkpoint}/optimizer.pt: of another model than model.pt beside it "
                         f"({error})") from None
     return load_file(Path(checkpoint) / "state.pt")
+
+
+def decay_memory(model, dense):
+    """Group the parameters as an older version did, with weight decay on a memory's matrices: a run
+    that began with it goes on with it, and its moments lie in that order."""
+    mine = {id(p) for group in dense.param_groups for p in group["params"]}
+    ordered = [p for p in model.parameters() if id(p) in mine]
+    dense.param_groups[0]["params"] = [p for p in ordered if p.dim() > 1]
+    dense.param_groups[1]["params"] = [p for p in ordered if p.dim() <= 1]
+    print("this run began with weight decay on the memory's query and sub-keys, and keeps it")
 
 
 def load_weights(model, weights, source, partial=False, assign=False):
@@ -147,12 +175,16 @@ def load_weights(model, weights, source, partial=False, assign=False):
 def init_from(model, path, reinit_ffn=False):
     """Start from the trained model at `path` (see find_weights; section 4.1): copy what fits, and
     print what was loaded, left random or dropped. With reinit_ffn (ResM') the FFN of memory layers
-    stays random; a task's head always does."""
-    saved = read_weights(path)
+    stays random; a task's head always does, and a Classifier's pooler where `path` has one that
+    was never trained."""
+    source, _ = find_weights(path)
+    saved = read_weights(source)
     check_objective(path, saved["config"], model.bert.config.causal)
     weights = saved["weights"]
     random = {("FFN", n) for n in model.bert.config.memory_layers if reinit_ffn}
     random.add(("task head", None))
+    if isinstance(model, Classifier) and not pooler_is_trained(source):
+        random.add(("pooler", None))  # or all seeds would share one
     loaded = load_weights(model, {name: w for name, w in weights.items()
                                   if _group(name) not in random}, path, partial=True)
     parameters, groups = dict(model.named_parameters()), {}
@@ -162,11 +194,28 @@ def init_from(model, path, reinit_ffn=False):
         part, layer = _group(name)
         size = parameters.get(name, weights.get(name)).numel()
         groups.setdefault((status, part), []).append((layer, size))
-    print(f"init_from {find_weights(path)[0]}:")
+    print(f"init_from {source}:")
     for (status, part), members in groups.items():
         layers = sorted({layer for layer, _ in members if layer})
         where = f"  layers {', '.join(map(str, layers))}" if layers else ""
-        print(f"  {status:12} {part:16} {sum(n for _, n in members):13,d} parameters{where}")
+        why = " (was not trained there)" if (status, part) == ("left random", "pooler") else ""
+        print(f"  {status:12} {part:16} {sum(n for _, n in members):13,d} parameters{where}{why}")
+
+
+def pooler_is_trained(folder):
+    """Whether the pooler of the weights in `folder` was ever trained: Google's was (next sentence
+    prediction), so was a fine-tuned one; masked-LM pretraining leaves it as it found it."""
+    while (folder / "model.pt").is_file():
+        if read_weights(folder).get("head"):
+            return True
+        try:
+            origin = json.loads((folder.parent / "config.json").read_text())["init_checkpoint"]
+        except (OSError, ValueError, KeyError):
+            return False  # where its run started is not known
+        folder = Path(origin)
+    if not (folder / "config.json").is_file():  # the run started from nothing, or it is gone
+        return folder.name != "" and not folder.name.startswith("step_")
+    return any("pooler" in name for name in read_weights(folder)["weights"])
 
 
 def _group(name):

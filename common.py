@@ -29,6 +29,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+# OpenMP's threads spin at every barrier, and so take the cores from whatever else runs. It reads
+# these when torch is loaded, so a script imports this file before torch.
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
+if sys.platform == "linux" and not any(name in os.environ for name in WAITING):
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
 
 class UserError(ValueError):
     """The user's mistake: one line on stderr, exit status 2, nothing written."""
@@ -127,8 +133,10 @@ def unknown_weights(name):
     if "roberta" in name.lower():
         return UserError(f"{name}: RoBERTa's weights have ids of their own for GPT-2's tokens, and "
                          "are not read here: train from scratch on a corpus of --tokenizer gpt2")
-    return UserError(f"{name}: no weights there: python pretrain.py configs/{Path(name).name}.py "
-                     "makes a run, python prepare_data.py weights NAME fetches "
+    recipe = Path(__file__).with_name("configs") / f"{Path(name).name}.py"
+    makes = f"python pretrain.py configs/{recipe.name} makes them, " if recipe.is_file() else ""
+    return UserError(f"{name}: no weights there: expected a run, a checkpoint or a folder in "
+                     f"Hugging Face layout; {makes}python prepare_data.py weights NAME fetches "
                      f"{', '.join(PRETRAINED)}")
 
 

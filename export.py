@@ -2,17 +2,20 @@
 Write a trained model as a folder that transformers' from_pretrained loads.
 
 $ python export.py out/demo my_folder               # a run, or one of its checkpoints
+$ python export.py out/demo_docs my_folder          # fine-tuned: the best epoch of its first seed
 """
 import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
 
+from common import Failure, Parser, UserError, atomic, need, run  # before torch
+
+# isort: split
 import torch
 from tokenizers import processors
 
 from checkpoint import find_weights, read_weights
-from common import Failure, Parser, UserError, atomic, need, run
 from data import load_tokenizer, read_vocab, special_tokens
 from huggingface import ARCHITECTURES, SETTINGS, their_names
 from model import BertConfig
@@ -72,12 +75,13 @@ def export(path, folder):
         except Exception as error:  # noqa: BLE001 - safetensors has a type of its own
             raise Failure(f"{folder}: not saved ({error})") from None
         shutil.copyfile(vocab_file, temporary / "vocab.txt")
+        shutil.copymode(temporary / "vocab.txt", temporary / "model.safetensors")  # was 0600
         tokenizer.save(str(temporary / "tokenizer.json"))
         for name, content in (("config", settings), ("tokenizer_config", about)):
             (temporary / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
         if not plain:
             (temporary / "README.md").write_text(MEMORY_README.format(**asdict(config)))
-    print(f"{folder}: {settings['architectures'][0]}, {len(weights)} tensors")
+    print(f"{folder}: weights of {source}, {settings['architectures'][0]}, {len(weights)} tensors")
 
 
 MEMORY_README = """# BERT with product-key memory
@@ -98,7 +102,7 @@ memory of layer 4 are under `bert.encoder.layer.3.memory.`
 
 def main(argv=None):
     parser = Parser(description=__doc__)
-    parser.add_argument("path", help="out/<run>, or one of its checkpoints")
+    parser.add_argument("path", help="out/<run>, one of its seeds or checkpoints")
     parser.add_argument("folder", help="the new folder")
     args = parser.parse_args(argv)
     export(args.path, args.folder)

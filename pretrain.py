@@ -6,7 +6,8 @@ $ python pretrain.py configs/demo.py                  # minutes on two CPU cores
 $ python pretrain.py configs/demo_resm_init.py        # after it: a residual memory added to that
 $ python pretrain.py configs/base_resm_init.py        # the paper's system, on a GPU
 
-The same command goes on where a stopped run left off; --key=value overrides any setting below.
+The same command goes on where a stopped run left off; --key=value overrides any setting below. One
+process at a time trains in a folder.
 """
 import json
 import shlex
@@ -15,9 +16,11 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import common  # before torch: how its threads wait
+
+# isort: split
 import torch
 
-import common
 from checkpoint import find_checkpoint, find_weights, init_from, load_weights
 from common import UserError
 from data import CausalBatches, Corpus, MaskedBatches, heldout, next_tokens, read_vocab, vocab_hash
@@ -66,7 +69,7 @@ class Config:
     warmup_steps: int = 10_000  # of max_steps
     lr: float = 1e-4  # the highest, at the end of the warm-up
     value_lr: float = 1e-3  # of the value tables, constant (our reading)
-    weight_decay: float = 0.01  # of matrices; none of biases, norms and value tables
+    weight_decay: float = 0.01  # of matrices; none of biases, norms and memories
     grad_clip: float = 1.0  # norm of all gradients but the value tables'
     # watching; eval also comes at steps 0, 1, 2, 4, 8, ... below eval_interval
     log_interval: int = 10  # steps; here and below
@@ -210,6 +213,14 @@ def main(argv):
     out = Path(config.out or f"out/{(names or ['pretrain'])[0]}")
     if out.exists() and not out.is_dir():
         raise UserError(f"out = {out}: a file is there, expected a folder")
+    if config.dry_run or config.eval_only:  # nothing is written
+        return work(config, sizes, out, argv)
+    with common.lock(out, "trains there"):
+        return work(config, sizes, out, argv)
+
+
+def work(config, sizes, out, argv):
+    """What the settings ask for, in the run's folder `out`. Returns the exit status."""
     device, dtype = common.setup(config.device, config.dtype, config.seed)
     common.keep_freed_memory(device)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
@@ -243,7 +254,7 @@ def main(argv):
             common.discard(file)  # of a killed process, after its last checkpoint
     write_settings(out, config, corpus.folder / "vocab.txt", origin)
     number = train(config, out, trainer, held_out, state)
-    if number:
+    if number and state["step"] < config.max_steps:
         print(f"saved {find_checkpoint(out)}; go on with: python pretrain.py {shlex.join(argv)}")
         return 128 + number
     elapsed = timedelta(seconds=round(state["elapsed"]))

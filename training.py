@@ -128,7 +128,7 @@ class Trainer:
 
     def restore(self, checkpoint):
         """Both optimizers and the scaler; the weights are loaded before. Returns the state."""
-        state = load_optimizers(checkpoint, self.dense, self.values)
+        state = load_optimizers(checkpoint, self.model, self.dense, self.values)
         self.scaler.load_state_dict(state.pop("scaler"))
         print(f"going on from {checkpoint}")
         return state
@@ -169,11 +169,15 @@ def learning_rate(step, config):
 
 
 def optimizer_groups(model, weight_decay):
-    """Parameter groups for AdamW: no decay on biases and norms; value tables are not in them."""
+    """Parameter groups for AdamW, without the value tables: no decay on biases, norms and memories
+    (our reading: XLM trained its memory without)."""
     tables = {id(table.weight) for table in value_tables(model).values()}
-    dense = [p for p in model.parameters() if p.requires_grad and id(p) not in tables]
-    return [{"params": [p for p in dense if p.dim() > 1], "weight_decay": weight_decay},
-            {"params": [p for p in dense if p.dim() <= 1], "weight_decay": 0.0}]
+    decayed, others = [], []
+    for name, p in model.named_parameters():
+        if p.requires_grad and id(p) not in tables:
+            (others if p.dim() <= 1 or ".memory." in name else decayed).append(p)
+    return [{"params": decayed, "weight_decay": weight_decay},
+            {"params": others, "weight_decay": 0.0}]
 
 
 def adamw(model, config, device):
@@ -276,4 +280,5 @@ def check_same_run(config, run, may_change):
                             f"{now[key]!r}: give the changed run its own --out=out/NAME")
         if key not in ("dry_run", "eval_only"):
             note = ", where the learning rate reaches 0" if key == "max_steps" else ""
+            note += ": it rises again now" if note and now[key] > before[key] else ""
             print(f"{key} was {before[key]!r}, is now {now[key]!r}{note}")

@@ -144,7 +144,8 @@ def test_a_lock_names_its_process_and_leaves_nothing(tmp_path):
     folder = tmp_path / "out" / "run"
     with common.lock(folder, "trains there"):
         assert (folder.parent / ".lock_run").read_text().strip() == str(os.getpid())
-        with (pytest.raises(common.UserError, match=f"{folder}: process {os.getpid()} trains there"),
+        line = f"{folder}: process {os.getpid()} trains there"
+        with (pytest.raises(common.UserError, match=line),
               common.lock(folder.parent / "." / "run", "trains there")):
             pass
         with common.lock(folder.parent / "other", "trains there"):

@@ -41,6 +41,14 @@ def test_a_mistake_ends_the_process_with_status_2(place):
     assert result.stderr.startswith("error: command line: unknown key 'max_step'")
 
 
+@pytest.mark.parametrize("script, out", [("pretrain.py", "out/tiny"), ("finetune.py", "out/new")])
+def test_a_second_process_in_a_folder_is_a_mistake(tuned, capsys, script, out):
+    config = "tiny.py" if script == "pretrain.py" else "tune.py"
+    with common.lock(out, "trains there"):
+        assert_one_line(capsys, config, f"--out={out}", "--max_steps=6", main=MAINS[script],
+                        words=[f"{out}: process {os.getpid()} trains there"])
+
+
 def test_a_mistake_is_one_line_and_status_2(workdir):
     command = [sys.executable, ROOT / "prepare_data.py", "text", "new", "missing.txt"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -256,7 +264,9 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
     ("workdir", "measure.py"): [
         ("fill bert-base-uncased [MASK]", None, "python prepare_data.py weights bert-base-uncased"),
         ("fill roberta-base [MASK]", None, "RoBERTa's weights"),
-        ("fill out/none [MASK]", None, "configs/none.py"),
+        ("fill out/demo [MASK]", None, "python pretrain.py configs/demo.py makes them"),
+        ("fill out/none [MASK]", None, "out/none: no weights there: expected a run",
+         "Hugging Face layout; python prepare_data.py weights NAME"),
         ("fill bert-bas [MASK]", None, "bert-base"),
         ("fill hf [MASK]", weights("pytorch_model.bin", Payload()), "nothing in it was run"),
         ("fill hf [MASK]", weights("pytorch_model.bin", [torch.ones(2)]), "no state dict"),
@@ -294,6 +304,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("staleness out/tiny", lambda: np.savez("out/tiny/usage/step_000002.npz", a=np.ones(2)),
          "step_000002.npz: damaged (KeyError)"),
         ("slots out/foreign --layer 2", None, "out/foreign", "no memory"),
+        ("predict out/tiny new.tsv", None, "out/tiny", "not a fine-tuned model"),
         ("browse out/foreign --out page", None, "out/foreign", "without memory"),
         ("browse out/tiny", None, "--out"),
         ("slots out/tiny --layer 1", None, "no memory in layer 1", "2, 3"),
@@ -317,7 +328,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("tiny.py --memory_layers=5", None, "memory_layers", "layer 5"),
         ("tiny.py --seq_len=129", None, "seq_len", "129", "128"),
         ("tiny.py --dataset=nowhere", None, "data/nowhere"),
-        ("tiny.py --init_from=out/basis", None, "out/basis", "python pretrain.py configs/basis.py"),
+        ("tiny.py --init_from=out/base", None, "out/base", "python pretrain.py configs/base.py"),
         ("tiny.py --seq_len=2", None, "seq_len"), ("tiny.py --dropout=1.5", None, "dropout"),
         ("tiny.py --seed=-1", None, "seed"), ("tiny.py --lr=-1", None, "lr"),
         ("tiny.py --key_dim=0", None, "key_dim"),
@@ -351,7 +362,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("tune.py --task=", None, "expected docs"),
         ("tune.py --task=nothing", None, "nothing", "expected docs, squad"),
         ("tune.py --task=rte", None, "data/glue/RTE", "prepare_data.py glue RTE"),
-        ("tune.py --init_from=", None, "init_from"),
+        ("tune.py --init_from=", None, "init_from", "python finetune.py configs/demo_finetune.py"),
         ("tune.py --init_from=out/none", None, "out/none", "no weights"),
         ("tune.py --max_len=500", None, "max_len", "500", "128"),
         ("tune.py --epochs=0", None, "epochs"),

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,8 +21,10 @@ import torch
 import checkpoint
 import common
 import data
+import export
 import finetune
 import measure
+import predictions
 import tasks
 from model import BertConfig, Classifier, SpanReader
 from tests.helpers import KILLS, ROOT, assert_same, files, log, squad_file, steps_saved, tune
@@ -35,7 +38,7 @@ def test_a_fine_tuned_run_leaves_what_it_promises(tuned, capsys):
     assert tune("--seeds=3", "--out=out/run") == 0
     run = Path("out/run/seed1")
     assert sorted(p.name for p in run.iterdir()) == [
-        "best", "config.json", "eval_results.json", "log.jsonl", "predictions.tsv", "step_000075",
+        "best", "config.json", "eval_results.json", "log.jsonl", "predictions_dev.tsv", "step_000075",
         "submission", "vocab.txt"]
     each = [scores(f"out/run/seed{n}") for n in range(3)]
     assert len({str(result) for result in each}) > 1  # seeds matter
@@ -49,13 +52,18 @@ def test_a_fine_tuned_run_leaves_what_it_promises(tuned, capsys):
     summary = scores("out/run")
     assert summary["eval_accuracy"] == sorted(r["eval_accuracy"] for r in each)[1] > 0.7
     assert list(summary["seeds"].values()) == each
-    assert "median of 3: accuracy" in capsys.readouterr().out
-
-    gold = [line.split("\t")[1] for line in Path("own/dev.tsv").read_text().splitlines()[1:]]
-    lines = Path(run, "predictions.tsv").read_text().splitlines()
+    said = capsys.readouterr().out
+    assert "median of 3: accuracy" in said
+    gold, train = ([line.split("\t")[1] for line in Path(path).read_text().splitlines()[1:]]
+                   for path in ("own/dev.tsv", "own/train.tsv"))
+    most = collections.Counter(train).most_common(1)[0][0]
+    assert f"always saying {most}, the most frequent class of train, would be right for " \
+        f"{gold.count(most) / 30:.1%} of dev" in said
+    lines = Path(run, "predictions_dev.tsv").read_text().splitlines()
     found = [line.split("\t") for line in lines[1:]]
-    assert lines[0] == "index\tprediction" and [n for n, _ in found] == [str(n) for n in range(30)]
-    right = [a == b for (_, a), b in zip(found, gold, strict=True)]
+    assert lines[0] == "index\tsentence\tlabel\tprediction\tprobability"
+    assert [row[0] for row in found] == [str(n) for n in range(30)]
+    right = [row[3] == label for row, label in zip(found, gold, strict=True)]
     assert np.mean(right) == each[1]["eval_accuracy"]
     submitted = Path(run, "submission/own.tsv").read_text().splitlines()
     assert len(submitted) == 8 and {line.split("\t")[1] for line in submitted[1:]} <= {
@@ -82,6 +90,85 @@ def test_the_best_epoch_counts(tuned, monkeypatch):
     assert tune("--epochs=5", "--train_examples=16", "--out=out/run") == 0
     assert scores("out/run/seed0")["epoch"] == 3
     assert torch.equal(weights[5], weights[2]) and not torch.equal(weights[5], weights[4])
+
+
+def test_the_weights_that_were_scored_exist_whenever_it_is_killed(tuned, monkeypatch):
+    """Killed before each of its renamings in turn. A second time the same epoch has another score,
+    as on a device whose arithmetic is not exact."""
+    scored, rng, evaluate, calls = {}, random.Random(0), finetune.evaluate, []
+
+    class Killed(BaseException):
+        pass
+
+    def fake(trainer):
+        score = rng.random()
+        scored[score] = trainer.model.head.weight.detach().clone()
+        return {"accuracy": score}, evaluate(trainer)[1]
+
+    def killing(rename):
+        def before(*args, **kwargs):
+            calls.append(args)
+            if len(calls) == at:
+                raise Killed
+            return rename(*args, **kwargs)
+        return before
+
+    def best_weights(score):
+        folder, _ = checkpoint.find_weights("out/run/seed0")
+        assert folder.name.startswith("best")
+        found = checkpoint.read_weights(folder)["weights"]["head.weight"]
+        assert torch.equal(found, scored[score])
+
+    monkeypatch.setattr(finetune, "evaluate", fake)
+    monkeypatch.setattr(os, "replace", killing(os.replace))
+    monkeypatch.setattr(Path, "rename", killing(Path.rename))
+    at, ends = 0, []
+    while ends != [0]:
+        at, ends = at + 1, []
+        calls.clear()
+        try:
+            ends.append(tune("--epochs=3", "--train_examples=8", "--out=out/run"))
+        except Killed:
+            pass
+        newest = checkpoint.find_checkpoint("out/run/seed0")
+        if newest and not ends:
+            best = common.load_file(newest / "state.pt")["best"]
+            named = [Path("out/run/seed0", name) for name in
+                     (f"best_epoch_{best['epoch']:g}", "best")]
+            folder = next(path for path in named if path.exists())
+            found = checkpoint.read_weights(folder)["weights"]["head.weight"]
+            assert torch.equal(found, scored[best["accuracy"]])
+    assert at > 8 and len(scored) > 4
+    best_weights(common.load_file(newest / "state.pt")["best"]["accuracy"])
+    assert [path.name for path in Path("out/run/seed0").glob("best*")] == ["best"]
+
+
+def test_one_path_is_one_folder_of_weights(tuned, capsys):
+    """For whatever reads weights: of a fine-tuned run its first seed's best epoch."""
+    pytest.importorskip("safetensors")
+    assert tune("--seeds=2", "--out=out/run", "--epochs=1", "--train_examples=16") == 0
+    shutil.copytree("out/run/seed1", "out/run/seed10")
+    best = Path("out/run/seed0/best")
+    model = torch.load(best / "model.pt", weights_only=True)
+    model["weights"]["head.bias"] += 1  # so that the last epoch has others
+    torch.save(model, best / "model.pt")
+    for n, path in enumerate(("out/run", "out/run/seed0", "out/run/seed0/best")):
+        assert checkpoint.find_weights(path) == (best, best.parent / "vocab.txt")
+        assert_same(dict(checkpoint.load_model(path).state_dict()), model["weights"])
+        capsys.readouterr()
+        export.export(path, f"exported{n}")
+        assert f"weights of {best}" in capsys.readouterr().out
+        assert_same(checkpoint.read_weights(f"exported{n}")["weights"], model["weights"])
+        assert tune(f"--init_from={path}", "--max_steps=1", "--out=out/again") == 0
+        assert f"init_from {best}:" in capsys.readouterr().out
+        shutil.rmtree("out/again")
+        measure.main(["table", "out/run"] if n < 2 else ["by_class", path, "--data=own"])
+        assert f"weights of {best}" in capsys.readouterr().out
+    last = Path("out/run/seed0/step_000002")
+    assert checkpoint.find_weights(last) == (last, best.parent / "vocab.txt")
+    assert checkpoint.find_weights("out/run/seed1")[0] == Path("out/run/seed1/best")
+    assert tune("--init_from=out/run", "--max_steps=1") == 0
+    assert Path("out/run_own/seed0").is_dir()  # named after the run, not after its seed
 
 
 def test_a_seed_draws_its_own_head(tuned, monkeypatch):
@@ -145,7 +232,7 @@ def test_submitted_scores_are_possible_ones(tuned, monkeypatch):
     monkeypatch.setattr(finetune, "predict",
                         lambda trainer, part: np.linspace(-99, 99, len(part.ids)))
     assert tune("--task=pairs", "--max_steps=1") == 0
-    assert (min(column("predictions.tsv")), max(column("predictions.tsv"))) == (-99, 99)
+    assert (min(column("predictions_dev.tsv")), max(column("predictions_dev.tsv"))) == (-99, 99)
     found = column("submission/pairs.tsv")
     assert len(found) == 7 and (min(found), max(found)) == (0, 3)
 
@@ -166,7 +253,7 @@ def test_best_spans(n, longest):
     starts = np.array([[5, 39], [7, 29], [9, 10], [6, 6], [5, 5]])  # the fourth: none is its own
     logits = torch.randn(5, 40, 2, dtype=torch.float64)
     logits[0, 2] = logits[1, 30] = logits[2, 20] = 99  # in the question, its [SEP], the padding
-    scores, spans = finetune.best_spans(logits, starts, first, lengths - 1, n, longest)
+    scores, spans = predictions.best_spans(logits, starts, first, lengths - 1, n, longest)
     for row in range(5):
         score, *span = best_span_by_hand(logits[row], starts[row], first[row], lengths[row], n,
                                          longest)
@@ -179,7 +266,7 @@ def test_an_answer_has_at_most_30_tokens():
     logits = torch.zeros(1, 60, 2)
     logits[0, 5, 0] = logits[0, 35, 1] = 9  # 31 tokens
     logits[0, 34, 1] = 8
-    score, spans = finetune.best_spans(logits, np.array([[3, 59]]), np.array([3]), np.array([59]))
+    score, spans = predictions.best_spans(logits, np.array([[3, 59]]), np.array([3]), np.array([59]))
     assert (score.item(), spans.tolist()) == (17, [[5, 34]])
 
 
@@ -201,7 +288,7 @@ def test_squad_is_learned_by_heart(tuned, capsys):
     assert tune(*args) == 0
     result, run = scores("out/tiny_squad/seed0"), Path("out/tiny_squad/seed0")
     assert (result["eval_f1"], result["eval_exact_match"], result["eval_samples"]) == (100, 100, 2)
-    assert json.loads((run / "predictions.json").read_text()) == {"q0": "cat", "q1": "cat"}
+    assert json.loads((run / "predictions_dev.json").read_text()) == {"q0": "cat", "q1": "cat"}
     assert torch.load(run / "best/model.pt", weights_only=True)["head"] == "span"
     assert type(checkpoint.load_model(run / "best")) is SpanReader
     data = squad_file(Path("data/squad/train-v1.1.json"))
@@ -266,7 +353,7 @@ def assert_same_tuning(run, reference):
 
     assert_same(timeless(run), timeless(reference), "log")
     assert scores(run) == scores(reference)
-    ours, theirs = (Path(path, "predictions.tsv").read_bytes() for path in (run, reference))
+    ours, theirs = (Path(path, "predictions_dev.tsv").read_bytes() for path in (run, reference))
     assert ours == theirs
     for name in (f"{checkpoint.find_checkpoint(reference).name}/{part}.pt" for part in
                  ("model", "optimizer")):

@@ -2,14 +2,16 @@
 The code's own order: imports run one way down, no script imports a script, files stay small.
 """
 import ast
+import os
 import subprocess
 import sys
 
+import common
 from tests.helpers import ROOT
 
 SCRIPTS = ["pretrain", "finetune", "measure", "bench", "prepare_data", "export"]
 ROOMS = ["common", "scalars", "pkm", "download", "data", "model", "huggingface", "checkpoint", "training",
-         "usage", "tasks", "browse", "figures"]
+         "usage", "tasks", "predictions", "browse", "figures"]
 PACKAGES = {"torch", "numpy", "tiktoken", "tokenizers", "requests", "tqdm", "huggingface_hub",
             "matplotlib", "pyarrow", "safetensors"}
 PATHS = {path.stem: path for path in ROOT.glob("*.py") if not path.stem.startswith("test_")}
@@ -32,8 +34,27 @@ def test_imports_run_one_way_down():
 
 def test_the_core_is_read_in_an_evening():
     lines = {name: len(path.read_text().splitlines()) for name, path in PATHS.items()}
-    assert sum(lines[name] for name in ("pkm", "model", "data", "training", "pretrain")) <= 1428
+    assert sum(lines[name] for name in ("pkm", "model", "data", "training", "pretrain")) <= 1444
     assert max(lines.values()) <= 650
+
+
+def test_how_threads_wait_is_set_before_torch_is_loaded():
+    """In every script and in the tests; what the user has set stays."""
+    for name in [*(name for name in SCRIPTS if name != "prepare_data"), "tests.conftest"]:
+        code = ("import os, sys\n"
+                "class Finder:\n"
+                "    def find_spec(self, name, path=None, target=None):\n"
+                "        if name == 'torch':\n"
+                "            print(os.environ.get('OMP_WAIT_POLICY'), flush=True)\n"
+                "            os._exit(0)\n"
+                f"sys.meta_path.insert(0, Finder())\nimport {name}")
+        clean = {key: value for key, value in os.environ.items() if key not in common.WAITING}
+        for more, expected in (({}, "PASSIVE" if sys.platform == "linux" else "None"),
+                               ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
+                               ({"GOMP_SPINCOUNT": "5"}, "None")):
+            found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=clean | more,
+                                   capture_output=True, text=True, check=True).stdout.strip()
+            assert found == expected, name
 
 
 def test_preparing_data_needs_neither_torch_nor_requests():

@@ -120,6 +120,7 @@ def test_export_loads_in_transformers(tmp_path, capsys, head, auto, labels, type
         tmp_path / "out", output_loading_info=True)
     assert not loading["missing_keys"] and not loading["mismatched_keys"]
     assert type(theirs).__name__ == f"BertFor{auto}"
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
     assert_same_logits(model, theirs.eval())
     if head == "classifier":
         assert tuple(theirs.config.id2label.values()) == (labels or ("LABEL_0",))
@@ -188,6 +189,16 @@ def test_a_run_starts_from_hugging_faces_weights(place, capsys):
             logits = theirs.eval()(ids).logits.gather(1, positions[..., None].expand(-1, -1, 25))
             total += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     assert first["loss"] == pytest.approx(float(total) / first["masked_tokens"], rel=1e-5)
+    tuned = Classifier(checkpoint.load_model("out/init").bert.config, 2)
+    checkpoint.init_from(tuned, "out/init")  # Google's pooler is trained, and goes with the run
+    assert "left random  pooler" in capsys.readouterr().out  # but a masked LM's folder has none
+    weights = torch.load("data/weights/bert-base-uncased/pytorch_model.bin")
+    pooler = {"bert.pooler.dense.weight": torch.randn(64, 64),
+              "bert.pooler.dense.bias": torch.randn(64)}
+    torch.save(weights | pooler, "data/weights/bert-base-uncased/pytorch_model.bin")
+    assert train(*args, "--max_steps=1", "--out=out/google") == 0
+    checkpoint.init_from(tuned, "out/google")
+    assert torch.equal(tuned.bert.pooler.weight, pooler["bert.pooler.dense.weight"])
     settings = json.loads(Path("out/init/config.json").read_text())
     assert settings["init_checkpoint"] == "data/weights/bert-base-uncased"
     assert settings["first_step"] == 0

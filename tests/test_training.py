@@ -32,7 +32,8 @@ import common
 import data
 import pretrain
 import training
-from model import value_tables
+from model import Classifier, value_tables
+from pkm import LazyAdam
 from tests.helpers import (
     KILLS,
     ROOT,
@@ -55,11 +56,33 @@ def test_optimizer_groups():
     found = collections.Counter(id(p) for group in (decayed, others) for p in group["params"])
     for name, p in model.named_parameters():
         assert found.pop(id(p), 0) == (0 if name.endswith("values.weight") else 1), name
-        if "norm" in name or name.endswith("bias"):
+        if "norm" in name or name.endswith("bias") or ".memory." in name:
             assert not any(p is q for q in decayed["params"]), name
         elif not name.endswith("values.weight"):
             assert not any(p is q for q in others["params"]), name
     assert not found
+
+
+def test_an_older_run_keeps_its_weight_decay_and_its_moments(tmp_path, capsys):
+    """An older version had the memory's query weights and sub-keys among the decayed."""
+    model = tiny_bert(memory_layers=(2, 3))
+    tables = {id(table.weight) for table in value_tables(model).values()}
+    dense = [p for p in model.parameters() if id(p) not in tables]
+    old = torch.optim.AdamW([{"params": [p for p in dense if p.dim() > 1], "weight_decay": 0.3},
+                             {"params": [p for p in dense if p.dim() <= 1], "weight_decay": 0.0}])
+    for p in dense:
+        p.grad = torch.randn_like(p)
+    old.step()
+    values = LazyAdam(value_tables(model).values())
+    folder = checkpoint.save_checkpoint(tmp_path, model, old, values, {"step": 3})
+    new = training.adamw(model, pretrain.Config(), torch.device("cpu"))
+    assert checkpoint.load_optimizers(folder, model, new, values) == {"step": 3}
+    assert "with weight decay on the memory" in capsys.readouterr().out
+    for p in dense:
+        assert_same(dict(new.state[p]), dict(old.state[p]))
+    for ours, theirs in zip(new.param_groups, old.param_groups, strict=True):
+        assert ours["weight_decay"] == theirs["weight_decay"]
+        assert list(map(id, ours["params"])) == list(map(id, theirs["params"]))
 
 
 @pytest.mark.parametrize("memory", [{}, {"memory_layers": (2,)},
@@ -93,7 +116,7 @@ class TwoBatches:
 
 def test_two_steps_equal_the_formulas():
     """Mean gradient, clipping, warm-up, AdamW with Devlin et al.'s betas and epsilon, weight decay
-    on matrices only, and SparseAdam's update of the rows that were read; in float64."""
+    on matrices outside the memory, SparseAdam's update of the rows that were read; in float64."""
     config = pretrain.Config(lr=0.01, warmup_steps=4, max_steps=8, value_lr=0.02, grad_clip=0.05,
                              weight_decay=0.3, dropout=0.0)
     model = tiny_bert(memory_layers=(2,), dropout=0.0).double()
@@ -133,7 +156,7 @@ def test_two_steps_equal_the_formulas():
                                      zip((m, v), moments.get(name, (0 * m, 0 * v)), strict=True)]
                     table.weight -= size * read
                 else:
-                    decay = 0.3 if p.dim() > 1 else 0.0
+                    decay = 0.3 if p.dim() > 1 and ".memory." not in name else 0.0
                     p -= lr * (mean / (square.sqrt() + 1e-6) + decay * p)
                     moments[name] = (m, v)
         for (name, p), q in zip(model.named_parameters(), ours.parameters(), strict=True):
@@ -189,6 +212,22 @@ def test_init_from(plain_run, capsys, alpha, reinit_ffn):
 def test_init_from_another_shape(plain_run):
     with pytest.raises(common.UserError, match="shape"):
         checkpoint.init_from(tiny_bert(d_model=12), plain_run[1])
+
+
+def test_seeds_share_no_random_pooler(plain_run):
+    """Masked-LM pretraining leaves the pooler as it was drawn; a fine-tuned one is trained."""
+    (_, initial), sizes = plain_run, tiny_bert().bert.config
+
+    def pooler(seed, start=initial):
+        torch.manual_seed(seed)
+        model = Classifier(sizes, 2)
+        checkpoint.init_from(model, start)
+        return model.bert.pooler.weight
+
+    assert not torch.equal(pooler(0), pooler(1)) and torch.equal(pooler(0), pooler(0))
+    tuned = Classifier(sizes, 2)
+    start = save_model(initial.parent / "tuned", tuned)
+    assert torch.equal(pooler(0, start), tuned.bert.pooler.weight)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
@@ -411,9 +450,11 @@ def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, 
 
     with monkeypatch.context() as patch:
         patch.setattr(training.Trainer, "step", interrupted)
-        assert train("--out=out/a b", f"--objective={objective}") == 128 + number
+        status = train("--out=out/a b", f"--objective={objective}")
+    assert status == (128 + number if at < 12 else 0)
     assert steps_saved("out/a b") == at
-    assert "python pretrain.py tiny.py '--out=out/a b'" in capsys.readouterr().out
+    said = "python pretrain.py tiny.py '--out=out/a b'" if at < 12 else "done, "
+    assert said in capsys.readouterr().out
     assert train("--out=out/a b", f"--objective={objective}") == 0
     assert train("--out=out/whole", f"--objective={objective}") == 0
     assert_same_run("out/a b", "out/whole")
@@ -463,3 +504,21 @@ def test_no_space_left(place, file, share):
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
     assert files("out/tiny/step_000004") == before and steps_saved("out/tiny") == 4
     assert train("--max_steps=6") == 0
+
+
+def test_two_processes_do_not_train_in_one_folder(place):
+    """Started at the same moment, one goes on; the other has one line and writes nothing."""
+    both = [subprocess.Popen(command("--max_steps=300", "--eval_interval=1000"), text=True,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)]
+    while all(process.poll() is None for process in both):
+        time.sleep(0.01)
+    first, second = sorted(both, key=lambda process: process.poll() is not None)
+    error = second.stderr.read()
+    assert second.returncode == 2 and error.count("\n") == 1, error
+    assert f"out/tiny: process {first.pid} trains there" in error
+    assert train("--out=out/tiny", "--dry_run=True") == 0  # what writes nothing is let in
+    first.send_signal(signal.SIGTERM)
+    first.communicate()
+    second.communicate()
+    assert first.returncode == 128 + signal.SIGTERM and steps_saved("out/tiny") > 0
+    assert [path.name for path in Path("out").iterdir()] == ["tiny"]
