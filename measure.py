@@ -289,7 +289,7 @@ def read_scores(paths):
                 values.setdefault(key, set()).add(str(settings[key]))
         keys = sorted(key for key, found in values.items() if len(found) > 1)
         for folder, settings in runs.values():
-            key = *system, ", ".join(f"{key}={settings.get(key)}" for key in keys)
+            key = *system, ", ".join(f"{name}={settings.get(name)}" for name in keys)
             seeds, seed = systems.setdefault(key, {}).setdefault(task, {}), settings["seed"]
             if seed in seeds:
                 raise UserError(f"{seen[key, task, seed]} and {folder} have the same settings and "
@@ -363,8 +363,8 @@ def by_class(args):
     report(args, "run | layer | when | KL | floor | corrected | IOU | floor | corrected | accesses",
            rows, f"Top-1 slots, {args.split} split: KL(class 1 || 0.9 class 0 + 0.1 class 1) in "
            "nats, at most 2.30, and IOU of the shares of the slots. Floor: the same between two "
-           "random halves of one class. Corrected for it, so that a KL of 0 and an IOU of 1 mean no "
-           "more difference than that. Accesses: of each half.", records,
+           "random halves of one class. Corrected for it, so that a KL of 0 and an IOU of 1 mean "
+           "no more difference than that. Accesses: of each half.", records,
            lambda: draw_bars(bars, 1, 1.7, "%.2f"))
 
 

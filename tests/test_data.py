@@ -114,7 +114,7 @@ def test_masking():
     new = np.take_along_axis(inputs, positions, 1)[chosen]
     masked, kept = new == mask_id, new == at[chosen]
     drawn = new[~masked & ~kept]
-    assert not np.isin(drawn, special).any() and drawn.min() < 20 and drawn.max() > 980
+    assert not np.isin(drawn, special).any() and drawn.min() < 20 and 980 < drawn.max() < vocab
     n = chosen.sum()
     for share, expected in [(masked.mean(), 0.8), (kept.mean(), 0.1), (len(drawn) / n, 0.1)]:
         assert abs(share - expected) < 5 * math.sqrt(expected * (1 - expected) / n)
@@ -176,6 +176,19 @@ def test_heldout_covers_the_split_once(place):
         data.heldout(corpus, "test", len(tokens) + 4, 8, sequences=1)
 
 
+def test_too_few_tokens_for_a_sequence(place):
+    """One sequence more than an epoch has, for its offset."""
+    corpus = data.Corpus("tiny")
+    config, tokens = pretrain.Config(**TINY), len(corpus.split("train"))
+    for seq_len, enough in ((tokens // 2 + 2, True), (tokens // 2 + 3, False), (tokens, False)):
+        changed = dataclasses.replace(config, seq_len=seq_len)
+        if enough:
+            assert data.MaskedBatches(corpus, changed).per_epoch == 1
+        else:
+            with pytest.raises(common.UserError, match="too few"):
+                data.MaskedBatches(corpus, changed)
+
+
 def test_batches_are_a_function_of_seed_and_step(place):
     """An epoch reads every token once, but for those left over at its ends."""
     corpus = data.Corpus("tiny")
@@ -202,5 +215,9 @@ def test_batches_are_a_function_of_seed_and_step(place):
     again = data.MaskedBatches(corpus, config).get(2, 0)
     assert batch.keys() == again.keys()
     assert all(np.array_equal(again[name], batch[name]) for name in batch)
-    other = data.MaskedBatches(corpus, dataclasses.replace(config, seed=1)).get(2, 0)
-    assert not np.array_equal(other["ids"], batch["ids"])
+    other = data.MaskedBatches(corpus, dataclasses.replace(config, seed=1))
+    assert not np.array_equal(unmasked(other.get(2, 0)), unmasked(batch))  # another order
+    other.order, other.text = batches.order, batches.text
+    assert np.array_equal(unmasked(other.get(2, 0)), unmasked(batch))
+    assert not np.array_equal(other.get(2, 0)["positions"], batch["positions"])
+    assert batches.epochs(batches.per_epoch) == 2 * 2  # steps of 2 x 2 sequences

@@ -221,6 +221,8 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
          "vocab.txt"),
         ("sample", sample(written("data/sample/train.bin", bytes(22))),
          "expected 24 bytes, found 22"),
+        ("sample", sample(written("data/sample/train.bin", bytes(26))),
+         "expected 24 bytes, found 26"),
         ("sample", sample(Path("data/sample/train.bin").unlink), "expected 24 bytes, found 0"),
         ("sample", sample(foreign_id("data/sample/train.bin", 3, 11)), "id 11 at position 3")],
     ("workdir", "find"): [
