@@ -5,6 +5,8 @@ $ python bench.py                          # Table 1: batches/s of a classifier 
 $ python bench.py inference --slots        # latency by number of slots, product and flat keys
 $ python bench.py layer                    # one memory layer, stage by stage
 $ python bench.py train                    # a pretraining step of base, +PKM and +ResM
+$ python bench.py causal                   # 12 layers, 24, and 12 with a memory (Lample et al.)
+$ python bench.py causal --slots           # latency of the last by number of slots
 $ python bench.py against_transformers     # ours and Hugging Face's, in turn
 
 What is compared is timed in turn, in one process: figures are medians with [lowest, highest],
@@ -28,6 +30,7 @@ import torch
 from torch import nn
 
 import pkm
+from checkpoint import read_weights
 from common import UserError
 from data import mask_tokens
 from model import SIZES, BertConfig, Classifier, MaskedLM, value_tables
@@ -146,7 +149,9 @@ def build(head, size, system, device, n_keys=512, dropout=0.0):
 def inference(args):
     """Table 1: batches/s of a classification model at batch size 1"""
     if args.slots is not None:
-        return by_slots(args, args.slots or [64, 128, 256, 512, 1024])
+        model = build(Classifier, "base", "+ResM", args.device, n_keys=32).eval()
+        ids = torch.randint(1000, 30000, (1, args.lengths[0]), device=args.device)
+        return by_slots(args, model, functools.partial(model, ids), (pkm.PKM, FlatPKM))
     modes, results = {"eager": lambda model: model}, []
     if args.compile:
         modes["compiled"] = torch.compile
@@ -176,20 +181,19 @@ def inference(args):
     return results
 
 
-def by_slots(args, all_n_keys):
-    """The poster's last figure: latency of base +ResM with n_keys^2 slots, by product and by flat
-    keys."""
+def by_slots(args, model, run, kinds):
+    """The poster's last figure: latency of run(), which calls the model, with n_keys^2 slots, by
+    product and by flat keys."""
     length, functions = args.lengths[0], {}
-    model = build(Classifier, "base", "+ResM", args.device, n_keys=32).eval()
-    ids = torch.randint(1000, 30000, (1, length), device=args.device)
+    layers = [layer for layer in model.bert.layers if layer.beta]
 
     @args.autocast
-    def classify_with(memory):
-        for n in LAYERS["base"]:  # the same one in both layers, so that twice as many slots fit
-            model.bert.layers[n - 1].memory = memory
-        model(ids)
+    def run_with(memory):
+        for layer in layers:  # the same one in all of them, so that more slots fit
+            layer.memory = memory
+        run()
 
-    for kind, n in itertools.product((pkm.PKM, FlatPKM), all_n_keys):
+    for kind, n in itertools.product(kinds, args.slots or [64, 128, 256, 512, 1024]):
         name, row = "product", model.bert.config.d_model
         if kind is FlatPKM:
             name, row = "flat", row + 4 * (256 + length)  # 4 heads: key and scores of a slot
@@ -197,11 +201,55 @@ def by_slots(args, all_n_keys):
             with torch.device(args.device):
                 memory = kind(model.bert.config.d_model, n).eval()
             memory.values.to(getattr(torch, args.values_dtype))
-            functions[name, n] = functools.partial(classify_with, memory)
+            functions[name, n] = functools.partial(run_with, memory)
     times = in_turn("slots", functions, args, more=3)
     return [{"keys": name, "slots": n * n, "seconds": seconds,
              "times_the_first": ratio(times, (name, n), next(iter(times)))}
             for (name, n), seconds in times.items()]
+
+
+def causal(args):
+    """The next token after a text, and a training step, of n layers, 2n, and n with a memory"""
+    shared = {**SIZES[args.size], "causal": True, "dropout": args.dropout, "n_keys": args.n_keys}
+    n = args.layers
+    systems = {f"{n} layers": {"n_layer": n}, f"{2 * n} layers": {"n_layer": 2 * n},
+               f"{n} layers, memory": {"n_layer": n, "memory_layers": (n // 2,)}}
+    configs = {name: BertConfig(**{**shared, **system}) for name, system in systems.items()}
+    if args.runs:
+        configs = {run: BertConfig(**read_weights(run)["config"]) for run in args.runs}
+    with torch.device(args.device):
+        models = {name: MaskedLM(config) for name, config in configs.items()}
+    (first, second, *_), results = [*models, None], []
+
+    def text(batch, length):
+        size = min(config.vocab_size for config in configs.values())
+        return torch.randint(5, size, (batch, length), device=args.device)
+
+    def add(what, times):
+        results.extend({
+            "what": what, "model": name, "parameters": sum(p.numel() for p in model.parameters()),
+            "seconds": times[name], "times_the_first": ratio(times, name, first),
+            "times_the_second": ratio(times, name, second)} for name, model in models.items())
+
+    runs = {name: torch.compile(m) if args.compile else m for name, m in models.items()}
+    with torch.no_grad():
+        for length in args.lengths:
+            last = torch.tensor([[length - 1]], device=args.device)
+            calls = {name: args.autocast(functools.partial(
+                run.eval(), text(1, length), positions=last)) for name, run in runs.items()}
+            if args.slots is not None:
+                _, call = calls.popitem()
+                return by_slots(args, models.popitem()[1], call, [pkm.PKM])
+            add(f"inference, 1 x {length}", in_turn(f"1 x {length}", calls, args, more=5))
+    ids, steps = text(args.batch_size or 8, args.length + 1), {}
+    for name, run in runs.items():
+        steps[name] = training_step(
+            args, optimizer_groups(models[name], 0.01),
+            pkm.LazyAdam(value_tables(models[name]).values()),
+            functools.partial(run.train(), ids[:, :-1], labels=ids[:, 1:]))
+    what = f"{len(ids)} x {args.length}"
+    add(f"training step, {what}", in_turn(what, steps, args))
+    return results
 
 
 def layer(args):
@@ -399,28 +447,33 @@ def against_transformers(args):
 
 def main():
     parser = common.Parser(description=__doc__)
-    option = parser.commands(inference, layer, train, against_transformers)
+    option = parser.commands(inference, layer, train, causal, against_transformers)
     whole = common.whole
     n_keys = functools.partial(whole, least=32)  # the topk of a head
-    every = "inference layer train against_transformers"
+    every = "inference layer train causal against_transformers"
     option(every, "--device", default="auto", help="cuda, mps or cpu")
     option("inference", "--dtype", default="float32", help="(float32, as in the paper)")
     option("layer", "--dtype", choices=["float32"], default="float32")
-    option("train against_transformers", "--dtype", choices=["auto", "float32", "bfloat16"],
+    option("train causal against_transformers", "--dtype", choices=["auto", "float32", "bfloat16"],
            default="auto", help="(bfloat16 on CUDA)")
     option(every, "--rounds", type=whole, default=7, help="timed, after two of warm-up")
     option(every, "--out", metavar="results/NAME.json", help="keep the JSON line there")
     option(every, "--keep_freed", action="store_true",
-           help="keep freed memory as pretrain.py does; train always does")
-    option("inference layer train", "--n_keys", type=n_keys, default=512, help="n_keys^2 slots")
-    option("inference train", "--compile", action="store_true", help="on CUDA it is always on")
-    option("inference against_transformers", "--lengths", type=whole, nargs="+", default=[128, 512])
+           help="keep freed memory as pretrain.py does; train and causal always do")
+    option("inference layer train causal", "--n_keys", type=n_keys, default=512,
+           help="n_keys^2 slots")
+    option("inference train causal", "--compile", action="store_true",
+           help="on CUDA it is always on")
+    option("inference causal against_transformers", "--lengths", type=whole, nargs="+",
+           default=[128, 512])
     option("inference", "--sizes", nargs="+", choices=list(SIZES), default=["base", "large"])
-    option("inference", "--values_dtype", choices=["float32", "bfloat16"], default="float32")
-    option("inference", "--slots", type=n_keys, nargs="*", metavar="N", help="instead: latency at "
-           "N^2 slots, with product and with flat keys (64 128 256 512 1024)")
+    option("inference causal", "--values_dtype", choices=["float32", "bfloat16"], default="float32")
+    option("inference causal", "--slots", type=n_keys, nargs="*", metavar="N", help="instead: "
+           "latency at N^2 slots, with product and with flat keys (64 128 256 512 1024)")
+    option("causal", "--layers", type=functools.partial(whole, least=2), default=12)
+    option("causal", "--runs", nargs="+", metavar="RUN", help="instead: the models of these runs")
     option("layer", "--tokens", type=whole, nargs="+", default=[128, 512, 2048, 8192, 32768, 65536])
-    steps = "train against_transformers"
+    steps = "train causal against_transformers"
     option(steps, "--size", choices=list(SIZES), default="base")
     option(steps, "--length", type=whole, default=512, help="tokens a sequence")
     option(steps, "--batch_size", type=whole, help="sequences (8; train on CUDA: fits)")
@@ -433,10 +486,10 @@ def main():
         argv = ["inference", *argv]
     args = parser.parse_args(argv)
     args.device, args.dtype = common.setup(args.device, args.dtype)
-    if args.dtype == torch.float16 and args.command in ("train", "against_transformers"):
+    if args.dtype == torch.float16 and args.command in ("train", "causal", "against_transformers"):
         raise UserError("dtype = 'float16': training is timed in float32 and bfloat16")
     args.autocast = torch.autocast(args.device.type, args.dtype, args.dtype != torch.float32)
-    if args.keep_freed or args.command == "train":
+    if args.keep_freed or args.command in ("train", "causal"):
         common.keep_freed_memory(args.device)
     args.compile |= args.device.type == "cuda"
     if args.device.type == "cuda":

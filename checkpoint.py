@@ -122,10 +122,9 @@ def load_model(path):
 def check_objective(path, config, causal):
     """UserError unless the settings of a model, that of `path`, make it a causal language model, or
     a masked one, as expected."""
-    kinds = ["masked", "causal"]
     if config.get("causal", False) != causal:
-        raise UserError(f"{path} is a {kinds[not causal]} language model, expected a "
-                        f"{kinds[causal]} one")
+        found, expected = ("masked", "causal") if causal else ("causal", "masked")
+        raise UserError(f"{path} is a {found} language model, expected a {expected} one")
 
 
 def load_optimizers(checkpoint, model, dense, values):
@@ -137,8 +136,12 @@ def load_optimizers(checkpoint, model, dense, values):
         saved["values"] = {**values.state_dict(), "state": dict(enumerate(moments))}
     if len(saved["dense"]["param_groups"][0]["params"]) > len(dense.param_groups[0]["params"]):
         decay_memory(model, dense)
-    dense.load_state_dict(copy.deepcopy(saved["dense"]))  # not mapped from the file
-    values.load_state_dict(saved["values"])
+    try:
+        dense.load_state_dict(copy.deepcopy(saved["dense"]))  # not mapped from the file
+        values.load_state_dict(saved["values"])
+    except ValueError as error:
+        raise UserError(f"{checkpoint}/optimizer.pt: of another model than model.pt beside it "
+                        f"({error})") from None
     return load_file(Path(checkpoint) / "state.pt")
 
 

@@ -15,6 +15,7 @@ import errno
 import fcntl
 import importlib
 import inspect
+import json
 import os
 import re
 import runpy
@@ -204,7 +205,7 @@ def _read(path, known):
         raise UserError(f"{path}: no such config file{hint}")
     try:
         names = runpy.run_path(path)
-    except Exception as error:  # noqa: BLE001 - a user's file may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's file may raise anything
         line = getattr(error, "lineno", None)
         trace = error.__traceback__
         while trace:  # the innermost line that is the config's own
@@ -400,6 +401,10 @@ def _flock(handle, path, what, wait):
         time.sleep(0.2 if told else 0.01)
 
 
+CHECKPOINT = {  # what the files of a checkpoint hold, see checkpoint.py
+    "model.pt": {"config", "weights"}, "optimizer.pt": {"dense", "values"}, "state.pt": {"step"}}
+
+
 def load_file(path, mmap=False, hint="remove its folder to use an older checkpoint"):
     """A file of torch.save or a .safetensors: tensors and plain Python, nothing that runs. With
     mmap, a tensor is read from disk when it is first used."""
@@ -408,12 +413,26 @@ def load_file(path, mmap=False, hint="remove its folder to use an older checkpoi
     try:
         if path.suffix == ".safetensors":
             return need("safetensors.torch", f"{path}").load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        for key in CHECKPOINT.get(path.name, ()):
+            found[key]  # raises where it is another file
+        return found
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
         raise UserError(f"{path}: truncated, damaged or no file of tensors "
                         f"({type(error).__name__}; nothing in it was run): {hint}") from None
+
+
+def read_json(path):
+    """The dict in a JSON file of ours; UserError if it is damaged."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not readable ({error})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not readable (no JSON object)")
+    return content
 
 
 def write_text(path, text):

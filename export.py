@@ -9,7 +9,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from common import Parser, UserError, atomic, need, run  # before torch
+from common import Failure, Parser, UserError, atomic, need, run  # before torch
 
 # isort: split
 import torch
@@ -32,6 +32,8 @@ def export(path, folder):
     saved, vocab = read_weights(source), read_vocab(vocab_file)
     config, head, labels = BertConfig(**saved["config"]), saved.get("head"), saved.get("labels")
     plain = not config.memory_layers or (config.alpha, config.beta) == (1, 0)
+    if config.causal and not plain:
+        raise UserError(f"{path} is a causal language model with memory: transformers has none")
     if plain and not config.type_vocab:  # as good as none
         config.type_vocab = 2
         saved["weights"]["bert.token_types.weight"] = torch.zeros(2, config.d_model)
@@ -47,6 +49,8 @@ def export(path, folder):
     settings |= {"model_type": kind, "hidden_act": "gelu", "layer_norm_eps": 1e-12,
                  "attention_probs_dropout_prob": config.dropout, "dtype": "float32",
                  "architectures": [ARCHITECTURES[head]], "pad_token_id": vocab.index(pad)}
+    if config.causal:
+        settings |= {"is_decoder": True, "architectures": ["BertLMHeadModel"]}
     if not plain:
         settings["architectures"] = [f"PKM{ARCHITECTURES[head]}"]
     if head == "classifier":
@@ -57,12 +61,19 @@ def export(path, folder):
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{cls} $A {sep}", pair=f"{cls} $A {sep} $B:1 {sep}:1",
         special_tokens=[(cls, vocab.index(cls)), (sep, vocab.index(sep))])
-    about = {"tokenizer_class": "BertTokenizer" if cls == "[CLS]" else "PreTrainedTokenizerFast",
+    if config.causal:  # no [CLS]: a document begins after [SEP]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{sep} $A", special_tokens=[(sep, vocab.index(sep))])
+    own = cls == "[CLS]" and not config.causal  # BertTokenizer puts [CLS] before a text
+    about = {"tokenizer_class": "BertTokenizer" if own else "PreTrainedTokenizerFast",
              "do_lower_case": cls == "[CLS]", "model_max_length": config.max_len, "pad_token": pad,
              "unk_token": unk, "cls_token": cls, "sep_token": sep, "mask_token": mask}
     with atomic(folder) as temporary:
         temporary.mkdir()
-        save_file(weights, temporary / "model.safetensors", {"format": "pt"})
+        try:
+            save_file(weights, temporary / "model.safetensors", {"format": "pt"})
+        except Exception as error:  # noqa: BLE001 - safetensors has a type of its own
+            raise Failure(f"{folder}: not saved ({error})") from None
         shutil.copyfile(vocab_file, temporary / "vocab.txt")
         shutil.copymode(temporary / "vocab.txt", temporary / "model.safetensors")  # was 0600
         tokenizer.save(str(temporary / "tokenizer.json"))
@@ -70,8 +81,7 @@ def export(path, folder):
             (temporary / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
         if not plain:
             (temporary / "README.md").write_text(MEMORY_README.format(**asdict(config)))
-    print(f"{folder}: weights of {source}, {'' if plain else 'PKM'}{ARCHITECTURES[head]}, "
-          f"{len(weights)} tensors")
+    print(f"{folder}: weights of {source}, {settings['architectures'][0]}, {len(weights)} tensors")
 
 
 MEMORY_README = """# BERT with product-key memory

@@ -355,7 +355,7 @@ def run_seeds(config, out, data, initial, vocab, argv):
         if signals:
             print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
             return 128 + signals[0]
-        each[seed] = json.loads((folder / "eval_results.json").read_text())
+        each[seed] = common.read_json(folder / "eval_results.json")
     summarize(data.task, out, each)
     return 0
 

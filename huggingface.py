@@ -112,6 +112,7 @@ def read_config(file):
         if kind not in SETTINGS:
             raise UserError(f"{file}: model_type = {kind!r}: expected bert or distilbert")
         known = {ours: settings[theirs] for ours, theirs in SETTINGS[kind].items()}
+        known["causal"] = settings.get("is_decoder", False)
         config = BertConfig(**{"type_vocab": 0, **known})
     except UserError:
         raise

@@ -6,6 +6,7 @@ $ python measure.py staleness out/demo_pkm out/demo_resm_init --out results/figu
 $ python measure.py curves out/demo_more out/demo_resm_init --out results/figure3
 $ python measure.py slots out/demo_resm_init --layer 2           # what reads its most read slots
 $ python measure.py fill out/demo_resm_init "Return a new [MASK] of the given shape."
+$ python measure.py sample out/demo_causal_memory "Returns a new"   # of a causal language model
 $ python measure.py browse out/demo_resm_init --out memory      # memory.html: what a slot knows
 $ python measure.py glue out/base_sst2 out/base_resm_init_sst2  # Tables 4, 5, 7: fine-tuned runs
 $ python measure.py table out/base_resm_init_sst2               # Table 6
@@ -27,6 +28,7 @@ from common import (  # before torch: how its threads wait
     atomic,
     load_file,
     markdown,
+    read_json,
     run,
     setup,
     whole,
@@ -116,8 +118,7 @@ def read_corpus(args, model):
         ids = np.concatenate([batch["ids"] for batch in batches])
     else:
         ids = cut(corpus, "test", seq_len, args.sequences)
-    device, _ = setup(args.device, "float32")
-    model, reads = model.to(device), {n: [] for n in value_tables(model)}
+    device, reads = model.bias.device, {n: [] for n in value_tables(model)}
     with watch(model, lambda n, *read: reads[n].append([part.cpu() for part in read])):
         for batch in Progress(torch.from_numpy(ids).split(8), f"data/{corpus.name}"):
             model.bert(batch.to(device))
@@ -318,7 +319,8 @@ TABLE_4 = list(SCORES)[:6]  # its columns; it averages all but SQuAD's
 
 
 # Settings of a fine-tuned run that change no score, and the seed, over which the median is taken
-NO_RECIPE = {"out", "seed", "seeds", "log_interval", "checkpoint_interval", "device", "compile"}
+NO_RECIPE = {"out", "seed", "seeds", "log_interval", "checkpoint_interval", "device", "compile",
+             "tensorboard"}
 
 
 def read_scores(paths):
@@ -337,9 +339,11 @@ def read_scores(paths):
             cell = settings["init_from"], settings["update_memory"], tasks.name_of(settings["task"])
             cells.setdefault(cell, {})[folder.resolve()] = folder, settings
     for (*system, task), runs in cells.items():
-        first = next(iter(runs.values()))[1]
-        keys = sorted({key for _, settings in runs.values() for key in settings.keys() - NO_RECIPE
-                       if settings[key] != first.get(key)})
+        values = {}  # {key: its values, as text, in those that have it: older ones lack some}
+        for _, settings in runs.values():
+            for key in settings.keys() - NO_RECIPE:
+                values.setdefault(key, set()).add(str(settings[key]))
+        keys = sorted(key for key, found in values.items() if len(found) > 1)
         for folder, settings in runs.values():
             key = *system, ", ".join(f"{key}={settings.get(key)}" for key in keys)
             seeds, seed = systems.setdefault(key, {}).setdefault(task, {}), settings["seed"]
@@ -347,7 +351,7 @@ def read_scores(paths):
                 raise UserError(f"{seen[key, task, seed]} and {folder} have the same settings and "
                                 "the same seed: leave one of them out")
             seen[key, task, seed] = folder
-            seeds[seed] = json.loads((folder / "eval_results.json").read_text())
+            seeds[seed] = read_json(folder / "eval_results.json")
     if not systems:
         raise UserError(f"{', '.join(paths)}: no fine-tuned run that is done")
     return systems
@@ -476,7 +480,8 @@ def slots(args):
     n_slots = len(tables[args.layer].weight)
     if bad := [slot for slot in args.slot if not 0 <= slot < n_slots]:
         raise UserError(f"slot {bad[0]}: layer {args.layer} has slots 0 to {n_slots - 1}")
-    corpus, _, reads, contexts = read_corpus(args, model)
+    device, _ = setup(args.device, "float32")
+    corpus, _, reads, contexts = read_corpus(args, model.to(device))
     reads, _ = reads[args.layer]
     read, top1 = (np.bincount(s.ravel(), minlength=n_slots) for s in (reads, reads[..., 0]))
     records = [{"slot": slot, "reads": int(read[slot]), "top1": int(top1[slot]),
@@ -495,7 +500,8 @@ def browse(args):
     model = load_model(checkpoint).eval()
     if not value_tables(model):
         raise UserError(f"{args.run}: a model without memory has no slots")
-    corpus, ids, reads, _ = read_corpus(args, model)
+    device, _ = setup(args.device, "float32")
+    corpus, ids, reads, _ = read_corpus(args, model.to(device))
     snapshots = {}
     with contextlib.suppress(UserError):  # a run has them, a folder of weights does not
         snapshots = read_usage(args.run)
@@ -508,25 +514,29 @@ def browse(args):
     print(f"wrote {file}, {file.stat().st_size / 1e6:.1f} MB: open it in a browser")
 
 
-@torch.no_grad()
-def fill(args):
-    """The likeliest words for each [MASK], the slots read there, and what else reads those."""
+def open_language_model(args, causal):
+    """The masked or causal language model args.run on args.device, its tokenizer and checkpoint."""
     checkpoint, vocab = find_weights(args.run)
     model, tokenizer = load_model(checkpoint).eval(), load_tokenizer(vocab)
     if not isinstance(model, MaskedLM):
-        raise UserError(f"{checkpoint}: a fine-tuned checkpoint has no masked-LM head")
-    check_objective(args.run, vars(model.bert.config), causal=False)
-    *_, cls, sep, mask = special_tokens(tokenizer.get_vocab())
+        raise UserError(f"{checkpoint}: a fine-tuned checkpoint has no language-model head")
+    check_objective(args.run, vars(model.bert.config), causal)
+    device, _ = setup(args.device, "float32")
+    return model.to(device), tokenizer, checkpoint
+
+
+@torch.no_grad()
+def show_predictions(args, model, tokenizer, texts):
+    """Print the likeliest tokens at some positions of texts, the slots read there, and what else
+    reads those. texts: each (its heading, its ids, {title: position})."""
     found, contexts = [], None
-    for text in args.texts:
-        ids = tokenizer.encode(cls + text.replace("[MASK]", mask) + sep).ids
-        positions = [i for i, token in enumerate(ids) if token == tokenizer.token_to_id(mask)]
-        if not positions:
-            raise UserError(f"no [MASK] in {text!r}: write one where a word is to be guessed")
+    for heading, ids, positions in texts:
+        ids, where = (torch.tensor([numbers], device=model.bias.device)
+                      for numbers in (ids, list(positions.values())))
         reads = {}  # {layer: (slots, weights) of this text}
         with watch(model, lambda layer, *read, reads=reads: reads.update({layer: read})):
-            logits = model(torch.tensor([ids]), positions=torch.tensor([positions]))[0]
-        found.append((text, positions, logits, reads))
+            logits = model(ids, positions=where)[0]
+        found.append((heading, positions, logits, reads))
     try:
         if reads:
             *_, contexts = read_corpus(args, model)
@@ -534,15 +544,15 @@ def fill(args):
         if args.data:
             raise
         print(f"what else reads the slots is not shown: {error}")
-    for text, *guesses in found:
-        print(f"{checkpoint}: {text}")
+    for heading, *guesses in found:
+        print(heading)
         show_guesses(tokenizer, *guesses, contexts)
 
 
 def show_guesses(tokenizer, positions, logits, reads, contexts):
-    """Print what fill found for a text; contexts: read_corpus's function, or None."""
-    for position, probabilities in zip(positions, logits.softmax(1), strict=True):
-        print(f"[MASK] at token {position}:")
+    """Print what show_predictions found for a text; contexts: read_corpus's function, or None."""
+    for (title, position), probabilities in zip(positions.items(), logits.softmax(1), strict=True):
+        print(f"{title}:")
         best = probabilities.topk(5)
         for p, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             print(f"  {p:6.1%}  {tokenizer.id_to_token(token)}")
@@ -557,28 +567,72 @@ def show_guesses(tokenizer, positions, logits, reads, contexts):
                     print(f"      ({w:.2f}) {context}")
 
 
+def fill(args):
+    """The likeliest words for each [MASK], the slots read there, and what else reads those."""
+    model, tokenizer, checkpoint = open_language_model(args, causal=False)
+    *_, cls, sep, mask = special_tokens(tokenizer.get_vocab())
+    texts = []
+    for text in args.texts:
+        ids = tokenizer.encode(cls + text.replace("[MASK]", mask) + sep).ids
+        positions = {f"[MASK] at token {i}": i for i, token in enumerate(ids)
+                     if token == tokenizer.token_to_id(mask)}
+        if not positions:
+            raise UserError(f"no [MASK] in {text!r}: write one where a word is to be guessed")
+        texts.append((f"{checkpoint}: {text}", ids, positions))
+    show_predictions(args, model, tokenizer, texts)
+
+
+def sample(args):
+    """Continue a text; before that, what the next token may be, and the slots read for it."""
+    if not args.temperature >= 0:
+        raise UserError(f"--temperature {args.temperature}: expected 0 or more")
+    model, tokenizer, checkpoint = open_language_model(args, causal=True)
+    *_, sep, _ = special_tokens(tokenizer.get_vocab())
+    ids = tokenizer.encode(sep + args.text).ids  # [SEP]: a document begins
+    window = trained_on(args.run)[0]
+    seen = ids[-window:]
+    show_predictions(args, model, tokenizer,
+                     [(f"{checkpoint}: {args.text}", seen, {"next": len(seen) - 1})])
+    generator = torch.Generator().manual_seed(args.seed)
+    for number in range(1, args.samples + 1):
+        new = model.generate(ids, args.tokens, window, args.temperature, args.top_k, generator)
+        print(f"sample {number}: {tokenizer.decode(new[1:], skip_special_tokens=False)}")
+
+
 def main(argv=None):
     parser = Parser(description=__doc__)
-    option = parser.commands(table, glue, by_class, staleness, curves, slots, fill, browse)
+    option = parser.commands(table, glue, by_class, staleness, curves, slots, fill, sample,
+                             browse)
     number = {"type": whole, "metavar": "N"}
     option("table glue by_class staleness curves", "runs", nargs="+", metavar="out/RUN")
-    option("slots fill browse", "run", metavar="RUN", help="out/<run>, or one of its checkpoints")
+    option("slots fill sample browse", "run", metavar="RUN",
+           help="out/<run>, or one of its checkpoints")
     option("fill", "texts", nargs="+", metavar="TEXT", help="a text with [MASK] in it, in quotes")
+    option("sample", "text", help="a text that is to go on, or ''; [SEP] ends a document")
+    option("sample", "--tokens", **number, default=40, help="to add (40)")
+    option("sample", "--samples", **number, default=1, help="(1)")
+    option("sample", "--temperature", type=float, default=0.8, metavar="T",
+           help="0: always the likeliest token (0.8)")
+    option("sample", "--top_k", **number, default=50, help="draw from the N likeliest (50)")
+    option("sample", "--seed", type=int, default=0, metavar="N", help="(0)")
     option("table", "--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it")
     option("by_class", "--data", metavar="TASK", help="instead of the one of the fine-tuned run")
-    option("slots fill browse", "--data", metavar="NAME", help="data/NAME, not the run's corpus")
+    option("slots fill sample browse", "--data", metavar="NAME",
+           help="data/NAME, not the run's corpus")
     option("table", "--usage_data", metavar="NAME", help="where usage is counted (first of --data)")
     option("table by_class", "--split", choices=("train", "dev"), default="train", help="(train)")
     option("table by_class", "--sequences", **number, help="a quick look at N, evenly spread (all)")
-    option("slots fill browse", "--sequences", **number, default=512, help="of its test text (512)")
+    option("slots fill sample browse", "--sequences", **number, default=512,
+           help="of its test text (512)")
     option("table", "--repeats", **number, default=1, help="maskings (1)")
     option("table", "--batch_size", **number, default=8, help="sequences (8)")
     option("slots", "--layer", type=int, required=True, help="counted from 1")
     option("slots", "--slot", type=int, nargs="+", default=[], metavar="N", help="these slots")
     option("slots", "--most", **number, default=10, help="or the N most read (10)")
-    option("slots fill", "--contexts", **number, default=3, help="for a slot (3)")
+    option("slots fill sample", "--contexts", **number, default=3, help="for a slot (3)")
     option("browse", "--contexts", **number, default=8, help="for a slot (8)")
-    option("table by_class slots fill browse", "--device", default="auto", help="cuda, mps, cpu")
+    option("table by_class slots fill sample browse", "--device", default="auto",
+           help="cuda, mps, cpu")
     option("table", "--dtype", default="auto", help="float32, bfloat16, float16")
     out = {"metavar": "NAME", "type": lambda name: re.sub(r"\.(md|json|png|svg|html)$", "", name)}
     option("table glue by_class staleness curves slots", "--out", **out,

@@ -3,7 +3,9 @@ BERT, by hand (Devlin et al., 2018), with a product-key memory in some of its la
 
 x' = LN(x + alpha * FFN(x) + beta * PKM(x))      Kim & Jung (2020), section 4.2
 (alpha, beta) = (1, 0) is the FFN layer, (0, 1) the PKM layer, (1, 1) the residual memory (ResM).
-With causal = True the same network predicts the next token, as Lample et al.'s (2019) does.
+With causal = True the same network predicts the next token, as Lample et al.'s (2019) does. Its
+logits then come from earlier tokens only; but in training the statistics of a memory's query batch
+norm are over all tokens of a batch, as in XLM.
 
 >>> model = MaskedLM(BertConfig(**SIZES["base"], memory_layers=(4, 8)))  # 515M parameters
 >>> logits = model(ids)                             # (batch, time) -> (batch, time, vocab_size)
@@ -183,6 +185,20 @@ class MaskedLM(nn.Module):
         if labels is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    @torch.no_grad()
+    def generate(self, ids, tokens, window, temperature=1.0, top_k=50, generator=None):
+        """Of a causal model: the list `ids` and so many tokens more, each drawn from the top_k
+        likeliest after the last `window` tokens; at temperature 0 it is the likeliest."""
+        ids = list(ids)
+        for _ in range(tokens):
+            seen = torch.tensor([ids[-window:]], device=self.bias.device)
+            last = torch.full((1, 1), seen.shape[1] - 1, device=seen.device)
+            logits = self(seen, positions=last)[0, 0].cpu()
+            best = logits.topk(min(top_k, len(logits)) if temperature else 1)
+            chances = (best.values / (temperature or 1)).softmax(0)
+            ids.append(best.indices[chances.multinomial(1, generator=generator)].item())
+        return ids
 
 
 class Classifier(nn.Module):

@@ -243,6 +243,10 @@ def read_squad(path):
                               [(a["answer_start"], a["text"]) for a in qa["answers"]])
                      for article in articles for paragraph in article["paragraphs"]
                      for qa in paragraph["qas"]]
+        for question in questions:
+            texts = question.text, question.context, *(text for _, text in question.answers)
+            if {*map(type, texts)} != {str} or {type(at) for at, _ in question.answers} - {int}:
+                raise TypeError(f"question {question.id}: a text or answer_start of another type")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{path}: not a file of SQuAD 1.1: {error!r}") from None
     if empty := [question.id for question in questions if not question.answers]:

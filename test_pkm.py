@@ -231,6 +231,23 @@ def test_gradient_of_the_weights(monkeypatch, private):
     assert_near(grad, expected, 1e-12)
 
 
+@pytest.mark.parametrize("tokens", [1, 256, 257, 700])
+def test_gradient_of_the_scores_of_many_tokens(tokens):
+    """A chunk of them at a time, as autograd has it of all scores at once."""
+    memory, grads = small_memory(), []
+    query = torch.randn(tokens, 16, dtype=torch.float64, requires_grad=True)
+    slots, weights = memory.search(query)
+    out = torch.randn_like(weights)
+    grads.append(torch.autograd.grad((weights * out).sum(), (query, memory.keys)))
+    halves = query.view(tokens, 2, 2, 4)  # (tokens, heads, 2, half)
+    first, second = (torch.einsum("thd,hkd->thk", halves[:, :, i], memory.keys[:, i])
+                     for i in range(2))
+    scores = first.gather(2, slots.long() // 12) + second.gather(2, slots.long() % 12)
+    grads.append(torch.autograd.grad((scores.softmax(2) * out).sum(), (query, memory.keys)))
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
 def test_padding_changes_no_real_token_and_no_value():
     """The first step is without padding: it gives every row a momentum that padding could use."""
     x, weight = torch.randn(2, 3, 6, 6, dtype=torch.float64)
@@ -440,6 +457,15 @@ def test_half_precision(dtype):
     LazyAdam([memory.values], lr=0.1).step()
     assert out.dtype == memory.keys.grad.dtype == dtype and memory.keys.grad.any()
     assert not torch.equal(memory.values.weight, before)
+
+
+def test_scores_of_a_half_precision_memory_are_float32s():
+    """No ties by rounding: the same slots and weights as from the same numbers in float32."""
+    memory = small_memory(torch.bfloat16, n_keys=64, topk=8).eval()
+    query = torch.randn(200, 16, dtype=torch.bfloat16)
+    slots, weights = memory.search(query)
+    expected = memory.float().search(query.float())
+    assert torch.equal(slots, expected[0]) and torch.equal(weights, expected[1])
 
 
 def test_autocast():

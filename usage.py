@@ -178,12 +178,21 @@ def write_usage(run, step, counts):
 
 def read_usage(run):
     """A run's usage snapshots, oldest first: {step: {"layer2_top1": (n_slots,) counts, ...}}."""
-    if not read_settings(run, ["memory_layers"])["memory_layers"]:
+    layers = read_settings(run, ["memory_layers"])["memory_layers"]
+    if not layers:
         raise UserError(f"{run}: a run without memory has no usage snapshots")
     files = {int(path.stem[5:]): path for path in Path(run, "usage").glob("step_*.npz")}
     if not files:
         raise UserError(f"{run}/usage: no snapshot yet: there is one every usage_interval steps")
-    return {step: dict(np.load(files[step])) for step in sorted(files)}
+    snapshots = {}
+    for step in sorted(files):
+        try:
+            snapshots[step] = dict(np.load(files[step]))
+            for layer in layers:
+                snapshots[step][f"layer{layer}_top1"]  # raises where it is not in the file
+        except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
+            raise UserError(f"{files[step]}: damaged ({type(error).__name__}): remove it") from None
+    return snapshots
 
 
 def last_used(snapshots, layer):

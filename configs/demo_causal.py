@@ -2,7 +2,7 @@
 from configs.demo import *  # all else is the same
 
 objective = "causal"
-max_steps = 1500  # x 2,048 = 3.1 million tokens
-eval_interval = 250
+max_steps = 1000  # x 2,048 = 2.0 million tokens
+eval_interval = 200
 eval_sequences = 512  # x 64 = 32,768 tokens
 usage_interval = 500

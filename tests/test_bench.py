@@ -50,8 +50,10 @@ def test_flat_keys_are_all_compared():
 @pytest.mark.parametrize("args", [
     ["--sizes", "demo", "--lengths", "8"], ["inference", "--slots", "32", "33", "--lengths", "4"],
     ["layer", "--tokens", "6"], ["train", "--size", "demo", "--length", "16", "--batch_size", "2"],
+    ["causal", "--size", "demo", "--layers", "4", "--lengths", "8", "--length", "16"],
+    ["causal", "--slots", "32", "33", "--size", "demo", "--layers", "4", "--lengths", "8"],
     ["against_transformers", "--size", "demo", "--lengths", "8", "--length", "16"]],
-    ids=lambda args: args[0])
+    ids=lambda args: " ".join(args[:2]))
 def test_bench(tmp_path, monkeypatch, capsys, args):
     if "against_transformers" in args:
         pytest.importorskip("transformers")
@@ -69,7 +71,11 @@ def test_bench(tmp_path, monkeypatch, capsys, args):
     if args[0] == "train":
         assert [r["model"] for r in record["results"]] == ["demo plain", "demo +PKM", "demo +ResM"]
     if "--slots" in args:
-        assert [r["slots"] for r in record["results"]] == [1024, 1089] * 2
+        kinds = 1 if args[0] == "causal" else 2
+        assert [r["slots"] for r in record["results"]] == [1024, 1089] * kinds
+    elif args[0] == "causal":
+        names = ["4 layers", "8 layers", "4 layers, memory"]
+        assert [r["model"] for r in record["results"]] == names * 2
 
 
 def run_train(monkeypatch, *args):

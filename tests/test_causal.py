@@ -3,14 +3,19 @@ Causal language models: the network, its batches, training and what measures it.
 """
 import json
 import math
+import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import bench
 import checkpoint
+import common
 import data
+import export
 import finetune
 import huggingface
 import measure
@@ -18,7 +23,16 @@ import pretrain
 import training
 import usage
 from model import value_tables
-from tests.helpers import TINY, assert_one_line, assert_same, record_search, tiny_bert, train
+from tests.helpers import (
+    ROOT,
+    TINY,
+    assert_one_line,
+    assert_same,
+    prepare,
+    record_search,
+    tiny_bert,
+    train,
+)
 
 SYSTEMS = [{}, {"memory_layers": (2,)}, {"memory_layers": (2,), "alpha": 0.0}]
 
@@ -201,3 +215,121 @@ def test_a_causal_run_is_measured(place, capsys):
     for record in json.loads(Path("results/s.json").read_text()):
         assert record["reads"] == (slots == record["slot"]).sum()
         assert all("[CLS]" not in text for _, text in record["contexts"])
+
+
+@pytest.mark.parametrize("layers", ["--memory_layers=2,3", "--memory_layers="])
+def test_sample_goes_on_with_a_text(place, capsys, layers):
+    """At temperature 0 with the likeliest token, step by step; otherwise with one of the top k."""
+    assert train("--objective=causal", "--max_steps=12", layers) == 0
+    model, corpus = checkpoint.load_model("out/tiny").eval(), data.Corpus("tiny")
+    tokenizer = corpus.tokenizer()
+    prompt = [corpus.sep_id, *tokenizer.encode("the old cat saw").ids]
+
+    def run(*args):
+        capsys.readouterr()
+        measure.main(["sample", "out/tiny", "the old cat saw", "--device", "cpu", *args])
+        lines = capsys.readouterr().out.splitlines()
+        return lines, [line.split(": ", 1)[1] for line in lines if line.startswith("sample")]
+
+    lines, [text] = run("--temperature", "0", "--tokens", "30")
+    ids = list(prompt)
+    for _ in range(30):  # longer than a window of 16
+        with torch.no_grad():
+            ids.append(model(torch.tensor([ids[-16:]]))[0, -1].argmax().item())
+    assert tokenizer.encode(text).ids == ids[1:]
+    with torch.no_grad():
+        best = model(torch.tensor([prompt]))[0, -1].softmax(0).topk(5)
+    assert [line.split() for line in lines if line.endswith(tuple("abcdefghijklmnopqrstuvwxyz.]"))
+            and line.split()[0].endswith("%")] == [
+        [f"{p:.1%}", tokenizer.id_to_token(i)] for p, i in zip(*map(torch.Tensor.tolist, best))]
+    reads = record_search(model)
+    model(torch.tensor([prompt]))
+    for [(slots, _)] in reads.values():
+        for head, slot in enumerate(slots[-1, :, 0].tolist(), 1):
+            assert any(line.startswith(f"    head {head}: {slot} (") for line in lines)
+    _, texts = run("--samples", "3", "--tokens", "6", "--top_k", "2", "--temperature", "1")
+    assert len(set(texts)) > 1
+    for text in texts:
+        ids = tokenizer.encode(text).ids
+        for n in range(len(prompt) - 1, len(ids)):
+            with torch.no_grad():
+                logits = model(torch.tensor([[corpus.sep_id, *ids[:n]]]))[0, -1]
+            assert ids[n] in logits.topk(2).indices
+    assert run("--samples", "1", "--tokens", "6", "--top_k", "2", "--temperature", "1")[1] == (
+        texts[:1])
+    assert run("--samples", "3", "--tokens", "6", "--top_k", "2", "--temperature", "1",
+               "--seed", "7")[1] != texts
+    shutil.rmtree("data")  # a run can be used without its corpus
+    assert run("--temperature", "0", "--tokens", "3")[1]
+    assert_one_line(capsys, "sample", "out/tiny", "x", "--temperature=-1", words=["--temperature"],
+                    main=measure.main)
+
+
+def test_export_is_a_decoder_of_transformers(place, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("safetensors")
+    assert train("--objective=causal", "--max_steps=12", "--memory_layers=") == 0
+    export.main(["out/tiny", "exported"])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("exported").eval()
+    assert type(theirs).__name__ == "BertLMHeadModel"
+    ours, again = (checkpoint.load_model(path).eval() for path in ("out/tiny", "exported"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
+    ids = tokenizer("the old cat saw", return_tensors="pt").input_ids
+    words = data.load_tokenizer("out/tiny").encode("the old cat saw").ids
+    assert ids.tolist() == [[data.Corpus("tiny").sep_id, *words]]
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-4)
+        torch.testing.assert_close(again(ids), ours(ids), rtol=1e-5, atol=1e-6)
+    measure.main(["sample", "exported", "the", "--data", "tiny", "--device", "cpu"])
+    assert train("--objective=causal", "--max_steps=2", "--out=out/memory") == 0
+    assert_one_line(capsys, "out/memory", "more", main=export.main,
+                    words=["out/memory is a causal language model with memory"])
+
+
+PAPER = ["causal_12", "causal_24", "causal_12_memory", "causal_12_pkm"]
+
+
+def test_recipes(capsys):
+    """They differ in depth, memory and FFN, and nothing else."""
+    configs = {path.stem: common.load(pretrain.Config, [str(path)])
+               for path in ROOT.glob("configs/*causal*.py")}
+    assert configs.keys() == {*PAPER, "demo_causal", "demo_causal_memory", "demo_causal_wide"}
+    for first, *others in (PAPER, sorted(configs.keys() - set(PAPER))):
+        for name in (first, *others):
+            config = configs[name]
+            sizes = pretrain.validate(config)
+            same = {"n_layer", "memory_layers", "alpha", "d_ff"}
+            assert config.objective == "causal" and sizes["causal"]
+            assert sizes["n_layer"] == {"12": 12, "24": 24}.get(name.split("_")[1], 4)
+            assert config.alpha == float(name != "causal_12_pkm") and config.beta == 1
+            assert bool(config.memory_layers) == name.endswith(("memory", "pkm"))
+            for key, value in vars(configs[first]).items():
+                assert key in same or vars(config)[key] == value, (name, key)
+
+
+def test_gpt2s_vocabulary(workdir, gpt2_files, capsys):
+    """A causal run on byte-level BPE, whose documents end with </s>."""
+    Path("long.txt").write_text("\n\n".join(f"The cat {n} sat on the mat, then left." for n in
+                                            range(300)))
+    prepare("text", "bytes", "long.txt", "--tokenizer", "gpt2")
+    assert pretrain.main(["--dataset=bytes", "--model=demo", "--objective=causal", "--seq_len=16",
+                          "--batch_size=2", "--accumulation=1", "--max_steps=2", "--out=out/bytes",
+                          "--warmup_steps=1", "--eval_sequences=4", "--device=cpu"]) == 0
+    capsys.readouterr()
+    measure.main(["sample", "out/bytes", "The café", "--tokens", "5", "--device", "cpu"])
+    assert "sample 1: The café" in capsys.readouterr().out
+
+
+def test_the_models_of_runs_are_timed(place, monkeypatch, capsys):
+    args = ["--objective=causal", "--max_steps=2"]
+    assert train(*args) == 0 and train(*args, "--memory_layers=", "--out=out/plain") == 0
+    monkeypatch.setattr(sys, "argv", [
+        "bench.py", "causal", "--runs", "out/plain", "out/tiny", "--lengths", "8", "--length", "8",
+        "--rounds", "1", "--device", "cpu"])
+    capsys.readouterr()
+    bench.main()
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    sizes = [sum(p.numel() for p in checkpoint.load_model(run).parameters())
+             for run in ("out/plain", "out/tiny")]
+    assert [r["parameters"] for r in results] == sizes * 2
+    assert [r["model"] for r in results] == ["out/plain", "out/tiny"] * 2

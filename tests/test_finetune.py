@@ -169,6 +169,43 @@ def test_one_path_is_one_folder_of_weights(tuned, capsys):
     assert Path("out/run_own/seed0").is_dir()  # named after the run, not after its seed
 
 
+def test_a_seed_draws_its_own_head(tuned, monkeypatch):
+    heads, train = [], finetune.train
+
+    def seen(trainer, *more):
+        heads.append(trainer.model.head.weight.detach().clone())
+        return train(trainer, *more)
+
+    monkeypatch.setattr(finetune, "train", seen)
+    assert tune("--seeds=2", "--max_steps=1") == tune("--max_steps=1", "--out=out/again") == 0
+    assert torch.equal(heads[0], heads[2]) and not torch.equal(heads[0], heads[1])
+
+
+def test_warmup_is_a_share_of_the_steps(tuned):
+    assert tune("--max_steps=8", "--warmup=0.5", "--log_interval=1") == 0
+    found = [r["lr"] for r in log("out/tiny_own/seed0") if "grad_norm" in r]
+    assert found == pytest.approx([5e-3 * min((n + 1) / 4, (8 - n) / 4) for n in range(8)])
+
+
+def test_the_order_is_a_function_of_seed_and_epoch(tuned):
+    """Every epoch has every example once."""
+    def epoch(seed, number):
+        config = finetune.Config(task="own", max_len=32, batch_size=8, seed=seed)
+        examples = finetune.Data(tasks.find("own"), tokenizer, config)
+        steps = range(number * 25, (number + 1) * 25)
+        return [tuple(row) for step in steps for row in examples.get(step)["ids"].tolist()]
+
+    tokenizer = data.load_tokenizer(Path("out/tiny/vocab.txt"))
+    orders = [epoch(seed, number) for seed in (0, 1) for number in (0, 1)]
+    assert len({str(order) for order in orders}) == 4 and epoch(1, 1) == orders[3]
+
+    def texts(order):
+        return collections.Counter(tuple(filter(None, row)) for row in order)
+
+    assert all(texts(order) == texts(orders[0]) for order in orders)
+    assert texts(orders[0]).total() == 200
+
+
 def test_regression_and_frozen_values(tuned):
     """A score's column makes a regression; update_memory = False keeps the value tables."""
     for update in (True, False):
@@ -361,6 +398,15 @@ def test_a_signal_saves_and_fine_tuning_goes_on(tuned, monkeypatch, capsys, at):
     assert tune(*args, "--out=out/whole") == 0
     for seed in ("seed0", "seed1"):
         assert_same_tuning(f"out/tiny_own/{seed}", f"out/whole/{seed}")
+
+
+def test_damaged_scores_are_named(tuned):
+    assert tune("--max_steps=1") == 0
+    for text in ("{", "[1]"):
+        Path("out/tiny_own/seed0/eval_results.json").write_text(text)
+        for run in (lambda: tune("--max_steps=1"), lambda: measure.main(["glue", "out/tiny_own"])):
+            with pytest.raises(common.UserError, match="seed0/eval_results.json: not readable"):
+                run()
 
 
 def test_other_settings_are_another_fine_tuning(tuned):

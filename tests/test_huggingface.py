@@ -17,7 +17,7 @@ import export
 import measure
 import training
 from model import BertConfig, Classifier, MaskedLM, SpanReader, build_model
-from tests.helpers import assert_one_line, assert_same, log, save_model, train
+from tests.helpers import assert_one_line, assert_same, log, save_model, tiny_bert, train
 
 
 def hugging_face(kind, **sizes):
@@ -211,3 +211,19 @@ def test_a_run_starts_from_hugging_faces_weights(place, capsys):
     shutil.copy("other.txt", "data/weights/bert-base-uncased/vocab.txt")
     assert_one_line(capsys, "tiny.py", "--init_from=bert-base-uncased", "--dataset=other",
                     words=["26 tokens do not fit weights for 25"])
+
+
+def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    safetensors = pytest.importorskip("safetensors")
+    pytest.importorskip("safetensors.torch")
+    save_model(tmp_path / "run", tiny_bert())
+    (tmp_path / "run/vocab.txt").write_text("\n".join([*data.SPECIALS, *map(str, range(35))]))
+
+    def full(weights, path, metadata):
+        path.write_bytes(b"half")
+        raise safetensors.SafetensorError("No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(common.Failure, match="No space left"):
+        export.export(tmp_path / "run", tmp_path / "folder")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]

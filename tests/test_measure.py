@@ -236,7 +236,7 @@ def fine_tuned(folder, accuracy, **settings):
 def test_glue_pools_nothing_but_seeds(workdir, capsys):
     """Another lr is another row; a log interval is not; one cell is not filled twice."""
     fine_tuned("out/a/seed0", 0.5)
-    fine_tuned("out/a/seed1", 0.7, seed=1, log_interval=5)
+    fine_tuned("out/a/seed1", 0.7, seed=1, log_interval=5, a_new_setting=0)
     fine_tuned("out/b/seed0", 0.9, lr=1e-4)
     fine_tuned("out/c/seed0", 0.8, task="sst2", lr=3e-5)
     Path("out/pretrained").mkdir()

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import checkpoint
+import common
 import huggingface
-from model import SIZES, BertConfig, Classifier, MaskedLM, SpanReader, value_tables
+from model import SIZES, BertConfig, Classifier, MaskedLM, SpanReader, build_model, value_tables
 from tests.helpers import tiny_bert
 
 
@@ -40,6 +41,48 @@ def test_parameter_counts_are_those_of_table_1(size, layers, millions):
             names = {name.split(".")[0] for name, _ in layer.named_parameters()}
             assert ("memory" in names) == (number in memory_layers)
             assert ("up" in names) == ("down" in names) == (number not in memory_layers or alpha)
+
+
+def test_sizes_are_those_that_were_published():
+    for name, layers, width in (("base", 12, 768), ("large", 24, 1024), ("distil", 6, 768)):
+        config = BertConfig(**SIZES[name])
+        assert (config.n_layer, config.d_model, config.d_ff) == (layers, width, 4 * width)
+        assert config.d_model == 64 * config.n_head and config.max_len == 512
+        assert config.type_vocab == (0 if name == "distil" else 2)
+    demo = BertConfig(**SIZES["demo"])  # BERT's 0.02, by 1 / sqrt(width)
+    assert demo.init_std == pytest.approx(0.02 * (768 / demo.d_model) ** 0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("settings, word", [
+    ({"alpha": 0.0, "beta": 0.0}, "alpha = beta = 0"), ({"dropout": 1.0}, "dropout = 1.0"),
+    ({"dropout": -0.1}, "dropout"), ({"memory_heads": 0}, "memory_heads"),
+    ({"memory_layers": (0,)}, "no layer 0"), ({"memory_layers": (13,)}, "no layer 13"),
+    ({"n_head": 7}, "n_head = 7")])
+def test_sizes_that_cannot_be(settings, word):
+    with pytest.raises(common.UserError, match=word):
+        BertConfig(**settings)
+
+
+@pytest.mark.parametrize("head", [None, "classifier", "span"])
+def test_how_a_model_starts(head):
+    """Matrices normal with init_std, the memory's as PKM has them, biases 0, norms as in BERT."""
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=99, n_layer=2, n_head=2, d_model=64, d_ff=96, max_len=40,
+                        init_std=0.5, memory_layers=(2,), n_keys=16, topk=4, key_dim=32)
+    model = build_model(config, head, ["a", "b", "c"])
+    assert {m.eps for m in model.modules() if isinstance(m, nn.LayerNorm)} == {1e-12}
+    for name, p in model.named_parameters():
+        memory = ".memory." in name
+        if name.endswith("bias") and not memory:
+            assert (p == 0).all(), name
+        elif "norm" in name:
+            assert (p == ("weight" in name)).all(), name
+        elif not memory:
+            assert p.std().item() == pytest.approx(0.5, rel=0.25 if p.numel() < 200 else 0.1), name
+    memory = model.bert.layers[1].memory
+    assert memory.query.weight.std().item() == pytest.approx((2 / (64 + 4 * 32)) ** 0.5, rel=0.1)
+    assert memory.values.weight.std().item() == pytest.approx(1 / 8, rel=0.1)
+    assert memory.keys.abs().max() <= 0.25
 
 
 def test_memory_layer_is_the_papers_formula():

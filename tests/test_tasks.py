@@ -205,6 +205,9 @@ def test_a_malformed_squad_file(tmp_path):
     text, question = path.read_text(), data["data"][0]["paragraphs"][0]["qas"][1]
     cases = [(text[:300], f"line {text[:300].count(chr(10)) + 1} column"),
              ("[]", "not a file of SQuAD 1.1"), ("\xff", "not a file of SQuAD 1.1")]
+    for good, bad in (('"answer_start": 4', '"answer_start": "4"'), ('"no cat ?"', "null"),
+                      ('"text": "cat"', '"text": 5'), ('"context": "', '"context": ["a"], "b": "')):
+        cases.append((text.replace(good, bad), "not a file of SQuAD 1.1: TypeError"))
     for change, message in [(lambda: question.update(answers=[]), "question q1 has no answer"),
                             (lambda: question.pop("answers"), "not a file of SQuAD 1.1: KeyError")]:
         change()

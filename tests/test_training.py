@@ -4,6 +4,7 @@ Pretraining: where it starts, what it leaves, and that no kill, signal or full d
 $ PKM_TEST_KILLS=20 python -m pytest -k killed      # more SIGKILLs than 5
 """
 import collections
+import contextlib
 import copy
 import hashlib
 import json
@@ -23,6 +24,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import checkpoint
 import common
@@ -82,6 +85,25 @@ def test_an_older_run_keeps_its_weight_decay_and_its_moments(tmp_path, capsys):
         assert list(map(id, ours["params"])) == list(map(id, theirs["params"]))
 
 
+@pytest.mark.parametrize("memory", [{}, {"memory_layers": (2,)},
+                                    {"memory_layers": (2, 3), "alpha": 0.0}])
+def test_flops_are_torchs_count(memory):
+    model = tiny_bert(max_len=20, **memory)
+    ids, positions = torch.zeros(2, 20, dtype=torch.long), torch.tensor([[1, 5, 9]] * 2)  # 15%
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(ids, positions=positions, labels=positions).backward()
+    assert training.flops_per_token(model, 20) == pytest.approx(counter.get_total_flops() / 40)
+
+
+@pytest.mark.parametrize("card, peak", [
+    ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA L4", 121e12),
+    ("NVIDIA L40S", None), ("NVIDIA GeForce RTX 4090", 165e12)])
+def test_peak_flops_of_a_card(monkeypatch, card, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+    assert training.peak_flops(torch.device("cuda")) == peak
+    assert training.peak_flops(torch.device("cpu")) is None
+
+
 class TwoBatches:
     """Two micro-batches a step, of random tokens."""
 
@@ -139,6 +161,21 @@ def test_two_steps_equal_the_formulas():
                     moments[name] = (m, v)
         for (name, p), q in zip(model.named_parameters(), ours.parameters(), strict=True):
             torch.testing.assert_close(q, p, rtol=0, atol=1e-7, msg=f"step {step}: {name}")
+
+
+def test_dropout_is_a_function_of_seed_and_step():
+    """Another one at every step and for every seed, the same one again for a resumed run."""
+    def losses(seed, steps):
+        config = pretrain.Config(seed=seed, lr=0.0, value_lr=0.0, max_steps=9, warmup_steps=0)
+        trainer = training.Trainer(config, tiny_bert(dropout=0.5), batches, torch.device("cpu"),
+                                   torch.float32)
+        return [trainer.step(step)[0].item() for step in steps]
+
+    batches = TwoBatches()
+    batches.get = lambda step, micro: TwoBatches.get(batches, 0, 0)  # always the same one
+    found = losses(0, range(3))
+    assert len({*found, *losses(1, range(3))}) == 6
+    assert losses(0, [2]) == found[2:]
 
 
 @pytest.fixture
@@ -269,6 +306,34 @@ def test_a_logged_loss_is_the_mean_since_the_last(place):
     assert means == pytest.approx(every.reshape(3, 3).mean(1))
     lrs = [r["lr"] for r in log("out/losses") if "grad_norm" in r]
     assert lrs == pytest.approx([min((n + 1) / 4, (9 - n) / 5) * 3e-3 for n in range(9)])
+
+
+def test_speed_is_since_the_last_record_and_elapsed_since_the_start(place, monkeypatch):
+    """By a clock on which a step takes a second; evaluations and checkpoints take no time."""
+    clock, step = [0.0], training.Trainer.step
+
+    def second(trainer, n):
+        clock[0] += 1
+        return step(trainer, n)
+
+    monkeypatch.setattr(training.Trainer, "step", second)
+    monkeypatch.setattr(training.time, "perf_counter", lambda: clock[0])
+    train("--max_steps=12", "--log_interval=3", "--checkpoint_interval=2", "--eval_interval=4")
+    records = [r for r in log() if "grad_norm" in r]
+    assert [r["elapsed"] for r in records] == [3, 6, 9, 12]
+    assert {r["tokens_per_s"] for r in records} == {2 * 2 * 16}
+
+
+def test_what_a_killed_process_left_half_written_goes(place):
+    assert train("--max_steps=2") == 0
+    Path("out/tiny/.tmp_step_000009").mkdir()
+    Path("out/tiny/usage/.tmp_step_000009.npz").write_text("half")
+    assert train("--max_steps=3") == 0
+    assert not list(Path("out").rglob(".tmp_*"))
+    Path("out/new").mkdir()  # killed before its first checkpoint: all begins anew
+    Path("out/new/log.jsonl").write_text('{"step": 0, "perplexity": 9.0}\n{"step": 1, "lo')
+    assert train("--max_steps=1", "--out=out/new") == 0
+    assert [r["step"] for r in log("out/new") if "perplexity" in r] == [0, 1]
 
 
 def test_compiled_training_equals_eager(place):
@@ -403,6 +468,17 @@ def test_a_loss_that_is_no_number_stops_the_run(place, monkeypatch):
     with pytest.raises(common.Failure, match="^step 7: the loss is (nan|inf)"):
         train("--checkpoint_interval=100")
     assert files("out/tiny/step_000004") == before and steps_saved("out/tiny") == 4
+
+
+@pytest.mark.parametrize("loss, norm, dtype, stops", [
+    (1.0, 1.0, torch.float32, False), (math.nan, 1.0, torch.float32, True),
+    (1.0, math.inf, torch.float32, True), (1.0, math.inf, torch.bfloat16, True),
+    (1.0, math.inf, torch.float16, False), (math.inf, 1.0, torch.float16, True)])
+def test_what_is_no_number(loss, norm, dtype, stops):
+    """In float16 a norm may overflow, the scaler skips that step; a loss may not."""
+    steps = [(1.0, 0.5), (loss, norm), (1.0, 0.5)]
+    with pytest.raises(common.Failure, match="step 8") if stops else contextlib.nullcontext():
+        training.check_finite(9, steps, pretrain.Config(), dtype)
 
 
 def test_a_gradient_that_is_no_number_is_not_saved(place, monkeypatch):
