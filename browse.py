@@ -1,7 +1,8 @@
 """
 The page that measure.py browse writes: one HTML file in which a person finds what a slot knows.
 
-browse.html is the page; collect() gathers its data, page() puts them into it as JSON.
+browse.html is the page; collect() gathers its data, page() puts them into it as JSON. Two layers of
+64 x 64 slots read by 32,768 tokens make 1.1 MB; two of 512 x 512 read by 262,144, at most 21 MB.
 """
 import itertools
 import json
@@ -84,10 +85,12 @@ def strongest(groups, items, weights, n_groups, most):
     n_items = int(items.max()) + 1
     pair = groups.ravel().astype(np.int64) * n_items + items.ravel()
     order = np.argsort(pair, kind="stable")
-    pair, starts = np.unique(pair[order], return_index=True)
+    pair = pair[order]
+    starts = np.flatnonzero(np.diff(pair, prepend=-1))
     sums = np.add.reduceat(weights.ravel()[order], starts, dtype=np.float64)
-    order = np.lexsort((-sums, pair // n_items))
-    group, item = np.divmod(pair[order], n_items)
+    group, item = np.divmod(pair[starts], n_items)
+    order = np.lexsort((-sums, group))
+    group, item = group[order], item[order]
     place = np.arange(len(group)) - np.searchsorted(group, group)  # in its group, from 0
     kept = place < most
     both = np.column_stack([item, np.rint(100 * sums[order])]).astype(int)[kept]

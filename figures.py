@@ -12,7 +12,7 @@ LINES = "-", "--", "-.", ":", (0, (10, 3)), (0, (5, 1, 1, 1, 1, 1)), (0, (1, 4))
 STYLE = {"font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False,
          "axes.axisbelow": True, "figure.labelsize": 8, "grid.alpha": 0.3, "legend.frameon": False,
          "savefig.dpi": 150}
-MARKERS = {"o": "●", "s": "■", "^": "▲", "v": "▼", "D": "◆", "x": "×"}  # of layers, and in text
+MARKERS = {"o": "●", "s": "■", "^": "▲", "v": "▼", "D": "◆", "x": "×"}  # of layers; in text
 
 
 def subplots(rows, columns, width, height, **settings):
@@ -27,7 +27,7 @@ def subplots(rows, columns, width, height, **settings):
 def draw_bars(bars, columns, width, numbers, xlabel="", ylabel=""):
     """A figure of bars, each (title of its panel, label, height), `width` inches a bar, with the
     heights above them in the format `numbers`; the panels are in so many columns. If they have a
-    fourth part, the height of a noise floor, that is a bar beside each. What is "never" is black."""
+    fourth part, the height of a noise floor, that is a bar beside each. "never" is black."""
     titles = list(dict.fromkeys(title for title, *_ in bars))
     width = max(3.5, width * len(bars) / len(titles))
     figure, grid = subplots(-(-len(titles) // columns), columns, width, 1.8,

@@ -12,7 +12,7 @@ time trains in a folder.
 
 out/<run>/seed0/{config.json,log.jsonl,vocab.txt,step_000500/}     as pretrain.py's; the newest one
 out/<run>/seed0/best_epoch_2/    while it trains: the best epoch's weights; in the end renamed best/
-out/<run>/seed0/{eval_results.json,predictions.tsv,submission/}    of the weights in best/
+out/<run>/seed0/{eval_results.json,predictions_dev.tsv,submission/} of the weights in best/
 out/<run>/eval_results.json      the medians over the seeds, and each seed's
 """
 import json
@@ -29,16 +29,15 @@ import numpy as np
 import torch
 
 import checkpoint
+import predictions
 import tasks
 from data import load_tokenizer
 from model import BertConfig, build_model, value_tables
 from training import (
     Trainer,
-    autocast,
     check_same_run,
     new_state,
     open_log,
-    to_device,
     write_settings,
 )
 
@@ -138,57 +137,23 @@ class Data:
               f"{config.warmup_steps:,} of them warm-up")
 
 
-@torch.no_grad()
 def predict(trainer, examples):
-    """Classes or scores (n,); of SQuAD {question id: text}."""
-    data, device, dtype = trainer.batches, trainer.device, trainer.dtype
-    spans = np.zeros((len(examples.ids), 2), int)
-    scores = np.empty(len(spans))
-    model = trainer.model.eval()  # not the compiled model, which would be compiled again
-    for index in tasks.batches(examples.lengths, data.size):
-        batch = to_device(examples.pad(index, *data.padding), device)
-        with autocast(device, dtype):
-            logits = model(**batch).float().cpu()
-        if data.is_squad:
-            end = examples.lengths[index] - 1  # a [SEP]
-            scores[index], spans[index] = best_spans(logits, examples.starts[index],
-                                                     examples.first[index], end)
-        else:
-            scores[index] = logits.argmax(1) if data.task.labels else logits[:, 0]
-    model.train()
-    if data.is_squad:
-        return tasks.answers(examples, scores, spans)
-    return scores.astype(int) if data.task.labels else scores
+    """As predictions.predict, for the task that is trained."""
+    data = trainer.batches
+    return predictions.predict(trainer.model, examples, data.task.labels, data.size, data.padding,
+                               trainer.device, trainer.dtype)
 
 
 def evaluate(trainer):
-    """The metrics of the dev splits, and the predictions for each."""
+    """The metrics of the dev splits, and what predict says of each."""
     data = trainer.batches
-    predictions = {name: predict(trainer, part) for name, part in data.dev.items()}
+    found = {name: predict(trainer, part) for name, part in data.dev.items()}
     if data.is_squad:
-        return tasks.score_squad(data.dev[""].questions, predictions[""]), predictions
-    return {metric + name: float(tasks.METRICS[metric](part.labels, predictions[name]))
-            for name, part in data.dev.items() for metric in data.task.metrics}, predictions
-
-
-def best_spans(logits, starts, first, end, n=20, longest=30):
-    """The best span of each window: of the n best starts in Windows.starts and the n best ends in
-    the paragraph, which is in positions first to end - 1, the pair with the highest sum of logits
-    that spans at most `longest` tokens (Devlin et al.). logits: (batch, time, 2); starts: numpy
-    (batch, 2); first, end: (batch,). Returns the spans' scores (batch,), -inf if there is none, and
-    their positions (batch, 2)."""
-    position = np.arange(logits.shape[1])
-    is_start = (starts[:, :1] <= position) & (position < starts[:, 1:])  # (batch, time)
-    is_end = (first[:, None] <= position) & (position < end[:, None])
-    allowed = torch.from_numpy(np.stack([is_start, is_end], 2))
-    logits = logits.masked_fill(~allowed, -torch.inf)
-    best, positions = logits.topk(min(n, logits.shape[1]), 1)  # (batch, n, 2)
-    scores = best[:, :, None, 0] + best[:, None, :, 1]  # (batch, n starts, n ends)
-    length = positions[:, None, :, 1] - positions[:, :, None, 0] + 1
-    scores = scores.masked_fill((length < 1) | (length > longest), -torch.inf)
-    score, pair = scores.flatten(1).max(1)
-    ranks = torch.stack(torch.unravel_index(pair, scores.shape[1:]), 1)  # (batch, 2)
-    return score, positions.gather(1, ranks[:, None])[:, 0]
+        part = data.dev[""]
+        return tasks.score_squad(part.questions, tasks.answers(part, *found[""])), found
+    said = {name: each.argmax(1) if data.task.labels else each for name, each in found.items()}
+    return {metric + name: float(tasks.METRICS[metric](part.labels, said[name]))
+            for name, part in data.dev.items() for metric in data.task.metrics}, found
 
 
 def train(trainer, out, state, signals):
@@ -240,21 +205,34 @@ def describe(task, results, prefix=""):
 
 
 def write_predictions(trainer, out, state):
-    """The predictions of the best epoch's model: for dev, for test in the form that GLUE wants, and
-    its metrics under the names of Hugging Face's scripts."""
+    """The predictions of the best epoch's model: for dev beside the texts and labels, of SQuAD as
+    the official script reads them; for test in the form that GLUE wants; and its metrics under the
+    names of Hugging Face's scripts."""
     data, best, named = trainer.batches, out / "best", best_folder(out, state)
     if named.exists():  # not if a killed process has renamed it
         common.discard(best)
         named.rename(best)
     checkpoint.load_weights(trainer.model, checkpoint.read_weights(best)["weights"], best)
-    results, predictions = evaluate(trainer)
-    for name, predicted in predictions.items():
-        write(out / f"predictions{name}", predicted, data.task)
+    results, found = evaluate(trainer)
+    for name, split in data.task.dev.items():
+        path, predicted = out / f"predictions_{split}", found[name]
+        if data.is_squad:
+            write(path, tasks.answers(data.dev[name], *predicted))
+            continue
+        texts, labels = tasks.read(data.task, split)
+        header, said = predictions.describe(predicted, data.task.labels)
+        gold = [data.task.labels[n] for n in labels] if data.task.labels else labels.tolist()
+        columns = ["sentence"] if len(texts[0]) == 1 else ["sentence1", "sentence2"]
+        write(path, [["index", *columns, "label", *header], *(
+            [n, *text, label, *row]
+            for n, (text, label, row) in enumerate(zip(texts, gold, said, strict=True)))])
     for name, examples in data.test.items():
         predicted = predict(trainer, examples)
         if not data.task.labels:  # scores in the range of the training data's
             predicted = predicted.clip(data.train.labels.min(), data.train.labels.max())
-        write(out / "submission" / name, predicted, data.task, data.row_names[name])
+        _, said = predictions.describe(predicted, data.task.labels)
+        rows = zip(data.row_names[name], [row[0] for row in said], strict=True)
+        write(out / "submission" / name, [["index", "prediction"], *rows])
     for name, part in data.dev.items():
         results[f"samples{name}"] = len(part.questions if data.is_squad else part.ids)
     results = {f"eval_{key}": value for key, value in results.items()}
@@ -262,15 +240,12 @@ def write_predictions(trainer, out, state):
     write(out / "eval_results", {"epoch": state["best"]["epoch"], **results, **last})
 
 
-def write(path, content, task=None, names=None):
-    """Write a dict to path.json, or predictions for a task to path.tsv, as GLUE wants them; names:
-    of the rows, if not their numbers."""
+def write(path, content):
+    """Write a dict to path.json, or rows to path.tsv."""
     if isinstance(content, dict):
         suffix, text = ".json", json.dumps(content, indent=1)
     else:
-        rows = [task.labels[n] if task.labels else f"{n:.3f}" for n in content]
-        rows = [f"{name}\t{row}\n" for name, row in zip(names or range(len(rows)), rows)]
-        suffix, text = ".tsv", "".join(["index\tprediction\n", *rows])
+        suffix, text = ".tsv", tasks.tsv(content)
     common.write_text(f"{path}{suffix}", text)
 
 

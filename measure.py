@@ -8,6 +8,7 @@ $ python measure.py slots out/demo_resm_init --layer 2           # what reads it
 $ python measure.py fill out/demo_resm_init "Return a new [MASK] of the given shape."
 $ python measure.py sample out/demo_causal_memory "Returns a new"   # of a causal language model
 $ python measure.py browse out/demo_resm_init --out memory      # memory.html: what a slot knows
+$ python measure.py predict out/base_sst2 new.tsv --out said     # a fine-tuned run on new text
 $ python measure.py glue out/base_sst2 out/base_resm_init_sst2  # Tables 4, 5, 7: fine-tuned runs
 $ python measure.py table out/base_resm_init_sst2               # Table 6
 $ python measure.py by_class out/base_pkm_sst2 out/base_resm_init_sst2 --out results/figure4
@@ -16,6 +17,7 @@ $ python measure.py by_class out/base_pkm_sst2 out/base_resm_init_sst2 --out res
 In this file: what computes, then the commands, which print.
 """
 import contextlib
+import io
 import itertools
 import json
 import re
@@ -44,36 +46,28 @@ from browse import collect, page
 from checkpoint import check_objective, find_weights, load_model, read_weights
 from data import (
     Corpus,
-    cut,
     heldout,
     load_tokenizer,
     next_tokens,
-    read_vocab,
     special_tokens,
 )
 from figures import draw_bars, draw_curves
 from model import MaskedLM, value_tables
+from predictions import predict_file
 from training import read_settings, to_device
 from usage import (
     class_distances,
     count_reads,
     evaluate,
     last_used,
+    open_corpus,
+    read_corpus,
     read_evaluations,
     read_usage,
+    trained_on,
     usage_metrics,
     watch,
 )
-
-
-def trained_on(path):
-    """(sequence length, corpus) that a model was trained on; of weights in Hugging Face layout
-    (number of positions, None)."""
-    folder, _ = find_weights(path)
-    if (folder / "model.pt").is_file():
-        settings = read_settings(folder.parent, ["seq_len", "dataset"])
-        return settings["seq_len"], settings["dataset"]
-    return read_weights(path)["config"]["max_len"], None
 
 
 def trained_for(path):
@@ -90,56 +84,6 @@ def trained_for(path):
         before = settings["first_step"]  # 0 of an initial model in Hugging Face layout
         steps = f"{before:,} + {steps}" if before else f"? + {steps}"
     return {"steps": steps, "seed": settings["seed"]}
-
-
-def open_corpus(name, path):
-    """The corpus data/<name>; UserError if the model of `path` has another vocabulary."""
-    corpus, (_, vocab) = Corpus(name), find_weights(path)
-    if read_vocab(corpus.folder) != read_vocab(vocab):
-        raise UserError(f"{path} has another vocabulary than data/{name}: prepare the corpus with "
-                        f"--vocab {vocab}, or leave one of them out")
-    return corpus
-
-
-@torch.no_grad()
-def read_corpus(args, model):
-    """What the memories of a model read in the test text of a corpus with nothing masked. Returns
-    the corpus, the token ids (sequences, time), of these tokens {layer: (slots, weights)}, (tokens,
-    heads, topk) both, and a function: of a layer's slot, contexts(layer, slot) are the tokens that
-    read it with the most weight, summed over the heads: [(weight, text with the token marked)], at
-    most args.contexts, no text twice."""
-    seq_len, dataset = trained_on(args.run)
-    if not (args.data or dataset):
-        raise UserError(f"{args.run}: its corpus is not known: --data NAME")
-    corpus = open_corpus(args.data or dataset, args.run)
-    tokenizer = corpus.tokenizer()
-    if model.bert.config.causal:
-        batches = next_tokens(corpus, "test", seq_len, 8, args.sequences)
-        ids = np.concatenate([batch["ids"] for batch in batches])
-    else:
-        ids = cut(corpus, "test", seq_len, args.sequences)
-    device, reads = model.bias.device, {n: [] for n in value_tables(model)}
-    with watch(model, lambda n, *read: reads[n].append([part.cpu() for part in read])):
-        for batch in Progress(torch.from_numpy(ids).split(8), f"data/{corpus.name}"):
-            model.bert(batch.to(device))
-    for n, batches in reads.items():
-        reads[n] = [torch.cat(parts).numpy() for parts in zip(*batches, strict=True)]
-
-    def contexts(layer, slot):
-        slots, weights = reads[layer]
-        where = np.nonzero(slots == slot)
-        weight, texts = np.bincount(where[0], weights[where]), {}
-        for token in np.argsort(-weight, kind="stable")[:np.count_nonzero(weight)]:
-            sequence, at = divmod(token, ids.shape[1])
-            before, here, after = np.split(ids[sequence], [at, at + 1])
-            left, middle, right = tokenizer.decode_batch(
-                [before[-8:], here, after[:8]], skip_special_tokens=False)
-            text = f"{left} «{middle.strip()}» {right}".strip()
-            texts.setdefault(text, weight[token].item())
-            if len(texts) == args.contexts:
-                break
-        return [(weight, text) for text, weight in texts.items()]
-    return corpus, ids, reads, contexts
 
 
 def seed_folders(path):
@@ -514,6 +458,20 @@ def browse(args):
     print(f"wrote {file}, {file.stat().st_size / 1e6:.1f} MB: open it in a browser")
 
 
+def predict(args):
+    """What a fine-tuned model says of new texts: classes, scores or answers, as a TSV table."""
+    file = Path("/dev/stdin" if args.file == "-" else args.file)
+    with contextlib.redirect_stdout(io.StringIO()):  # the table is alone on stdout
+        device, _ = setup(args.device, "float32")
+    header, rows = predict_file(args.run, file, device)
+    text = tasks.tsv([header, *rows])
+    if not args.out:
+        print(text, end="")
+        return
+    write_text(f"{args.out}.tsv", text)
+    print(f"wrote {args.out}.tsv: {len(rows):,} rows")
+
+
 def open_language_model(args, causal):
     """The masked or causal language model args.run on args.device, its tokenizer and checkpoint."""
     checkpoint, vocab = find_weights(args.run)
@@ -602,11 +560,14 @@ def sample(args):
 def main(argv=None):
     parser = Parser(description=__doc__)
     option = parser.commands(table, glue, by_class, staleness, curves, slots, fill, sample,
-                             browse)
+                             browse, predict)
     number = {"type": whole, "metavar": "N"}
     option("table glue by_class staleness curves", "runs", nargs="+", metavar="out/RUN")
     option("slots fill sample browse", "run", metavar="RUN",
            help="out/<run>, or one of its checkpoints")
+    option("predict", "run", metavar="RUN", help="a fine-tuned run, or one of its seeds")
+    option("predict", "file", metavar="FILE",
+           help="TSV with a header, SQuAD's JSON, or - for stdin")
     option("fill", "texts", nargs="+", metavar="TEXT", help="a text with [MASK] in it, in quotes")
     option("sample", "text", help="a text that is to go on, or ''; [SEP] ends a document")
     option("sample", "--tokens", **number, default=40, help="to add (40)")
@@ -631,13 +592,15 @@ def main(argv=None):
     option("slots", "--most", **number, default=10, help="or the N most read (10)")
     option("slots fill sample", "--contexts", **number, default=3, help="for a slot (3)")
     option("browse", "--contexts", **number, default=8, help="for a slot (8)")
-    option("table by_class slots fill sample browse", "--device", default="auto",
+    option("table by_class slots fill sample browse predict", "--device", default="auto",
            help="cuda, mps, cpu")
     option("table", "--dtype", default="auto", help="float32, bfloat16, float16")
-    out = {"metavar": "NAME", "type": lambda name: re.sub(r"\.(md|json|png|svg|html)$", "", name)}
+    out = {"metavar": "NAME",
+           "type": lambda name: re.sub(r"\.(md|json|png|svg|html|tsv)$", "", name)}
     option("table glue by_class staleness curves slots", "--out", **out,
            help="write the results to NAME.md, NAME.json, ...")
     option("browse", "--out", **out, required=True, help="write NAME.html")
+    option("predict", "--out", **out, help="write NAME.tsv instead of printing")
     args = parser.parse_args(argv)
     args.call(args)
 

@@ -1,5 +1,5 @@
 """
-A run's log.jsonl for TensorBoard: `tensorboard = True` in a config, then `tensorboard --logdir out`.
+A run's log.jsonl for TensorBoard: tensorboard = True in a config, then tensorboard --logdir out
 """
 import json
 from pathlib import Path

@@ -140,7 +140,7 @@ def row_names(task, split):
 
 def read_lines(path):
     """(line number, fields) of each line of a TSV file; blank lines at its end are not read."""
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         raise UserError(f"{path}: no such file")
     blank = []
     with path.open("rb") as lines:  # as bytes: a text may have line separators other than "\n"
@@ -156,6 +156,12 @@ def read_lines(path):
             yield from blank
             blank = []
             yield number, text.split("\t")
+
+
+def tsv(rows):
+    """Rows as the text of a TSV file; a tab or line break in a text becomes a space."""
+    return "".join("\t".join(re.sub(r"[\t\r\n]", " ", str(cell)) for cell in row) + "\n"
+                   for row in rows)
 
 
 def parse_label(task, text):
@@ -235,12 +241,14 @@ class Question:
     answers: list  # (index of the first character, text)
 
 
-def read_squad(path):
-    """The Questions of a SQuAD 1.1 file; UserError if it is not one."""
+def read_squad(path, answered=True):
+    """The Questions of a SQuAD 1.1 file; UserError if it is not one, or if they are to be answered
+    and one has no answer."""
     try:
         articles = json.loads(Path(path).read_text(encoding="utf-8"))["data"]
         questions = [Question(qa["id"], qa["question"], paragraph["context"],
-                              [(a["answer_start"], a["text"]) for a in qa["answers"]])
+                              [(a["answer_start"], a["text"])
+                               for a in (qa["answers"] if answered else ())])
                      for article in articles for paragraph in article["paragraphs"]
                      for qa in paragraph["qas"]]
         for question in questions:
@@ -249,7 +257,8 @@ def read_squad(path):
                 raise TypeError(f"question {question.id}: a text or answer_start of another type")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{path}: not a file of SQuAD 1.1: {error!r}") from None
-    if empty := [question.id for question in questions if not question.answers]:
+    empty = [question.id for question in questions if not question.answers]
+    if empty and answered:
         raise UserError(f"{path}: question {empty[0]} has no answer: is it SQuAD 2.0?")
     return questions
 
@@ -276,7 +285,8 @@ def windows(tokenizer, questions, max_len, stride, train=False, what="encoding")
     rows, statuses = [], {}
     for question, head in zip(questions, heads):
         tokens, offsets = paragraphs[question.context]
-        start, end, status = answer_span(question.context, offsets, *question.answers[0])
+        first = (question.answers or [(0, "")])[0]
+        start, end, status = answer_span(question.context, offsets, *first)
         room = max_len - len(head) - 1
         step = min(stride, room)
         begins = range(0, max(0, len(tokens) - room) + step, step)

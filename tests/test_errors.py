@@ -302,6 +302,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("staleness out/tiny", lambda: np.savez("out/tiny/usage/step_000002.npz", a=np.ones(2)),
          "step_000002.npz: damaged (KeyError)"),
         ("slots out/foreign --layer 2", None, "out/foreign", "no memory"),
+        ("predict out/tiny new.tsv", None, "out/tiny", "not a fine-tuned model"),
         ("browse out/foreign --out page", None, "out/foreign", "without memory"),
         ("browse out/tiny", None, "--out"),
         ("slots out/tiny --layer 1", None, "no memory in layer 1", "2, 3"),

@@ -24,6 +24,7 @@ import data
 import export
 import finetune
 import measure
+import predictions
 import tasks
 from model import BertConfig, Classifier, SpanReader
 from tests.helpers import KILLS, ROOT, assert_same, files, log, squad_file, steps_saved, tune
@@ -37,7 +38,7 @@ def test_a_fine_tuned_run_leaves_what_it_promises(tuned, capsys):
     assert tune("--seeds=3", "--out=out/run") == 0
     run = Path("out/run/seed1")
     assert sorted(p.name for p in run.iterdir()) == [
-        "best", "config.json", "eval_results.json", "log.jsonl", "predictions.tsv", "step_000075",
+        "best", "config.json", "eval_results.json", "log.jsonl", "predictions_dev.tsv", "step_000075",
         "submission", "vocab.txt"]
     each = [scores(f"out/run/seed{n}") for n in range(3)]
     assert len({str(result) for result in each}) > 1  # seeds matter
@@ -58,10 +59,11 @@ def test_a_fine_tuned_run_leaves_what_it_promises(tuned, capsys):
     most = collections.Counter(train).most_common(1)[0][0]
     assert f"always saying {most}, the most frequent class of train, would be right for " \
         f"{gold.count(most) / 30:.1%} of dev" in said
-    lines = Path(run, "predictions.tsv").read_text().splitlines()
+    lines = Path(run, "predictions_dev.tsv").read_text().splitlines()
     found = [line.split("\t") for line in lines[1:]]
-    assert lines[0] == "index\tprediction" and [n for n, _ in found] == [str(n) for n in range(30)]
-    right = [a == b for (_, a), b in zip(found, gold, strict=True)]
+    assert lines[0] == "index\tsentence\tlabel\tprediction\tprobability"
+    assert [row[0] for row in found] == [str(n) for n in range(30)]
+    right = [row[3] == label for row, label in zip(found, gold, strict=True)]
     assert np.mean(right) == each[1]["eval_accuracy"]
     submitted = Path(run, "submission/own.tsv").read_text().splitlines()
     assert len(submitted) == 8 and {line.split("\t")[1] for line in submitted[1:]} <= {
@@ -230,7 +232,7 @@ def test_submitted_scores_are_possible_ones(tuned, monkeypatch):
     monkeypatch.setattr(finetune, "predict",
                         lambda trainer, part: np.linspace(-99, 99, len(part.ids)))
     assert tune("--task=pairs", "--max_steps=1") == 0
-    assert (min(column("predictions.tsv")), max(column("predictions.tsv"))) == (-99, 99)
+    assert (min(column("predictions_dev.tsv")), max(column("predictions_dev.tsv"))) == (-99, 99)
     found = column("submission/pairs.tsv")
     assert len(found) == 7 and (min(found), max(found)) == (0, 3)
 
@@ -251,7 +253,7 @@ def test_best_spans(n, longest):
     starts = np.array([[5, 39], [7, 29], [9, 10], [6, 6], [5, 5]])  # the fourth: none is its own
     logits = torch.randn(5, 40, 2, dtype=torch.float64)
     logits[0, 2] = logits[1, 30] = logits[2, 20] = 99  # in the question, its [SEP], the padding
-    scores, spans = finetune.best_spans(logits, starts, first, lengths - 1, n, longest)
+    scores, spans = predictions.best_spans(logits, starts, first, lengths - 1, n, longest)
     for row in range(5):
         score, *span = best_span_by_hand(logits[row], starts[row], first[row], lengths[row], n,
                                          longest)
@@ -264,7 +266,7 @@ def test_an_answer_has_at_most_30_tokens():
     logits = torch.zeros(1, 60, 2)
     logits[0, 5, 0] = logits[0, 35, 1] = 9  # 31 tokens
     logits[0, 34, 1] = 8
-    score, spans = finetune.best_spans(logits, np.array([[3, 59]]), np.array([3]), np.array([59]))
+    score, spans = predictions.best_spans(logits, np.array([[3, 59]]), np.array([3]), np.array([59]))
     assert (score.item(), spans.tolist()) == (17, [[5, 34]])
 
 
@@ -286,7 +288,7 @@ def test_squad_is_learned_by_heart(tuned, capsys):
     assert tune(*args) == 0
     result, run = scores("out/tiny_squad/seed0"), Path("out/tiny_squad/seed0")
     assert (result["eval_f1"], result["eval_exact_match"], result["eval_samples"]) == (100, 100, 2)
-    assert json.loads((run / "predictions.json").read_text()) == {"q0": "cat", "q1": "cat"}
+    assert json.loads((run / "predictions_dev.json").read_text()) == {"q0": "cat", "q1": "cat"}
     assert torch.load(run / "best/model.pt", weights_only=True)["head"] == "span"
     assert type(checkpoint.load_model(run / "best")) is SpanReader
     data = squad_file(Path("data/squad/train-v1.1.json"))
@@ -351,7 +353,7 @@ def assert_same_tuning(run, reference):
 
     assert_same(timeless(run), timeless(reference), "log")
     assert scores(run) == scores(reference)
-    ours, theirs = (Path(path, "predictions.tsv").read_bytes() for path in (run, reference))
+    ours, theirs = (Path(path, "predictions_dev.tsv").read_bytes() for path in (run, reference))
     assert ours == theirs
     for name in (f"{checkpoint.find_checkpoint(reference).name}/{part}.pt" for part in
                  ("model", "optimizer")):

@@ -11,7 +11,7 @@ from tests.helpers import ROOT
 
 SCRIPTS = ["pretrain", "finetune", "measure", "bench", "prepare_data", "export"]
 ROOMS = ["common", "scalars", "pkm", "download", "data", "model", "huggingface", "checkpoint", "training",
-         "usage", "tasks", "browse", "figures"]
+         "usage", "tasks", "predictions", "browse", "figures"]
 PACKAGES = {"torch", "numpy", "tiktoken", "tokenizers", "requests", "tqdm", "huggingface_hub",
             "matplotlib", "pyarrow", "safetensors"}
 PATHS = {path.stem: path for path in ROOT.glob("*.py") if not path.stem.startswith("test_")}
