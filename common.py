@@ -366,7 +366,7 @@ def lock(path, what, wait=False):
             if os.path.samestat(os.fstat(handle.fileno()), file.stat()):
                 break
         except (FileNotFoundError, FileExistsError):  # the last holder removes file and folder
-            if file.parent.is_file():
+            if file.parent.exists() and not file.parent.is_dir():
                 raise
     handle.truncate(0)
     print(os.getpid(), file=handle, flush=True)
