@@ -380,12 +380,15 @@ def lock(path, what, wait=False):
     path = Path(path).resolve()
     file, new = path.with_name(f".lock_{path.name}"), [p for p in path.parents if not p.exists()]
     while True:
-        with contextlib.suppress(FileNotFoundError):  # the last holder has removed file or folder
+        try:
             file.parent.mkdir(parents=True, exist_ok=True)
             handle = file.open("a+")
             _flock(handle, path, what, wait)
             if os.path.samestat(os.fstat(handle.fileno()), file.stat()):
                 break
+        except (FileNotFoundError, FileExistsError):  # the last holder removes file and folder
+            if file.parent.exists() and not file.parent.is_dir():
+                raise
     handle.truncate(0)
     print(os.getpid(), file=handle, flush=True)
     try:
