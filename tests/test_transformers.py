@@ -339,6 +339,9 @@ class Batches:
     def get(self, step, micro):
         return self.all[step]
 
+    def share(self, step, micro):
+        return 1.0
+
     def theirs(self):
         for each in self.all:
             each = {name: torch.from_numpy(array) for name, array in each.items()}
@@ -375,6 +378,10 @@ def test_trainer_does_the_steps_of_our_loop(tmp_path, monkeypatch, alpha):
     class InOrder(transformers.Trainer):
         def get_train_dataloader(self):
             return list(batches.theirs())
+
+        def get_decay_parameter_names(self, model):  # none on a memory, as in adamw()
+            names = super().get_decay_parameter_names(model)
+            return [name for name in names if ".memory." not in name]
 
     InOrder(theirs, arguments, callbacks=[step_values]).train()
     trained = theirs.state_dict()
