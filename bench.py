@@ -31,7 +31,7 @@ from torch import nn
 
 import pkm
 import ranks
-from checkpoint import read_weights
+from checkpoint import check_objective, read_weights
 from common import UserError
 from data import mask_tokens
 from model import SIZES, BertConfig, Classifier, MaskedLM, value_tables
@@ -188,6 +188,8 @@ def by_slots(args, model, run, kinds):
     product and by flat keys."""
     length, functions = args.lengths[0], {}
     layers = [layer for layer in model.bert.layers if layer.beta]
+    if not layers:
+        raise UserError("--slots: the last model has no memory")
 
     @args.autocast
     def run_with(memory):
@@ -217,8 +219,11 @@ def causal(args):
     systems = {f"{n} layers": {"n_layer": n}, f"{2 * n} layers": {"n_layer": 2 * n},
                f"{n} layers, memory": {"n_layer": n, "memory_layers": (n // 2,)}}
     configs = {name: BertConfig(**{**shared, **system}) for name, system in systems.items()}
-    if args.runs:
-        configs = {run: BertConfig(**read_weights(run)["config"]) for run in args.runs}
+    saved = {run: read_weights(run)["config"] for run in args.runs or ()}
+    for run, config in saved.items():
+        check_objective(run, config, causal=True)
+    if saved:
+        configs = {run: BertConfig(**config) for run, config in saved.items()}
     with torch.device(args.device):
         models = {name: MaskedLM(config) for name, config in configs.items()}
     (first, second, *_), results = [*models, None], []

@@ -52,6 +52,8 @@ def save_files(folder, files):
                 ranks.save(content, temporary / f"{name}.pt")
         ranks.agree()  # it is there for all
     except RuntimeError as error:  # how torch.save reports a failed write
+        if ranks.lost(error):
+            raise
         reason = str(error).splitlines()[0]
         raise Failure(f"{folder}: not saved, is the disk full? ({reason}); older "
                       "checkpoints are untouched") from None
@@ -113,7 +115,8 @@ def read_weights(path):
 def load_model(path):
     """The MaskedLM, Classifier or SpanReader of `path` (see find_weights). It maps a checkpoint's
     file, and has no second copy in memory; writing to the model does not change the file."""
-    saved = read_weights(path)
+    folder, _ = find_weights(path)
+    saved = read_weights(folder)
     weights = saved["weights"]
     if "head" not in saved and "bert.words.weight" in weights and "bias" not in weights:
         raise UserError(f"{path}: an encoder without a masked-LM head, which cannot predict words: "
@@ -122,7 +125,7 @@ def load_model(path):
     # Hugging Face leaves the pooler out where the head has no use for it
     spare = {} if isinstance(model, Classifier) else {
         name: w for name, w in model.state_dict().items() if name.startswith("bert.pooler.")}
-    load_weights(model, spare | saved["weights"], path, assign=find_checkpoint(path) is not None)
+    load_weights(model, spare | weights, path, assign=(folder / "model.pt").is_file())
     return model
 
 
@@ -200,13 +203,13 @@ def init_from(model, path, reinit_ffn=False):
         random.add(("pooler", None))  # or all seeds would share one
     loaded = load_weights(model, {name: w for name, w in weights.items()
                                   if _group(name) not in random}, path, partial=True)
-    parameters, groups = dict(model.named_parameters()), {}
+    parameters, groups = ranks.parameter_sizes(model), {}
+    sizes = {name: w.numel() for name, w in weights.items()} | parameters
     for name in [*parameters, *sorted(weights.keys() - model.state_dict().keys())]:
         status = ("loaded" if name in loaded else "left random" if name in parameters
                   else "dropped")
         part, layer = _group(name)
-        size = parameters.get(name, weights.get(name)).numel()
-        groups.setdefault((status, part), []).append((layer, size))
+        groups.setdefault((status, part), []).append((layer, sizes[name]))
     print(f"init_from {source}:")
     for (status, part), members in groups.items():
         layers = sorted({layer for layer, _ in members if layer})

@@ -276,6 +276,8 @@ def setup(device="auto", dtype="auto", seed=0):
     """
     import torch
 
+    if under_torchrun() and ":" in device:
+        raise UserError(f"device = {device!r}: each rank has a card of its own: --device=cuda")
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     name = ("cuda" if cuda else "mps" if mps else "cpu") if device == "auto" else device
     try:
@@ -304,7 +306,7 @@ def setup(device="auto", dtype="auto", seed=0):
 
 def catch_signals():
     """From now on SIGINT and SIGTERM are put into the returned list, for the loop to see; a second
-    one ends the process at once."""
+    one ends the process at once (not under torchrun: there a Ctrl-C reaches a rank twice)."""
     def on_signal(number, frame):
         signals.append(number)
         if under_torchrun():  # which passes on what a terminal has already sent to all

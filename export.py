@@ -14,7 +14,16 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from common import Failure, Parser, UserError, atomic, markdown, need, run  # before torch
+from common import (  # before torch
+    Failure,
+    Parser,
+    UserError,
+    atomic,
+    load_file,
+    markdown,
+    need,
+    run,
+)
 
 # isort: split
 import torch
@@ -132,8 +141,9 @@ def measured(source, head):
         return "On the dev split:\n\n" + markdown(["metric", "value"], rows)
     evaluations = []
     if not head:
-        step = read_settings(source.parent)["first_step"] + int(source.name.removeprefix("step_"))
-        with contextlib.suppress(UserError):  # a copy of a run without its log
+        with contextlib.suppress(UserError):  # a copy of a run without its log or its state
+            step = load_file(source / "state.pt")["step"]
+            step += read_settings(source.parent)["first_step"]
             evaluations = [e for e in read_evaluations(source.parent) if e["step"] <= step]
     if not evaluations:
         return "Nothing is known.\n"

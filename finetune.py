@@ -17,6 +17,7 @@ out/<run>/eval_results.json      the medians over the seeds, and each seed's
 """
 import json
 import math
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -34,13 +35,7 @@ import ranks
 import tasks
 from data import load_tokenizer
 from model import BertConfig, build_model, value_tables
-from training import (
-    Trainer,
-    check_same_run,
-    new_state,
-    open_log,
-    write_settings,
-)
+from training import Trainer, check_same_run, new_state, open_log, write_settings
 
 
 @dataclass
@@ -273,7 +268,6 @@ def run_seed(config, out, data, initial, vocab, signals):
         return
     newest = checkpoint.find_checkpoint(out)
     saved = checkpoint.read_weights(newest or initial)
-    checkpoint.check_objective(initial, saved["config"], causal=False)
     sizes = BertConfig(**{**saved["config"], "dropout": config.dropout})
     if config.max_len > sizes.max_len:
         raise common.UserError(f"max_len = {config.max_len}: there are {sizes.max_len} positions")
@@ -292,7 +286,7 @@ def run_seed(config, out, data, initial, vocab, signals):
         state = new_state(best=None, last=None)
         write_settings(out, config, vocab, {"init_checkpoint": str(initial), "first_step": 0})
     train(trainer, out, state, signals)
-    if not signals:
+    if not ranks.signalled(signals):
         write_predictions(trainer, out, state)
 
 
@@ -321,7 +315,9 @@ def main(argv):
                                "python finetune.py configs/demo_finetune.py starts from out/demo")
     ranks.set_timeout(config.rank_timeout)
     initial, vocab = checkpoint.find_weights(config.init_from)
-    run = vocab.parent.parent if vocab.parent.name.startswith("seed") else vocab.parent
+    checkpoint.check_objective(initial, checkpoint.read_weights(initial)["config"], causal=False)
+    is_seed = re.fullmatch(r"seed\d+", vocab.parent.name)
+    run = vocab.parent.parent if is_seed else vocab.parent
     name = f"{run.name}_{tasks.name_of(config.task)}"
     out = Path(config.out or f"out/{name}{'' if config.update_memory else '_fixed'}")
     device, dtype = common.setup(config.device, config.dtype, config.seed)
@@ -346,7 +342,7 @@ def run_seeds(config, out, data, initial, vocab, argv):
     for seed in range(config.seed, config.seed + config.seeds):
         config.seed, folder = seed, out / f"seed{seed}"
         run_seed(config, folder, data, initial, vocab, signals)
-        if signals:
+        if ranks.signalled(signals):
             print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
             return 128 + signals[0]
         ranks.agree()  # the first one has written it

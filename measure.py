@@ -13,7 +13,8 @@ $ python measure.py glue out/base_sst2 out/base_resm_init_sst2  # Tables 4, 5, 7
 $ python measure.py table out/base_resm_init_sst2               # Table 6
 $ python measure.py by_class out/base_pkm_sst2 out/base_resm_init_sst2 --out results/figure4
 
---out NAME writes the table to NAME.md, its numbers to NAME.json, a figure to NAME.png and NAME.svg.
+--out NAME writes the table to NAME.md, its numbers to NAME.json, a figure to NAME.png and NAME.svg;
+browse writes NAME.html, predict NAME.tsv.
 In this file: what computes, then the commands, which print.
 """
 import contextlib
@@ -44,13 +45,7 @@ import ranks
 import tasks
 from browse import collect, page
 from checkpoint import check_objective, find_weights, load_model, read_weights
-from data import (
-    Corpus,
-    heldout,
-    load_tokenizer,
-    next_tokens,
-    special_tokens,
-)
+from data import Corpus, heldout, load_tokenizer, next_tokens, special_tokens
 from figures import draw_bars, draw_curves
 from model import MaskedLM, value_tables
 from predictions import predict_file
@@ -109,7 +104,8 @@ class TaskSample:
         self.checkpoint, vocab = find_weights(path)
         print(f"{path}: weights of {self.checkpoint}")
         self.tokenizer = load_tokenizer(vocab)
-        self.task = tasks.find(args.data or self.settings["task"])
+        with ranks.first_rank_first():
+            self.task = tasks.find(args.data or self.settings["task"])
         split = "train" if args.split == "train" else next(iter(self.task.dev.values()))
         if split != "train" and self.task.labels is None and self.task.name != "squad":
             tasks.read(self.task, "train")  # finds the labels
@@ -211,7 +207,8 @@ def table(args):
         for name, masking in itertools.product(corpora, range(args.repeats)):
             batches = (next_tokens(Corpus(name), "test", *sizes, stride=seq_len // 2) if causal
                        else heldout(Corpus(name), "test", *sizes, masking))
-            batches = Progress(batches, f"{path}, data/{name}, masking {masking + 1}")
+            what = f"{path}, data/{name}" + f", masking {masking + 1}" * (args.repeats > 1)
+            batches = Progress(batches, what)
             results[name].append(evaluate(model, batches, device, dtype)[0])
         del model  # before the next one is loaded
         trained = trained_for(checkpoint)
@@ -228,6 +225,8 @@ def table(args):
             "rows of as many steps show what the memory does; each is one run of one seed, and "
             "another seed alone changes the perplexity: run several before you trust a small "
             "difference.")
+    if causal:
+        note += " Windows overlap by half; each token is predicted once."
     if unfinished := [run["run"] for run in runs if " of " in run["steps"]]:
         note += f" NOT FINISHED, so not to be compared yet: {', '.join(unfinished)}."
     header = ["run", "steps", "seed", *(f"{name} ppl" for name in args.data), USAGE]
@@ -261,10 +260,9 @@ SCORES = {  # task: title, metrics
     "stsb": ("STS-B (P/S)", ["pearson", "spearmanr"]), "rte": ("RTE", ["accuracy"])}
 TABLE_4 = list(SCORES)[:6]  # its columns; it averages all but SQuAD's
 
-
 # Settings of a fine-tuned run that change no score, and the seed, over which the median is taken
 NO_RECIPE = {"out", "seed", "seeds", "log_interval", "checkpoint_interval", "device", "compile",
-             "tensorboard"}
+             "tensorboard", "rank_timeout"}
 
 
 def read_scores(paths):

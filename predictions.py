@@ -8,7 +8,7 @@ import torch
 
 import ranks
 import tasks
-from checkpoint import find_weights, load_model, read_weights
+from checkpoint import check_objective, find_weights, load_model, read_weights
 from common import UserError
 from data import load_tokenizer
 from model import SpanReader
@@ -55,8 +55,8 @@ def best_spans(logits, starts, first, end, n=20, longest=30):
     length = positions[:, None, :, 1] - positions[:, :, None, 0] + 1
     scores = scores.masked_fill((length < 1) | (length > longest), -torch.inf)
     score, pair = scores.flatten(1).max(1)
-    ranks = torch.stack(torch.unravel_index(pair, scores.shape[1:]), 1)  # (batch, 2)
-    return score, positions.gather(1, ranks[:, None])[:, 0]
+    at = torch.stack(torch.unravel_index(pair, scores.shape[1:]), 1)  # (batch, 2)
+    return score, positions.gather(1, at[:, None])[:, 0]
 
 
 def describe(found, labels):
@@ -81,6 +81,7 @@ def predict_file(run, file, device):
     folder, vocab = find_weights(run)
     saved = read_weights(folder)
     if not saved.get("head"):
+        check_objective(run, saved["config"], causal=False)
         raise UserError(f"{run}: not a fine-tuned model: python finetune.py --init_from={run} ...")
     model, tokenizer = load_model(folder).to(device), load_tokenizer(vocab)
     tokenizer.encode_special_tokens = True  # a "[SEP]" in a text is text, not the token

@@ -62,9 +62,9 @@ class Config:
     init_from: str = ""  # a run, a folder in Hugging Face layout, or bert-base-uncased and such
     reinit_ffn: bool = False  # with init_from: draw the FFN of memory layers anew (ResM')
     # batch: batch_size x accumulation sequences a step
-    seq_len: int = 512  # tokens, with [CLS] and [SEP]
+    seq_len: int = 512  # tokens; of a masked model with [CLS] and [SEP]
     batch_size: int = 32  # sequences at a time on the device
-    accumulation: int = 32  # 32 x 32 = 1,024 sequences
+    accumulation: int = 32  # 32 x 32 = 1,024 sequences; torchrun's ranks share them
     # optimization: AdamW; linear warm-up, then linear decay to 0
     max_steps: int = 500_000  # updates
     warmup_steps: int = 10_000  # of max_steps

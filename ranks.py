@@ -9,8 +9,8 @@ $ torchrun --nnodes=2 --node_rank=1 --nproc_per_node=8 --master_addr=HOST pretra
 The micro-batches of a step are dealt out; what is in one, its dropout too, is a function of (seed,
 step, micro-batch), so any number of ranks makes the same step, but for the order of sums. The dense
 weights are on every rank, their gradients are added up once a step. A value table is cut by columns
-(ShardedValueTable). Files are those of one process. Needed only where there are ranks: not in
-pkm.py, which stays alone.
+(ShardedValueTable). Files are those of one process. Only the scripts and what they share need this
+file: pkm.py stays free of it.
 """
 import contextlib
 import mmap
@@ -28,7 +28,7 @@ import pkm
 
 GROUP = None  # of processes; None is torch's default
 MISTAKE = 1000  # above all signals
-ROWS = 2**22  # bytes of a tensor that are gathered at a time for the file it is saved in
+GATHERED = 2**22  # bytes of a tensor that the first rank gathers at a time, to save it
 
 
 def started():
@@ -54,10 +54,12 @@ def run(main):
 
 def _run_as_rank(main):
     on_this_node = int(os.environ["LOCAL_RANK"])
-    if torch.cuda.is_available():
-        if on_this_node >= torch.cuda.device_count():
-            raise common.UserError(f"a rank takes a card, but there are only "
-                                   f"{torch.cuda.device_count()}: --nproc_per_node")
+    if cards := torch.cuda.device_count():  # CUDA_VISIBLE_DEVICES= : ranks on CPUs
+        if on_this_node > cards:
+            sys.exit(2)  # one says it
+        if on_this_node == cards:
+            raise common.UserError(f"more ranks than cards: --nproc_per_node={cards}, or "
+                                   "CUDA_VISIBLE_DEVICES= for ranks on CPUs")
         torch.cuda.set_device(on_this_node)
     store, number, size = next(dist.rendezvous("env://"))
     # torchrun keeps the store after a restart, with the addresses of the dead
@@ -78,10 +80,15 @@ def _run_as_rank(main):
     except RuntimeError as error:
         if on_this_node and isinstance(error, common.Failure):
             sys.exit(1)
-        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        if not lost(error):
             raise
         raise common.Failure(f"rank {rank()} lost another one, or waited longer than rank_timeout "
                              f"for it ({str(error).splitlines()[0]})") from None
+
+
+def lost(error):
+    """Whether an error says that another rank is gone, or was waited for too long."""
+    return started() and (isinstance(error, dist.DistError) or "gloo" in str(error))
 
 
 def set_timeout(seconds):
@@ -161,8 +168,8 @@ def batch_norms(model):
 def prepare(model):
     """Make the model's batch norms ready for sum_gradients. A running statistic is
     (1 - m) * running + m * new for each micro-batch in turn; here a rank sees every world()th."""
-    for norm in batch_norms(model):
-        norm.single, norm.momentum = norm.momentum, 1 - (1 - norm.momentum) ** world()
+    for norm in batch_norms(model) if started() else ():
+        norm.of_one, norm.momentum = norm.momentum, 1 - (1 - norm.momentum) ** world()
 
 
 @torch.no_grad()
@@ -174,7 +181,7 @@ def sum_gradients(model, loss, count):
     if not started():
         return loss
     norms, parameters = batch_norms(model), [p for p in model.parameters() if p.grad is not None]
-    weights = [norm.single * (1 - norm.single) ** (world() - 1 - rank()) / norm.momentum
+    weights = [norm.of_one * (1 - norm.of_one) ** (world() - 1 - rank()) / norm.momentum
                for norm in norms]
     statistics = [weight * running for norm, weight in zip(norms, weights, strict=True)
                   for running in (norm.running_mean, norm.running_var)]
@@ -266,10 +273,16 @@ def tables(model):
             if isinstance(module, ShardedValueTable)}
 
 
+def parameter_sizes(model):
+    """{name: numbers in it} of the parameters of the whole model, of which this rank may have some
+    columns only."""
+    cut = tables(model)
+    return {name: p.numel() * (world() if name in cut else 1)
+            for name, p in model.named_parameters()}
+
+
 def count_parameters(model):
-    """Parameters of the whole model, of which this rank may have some columns only."""
-    own = sum(table.weight.numel() for table in tables(model).values())
-    return sum(p.numel() for p in model.parameters()) + (world() - 1) * own
+    return sum(parameter_sizes(model).values())
 
 
 def cut_weights(model, weights):
@@ -344,7 +357,7 @@ def _fill(content, file):
         for key in keys:
             _fill(content[key], None if file is None else file[key])
     elif isinstance(content, Columns):
-        rows = max(1, ROWS // (world() * content.part[0].nbytes))
+        rows = max(1, GATHERED // (world() * content.part[0].nbytes))
         parts = content.part.new_empty(world(), rows, content.part.shape[1])
         for n, part in enumerate(content.part.split(rows)):
             received = None if rank() else list(parts[:, :len(part)])

@@ -1,5 +1,7 @@
 """
-A run's log.jsonl for TensorBoard: tensorboard = True in a config, then tensorboard --logdir out
+A run's log.jsonl as TensorBoard's curves. Put tensorboard = True into a config, then:
+
+$ tensorboard --logdir out
 """
 import json
 from pathlib import Path

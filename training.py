@@ -118,7 +118,7 @@ class Trainer:
                   f"{unit}_per_s": rate, "elapsed": state["elapsed"]}
         peak = peak_flops(self.device) if self.flops and self.dtype != torch.float32 else None
         if peak:
-            record["mfu"] = rate * self.flops / peak
+            record["mfu"] = rate * self.flops / (ranks.world() * peak)
         print(json.dumps(record), file=log)
         eta = timedelta(seconds=round((steps - step) * self.batches.size / rate))
         mfu = f" | mfu {record['mfu']:.1%}" if peak else ""
@@ -135,6 +135,8 @@ class Trainer:
         """Both optimizers and the scaler; the weights are loaded before. Returns the state."""
         state = load_optimizers(checkpoint, self.model, self.dense, self.values)
         self.scaler.load_state_dict(state.pop("scaler"))
+        if ranks.total(state["step"]) != ranks.world() * state["step"]:
+            raise Failure(f"{checkpoint}: other ranks see another one: is the folder shared?")
         print(f"going on from {checkpoint}")
         return state
 

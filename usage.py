@@ -201,7 +201,7 @@ def read_corpus(args, model):
         ids = np.concatenate([batch["ids"] for batch in batches])
     else:
         ids = cut(corpus, "test", seq_len, args.sequences)
-    device, reads = model.bias.device, {n: [] for n in value_tables(model)}
+    device, reads = model.bert.words.weight.device, {n: [] for n in value_tables(model)}
     with watch(model, lambda n, *read: reads[n].append([part.cpu() for part in read])):
         for batch in Progress(torch.from_numpy(ids).split(8), f"data/{corpus.name}"):
             model.bert(batch.to(device))

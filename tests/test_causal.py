@@ -169,7 +169,7 @@ def test_an_older_checkpoint_is_a_masked_model(place):
     assert train("--max_steps=4") == 0
 
 
-def test_masked_tools_and_causal_ones_are_told_apart(place, capsys):
+def test_masked_tools_and_causal_ones_are_told_apart(place, capsys, monkeypatch):
     assert train("--max_steps=2") == 0
     assert train("--max_steps=2", "--objective=causal", "--out=out/causal") == 0
     for path, kind in (("out/causal", "causal"), ("out/causal/step_000002", "causal")):
@@ -183,6 +183,11 @@ def test_masked_tools_and_causal_ones_are_told_apart(place, capsys):
                     words=["out/causal", "another vocabulary, corpus or objective"])
     assert_one_line(capsys, "tiny.py", "--out=out/new", "--init_from=out/causal",
                     words=["out/causal", "is a causal language model, expected a masked one"])
+    assert_one_line(capsys, "predict", "out/causal", "new.tsv", main=measure.main,
+                    words=["out/causal", "is a causal language model, expected a masked one"])
+    monkeypatch.setattr(sys, "argv", ["bench.py", "causal", "--runs", "out/tiny"])
+    assert_one_line(capsys, main=lambda args: bench.main(),
+                    words=["out/tiny is a masked language model, expected a causal one"])
     Path("own").mkdir()
     for split in ("train", "dev"):
         Path("own", f"{split}.tsv").write_text("sentence\tlabel\nthe cat\tx\na dog\ty\n")

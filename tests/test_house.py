@@ -41,8 +41,9 @@ def test_imports_run_one_way_down():
 
 def test_the_core_is_read_in_an_evening():
     lines = {name: len(path.read_text().splitlines()) for name, path in PATHS.items()}
-    assert sum(lines[name] for name in ("pkm", "model", "data", "training", "pretrain")) <= 1479
-    assert max(lines.values()) <= 650
+    assert sum(lines[name] for name in ("pkm", "model", "data", "training", "pretrain")) <= 1500
+    files = [*ROOT.glob("*.py"), *ROOT.glob("tests/*.py")]
+    assert max(len(path.read_text().splitlines()) for path in files) <= 650
 
 
 def test_how_threads_wait_is_set_before_torch_is_loaded():

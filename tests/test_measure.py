@@ -20,6 +20,7 @@ import checkpoint
 import common
 import data
 import export
+import finetune
 import measure
 import pkm
 import training
@@ -138,6 +139,10 @@ def test_usage_on_a_task(tuned, capsys, monkeypatch):
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines()
             if line.startswith("| out")]
     assert [cell.strip() for cell in rows[0][2:5]] == ["own", "200", "2/3"]
+    pytest.importorskip("safetensors")
+    export.export(run, "exported")  # what its slots know can be seen, too
+    measure.main(["slots", "exported", "--layer", "2", "--data", "tiny", "--device", "cpu"])
+    assert "Layer 2 of exported" in capsys.readouterr().out
 
     tokenizer = data.load_tokenizer(Path("out/tiny/vocab.txt"))
     rows = [line.split("\t") for line in Path("own/train.tsv").read_text().splitlines()[1:]]
@@ -231,6 +236,10 @@ def fine_tuned(folder, accuracy, **settings):
     Path(folder).mkdir(parents=True)
     Path(folder, "config.json").write_text(json.dumps(base | settings))
     Path(folder, "eval_results.json").write_text(json.dumps({"eval_accuracy": accuracy}))
+
+
+def test_what_makes_no_other_system_may_change_on_the_way():
+    assert finetune.MAY_CHANGE | {"seed"} == measure.NO_RECIPE
 
 
 def test_glue_pools_nothing_but_seeds(workdir, capsys):

@@ -29,8 +29,9 @@ PRETRAIN = ["pretrain.py", "tiny.py", "--accumulation=4", "--max_steps=20", "--n
             "--checkpoint_interval=5"]
 SYSTEMS = {"base": ["--memory_layers="], "pkm": ["--alpha=0"], "resm": [],
            "pkm_init": ["--alpha=0", "--init_from=out/base_0"],
+           "causal": ["--objective=causal"],
            "resm_init": ["--init_from=out/base_0"]}
-COMPARED = [("base", 4), ("pkm", 2), ("resm", 4), ("pkm_init", 4), ("resm_init", 2), ("tuned", 2),
+COMPARED = [("base", 4), ("pkm", 2), ("causal", 2), ("resm", 4), ("pkm_init", 4), ("resm_init", 2), ("tuned", 2),
             ("tuned", 4)]
 if "PKM_TEST_KILLS" in os.environ:
     COMPARED = [(name, world) for world in (2, 4) for name in (*SYSTEMS, "tuned")]
@@ -59,9 +60,9 @@ def finetune(world):
             "--accumulation=4", "--train_examples=43", "--epochs=2", f"--out=out/tuned_{world}")
 
 
-def table(world):
-    return (world, "float64", "measure.py", "table", "out/resm_0", "--data", "tiny",
-            "--batch_size", "2", "--device", "cpu", "--out", f"table_{world}")
+def table(world, run="resm"):
+    return (world, "float64", "measure.py", "table", f"out/{run}_0", "--data", "tiny",
+            "--batch_size", "2", "--device", "cpu", "--out", f"table_{run}_{world}")
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +88,14 @@ def compared(prepared, tmp_path_factory):
         (4, ["even", "bfloat16"]))]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        finish(on_ranks(*(pretrain(name, 0) for name in SYSTEMS), finetune(0), table(0)))
+        finish(on_ranks(*(pretrain(name, 0) for name in SYSTEMS), finetune(0), table(0),
+                        table(0, "causal")))
         shutil.copytree("out/resm_0", "out/mixed")
         wider = {world: [finetune(world) if name == "tuned" else pretrain(name, world)
                          for name, n in COMPARED if n == world] for world in (2, 4)}
         single = [(world, "float32", *PRETRAIN, f"--out=out/single_{world}") for world in (0, 4)]
-        finish(on_ranks(*wider[2], *values, *single, table(2)), on_ranks(*wider[4], *mixed))
+        finish(on_ranks(*wider[2], *values, *single, table(2),
+                        table(2, "causal")), on_ranks(*wider[4], *mixed))
     return folder
 
 
@@ -165,10 +168,11 @@ def test_checkpoints_know_nothing_of_the_number_of_ranks(compared, monkeypatch):
     assert len(sizes[0]) == 12 and np.allclose(*sizes, rtol=0.01)
 
 
-def test_the_table_of_perplexities(compared, monkeypatch):
+@pytest.mark.parametrize("run", ["resm", "causal"])
+def test_the_table_of_perplexities(compared, monkeypatch, run):
     monkeypatch.chdir(compared)
     for where, distance, norm in differences(*(
-            json.loads(Path(f"table_{world}.json").read_text()) for world in (2, 0))):
+            json.loads(Path(f"table_{run}_{world}.json").read_text()) for world in (2, 0))):
         assert distance <= 1e-12 * norm, where
 
 

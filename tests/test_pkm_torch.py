@@ -1,0 +1,352 @@
+"""
+What a module and an optimizer of torch's can do, the memory can: compile, export, copies, half
+precision, checkpoints of activations, closures, schedulers.
+"""
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import pkm
+from pkm import PKM, LazyAdam, ValueTable
+from test_pkm import assert_near, small_memory
+
+
+def deep(n_layers=3, dtype=torch.float32):
+    """A chain of memories with something before and after each."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(n_layers) for part in
+              (nn.Linear(8, 8), PKM(8, n_keys=16, heads=2, topk=4, key_dim=8), nn.LayerNorm(8))]
+    model = nn.Sequential(*layers).to(dtype)
+    tables = [m for m in model.modules() if isinstance(m, ValueTable)]
+    return model, (torch.optim.Adam(model.parameters(), lr=0.01), LazyAdam(tables, lr=0.01)), tables
+
+
+def test_compiled_training_equals_eager():
+    """One graph; 20 steps of several memories, whose buffers inductor shares."""
+    torch.compiler.reset()
+    results = []
+    for compiled in (False, True):
+        model, optimizers, tables = deep()
+        call = torch.compile(model, fullgraph=True) if compiled else model
+        losses = []
+        for step in range(20):
+            x = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(step))
+            loss = F.mse_loss(call(x), x.roll(1, 2))
+            loss.backward()
+            losses.append(loss.item())
+            if step == 0:
+                grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+                kept = [part.clone() for table in tables for read in table.reads for part in read]
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append((losses, grads, kept, [table.weight for table in tables]))
+    (losses, grads, kept, values), (losses_2, grads_2, kept_2, values_2) = results
+    for a, b in zip([*grads, *kept], [*grads_2, *kept_2], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(losses_2, losses, rtol=0, atol=1e-3)
+    for a, b in zip(values, values_2, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-3)
+
+
+def test_few_graphs_for_many_lengths_and_many_tables():
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    memory = torch.compile(small_memory(), backend=counter)
+    for tokens in range(10, 16):
+        memory(torch.randn(tokens, 6, dtype=torch.float64)).sum().backward()
+    assert counter.frame_count == 2  # one for the first length, one for all others
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    memories = [small_memory() for _ in range(4)]
+    for memory in memories:
+        memory.compile(backend=counter)
+        memory(torch.randn(7, 6, dtype=torch.float64)).sum().backward()
+    assert counter.frame_count == 1 and all(len(m.values.reads) == 1 for m in memories)
+
+
+def test_torch_checks_the_ops():
+    """Its own checker: schemas, fake kernels, autograd, ahead-of-time dispatch."""
+    values, slots = ValueTable(20, 8), torch.randint(20, (5, 3), dtype=torch.int32)
+    weights = torch.rand(5, 3, requires_grad=True)
+    torch.library.opcheck(pkm.read, (values.weight, slots, weights, values.number, torch.float32))
+
+
+def test_values_changed_before_backward_are_an_error():
+    memory, x = small_memory(), torch.randn(5, 6, dtype=torch.float64)
+    out = memory(x).sum()
+    with torch.no_grad():
+        memory.values.weight.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def test_functional_call_with_other_values():
+    """Gradients are of those values; the table's own reads are not touched."""
+    memory, x = small_memory(), torch.randn(5, 6, dtype=torch.float64)
+    (2 * memory(x)).sum().backward()
+    expected = memory.keys.grad.clone()
+    memory.zero_grad()
+    memory.values.reads.clear()
+    values = (2 * memory.values.weight).detach().requires_grad_()
+    torch.func.functional_call(memory, {"values.weight": values}, (x,)).sum().backward()
+    assert_near(memory.keys.grad, expected, 1e-12)
+    assert not memory.values.reads
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_compiled_inference_is_one_graph(dtype, tolerance):
+    memory, x = small_memory(dtype).eval(), torch.randn(2, 5, 6, dtype=dtype)
+    with torch.no_grad():
+        compiled = torch.compile(memory, fullgraph=True)
+        torch.testing.assert_close(compiled(x), memory(x), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("how", ["trace", "export", "fake"])
+def test_traced_and_exported_models_read_other_slots_for_another_input(how):
+    memory = small_memory().eval()
+    x, other = torch.randn(2, 3, 5, 6, dtype=torch.float64)
+    if how == "fake":
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = mode.from_tensor(other)
+            assert memory(fake).shape == memory.train()(fake).shape == other.shape
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other_model = (torch.jit.trace(memory, x) if how == "trace" else
+                       torch.export.export(memory, (x,)).module())
+    torch.testing.assert_close(other_model(other), memory(other), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    """Of a whole model, and of the values alone."""
+    x = torch.randn(50, 64)
+    memory = PKM(64, n_keys=32, heads=4, topk=8, key_dim=16).eval()
+    with torch.no_grad():
+        expected = memory(x)
+        memory.values.to(dtype)
+        assert memory(x).dtype == torch.float32
+        assert_near(memory(x), expected, 0.01)
+        assert not torch.equal(memory(x), expected)
+    memory = memory.to(dtype).train()
+    before = memory.values.weight.detach().clone()
+    out = memory(x.to(dtype))
+    out.float().square().mean().backward()
+    LazyAdam([memory.values], lr=0.1).step()
+    assert out.dtype == memory.keys.grad.dtype == dtype and memory.keys.grad.any()
+    assert not torch.equal(memory.values.weight, before)
+
+
+def test_scores_of_a_half_precision_memory_are_float32s():
+    """No ties by rounding: the same slots and weights as from the same numbers in float32."""
+    memory = small_memory(torch.bfloat16, n_keys=64, topk=8).eval()
+    query = torch.randn(200, 16, dtype=torch.bfloat16)
+    slots, weights = memory.search(query)
+    expected = memory.float().search(query.float())
+    assert torch.equal(slots, expected[0]) and torch.equal(weights, expected[1])
+
+
+def test_autocast():
+    """grad_out is kept in its dtype; scores and softmax are float32's, for what the query is."""
+    memory, x = PKM(8, n_keys=16, heads=2, topk=4, key_dim=8).eval(), torch.randn(9, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        query = memory.query(x)
+        memory(x).sum().backward()
+    (slots, weights, grad_out), = memory.values.reads
+    assert (query.dtype, weights.dtype, grad_out.dtype) == (torch.bfloat16, torch.float32,
+                                                            torch.bfloat16)
+    expected = memory.search(memory.query_norm(query.float()))
+    assert torch.equal(slots, expected[0].flatten(1))
+    assert torch.equal(weights, expected[1].flatten(1))
+
+
+def test_activation_checkpointing():
+    x, grads = torch.randn(4, 8), []
+    for recompute in (False, True):
+        model, _, tables = deep()
+        if recompute:
+            out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+        else:
+            out = model(x)
+        out.square().sum().backward()
+        assert [len(table.reads) for table in tables] == [1, 1, 1]
+        grads.append(model[0].weight.grad)
+    assert torch.equal(*grads)
+
+
+def test_only_backward_stores_reads():
+    """Not a forward pass alone, nor torch.autograd.grad, nor a backward pass to other inputs."""
+    memory, x = small_memory(), torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    memory(x)
+    torch.autograd.grad(memory(x).sum(), x)
+    torch.autograd.grad(memory(x).sum(), [x, memory.values.weight], allow_unused=True)
+    memory(x).sum().backward(inputs=[x])
+    assert not memory.values.reads
+    memory(x).sum().backward()
+    assert len(memory.values.reads) == 1
+
+
+def test_zero_grad_drops_pending_reads():
+    model, (_, optimizer), tables = deep()
+    before = [table.weight.detach().clone() for table in tables]
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(torch.equal(t.weight, old) for t, old in zip(tables, before, strict=True))
+
+
+def test_reads_that_pile_up_warn_once(monkeypatch):
+    monkeypatch.setattr(pkm, "WARN_AT", 3)
+    memory = small_memory()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        counts = []
+        for _ in range(7):
+            memory(torch.randn(5, 6, dtype=torch.float64)).sum().backward()
+            counts.append(len(caught))
+    assert counts == [0, 0, 1, 1, 1, 1, 1] and "LazyAdam" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_is_a_model_of_its_own(how):
+    """Taken between backward and step: both go on with the same reads."""
+    model, optimizers, tables = deep()
+    model(torch.randn(4, 8)).sum().backward()
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    others = [m for m in other.modules() if isinstance(m, ValueTable)]
+    before = others[0].weight.detach().clone()
+    optimizers[1].step()
+    assert torch.equal(others[0].weight, before)
+    LazyAdam(others, lr=0.01).step()
+    for ours, theirs in zip(tables, others, strict=True):
+        assert torch.equal(ours.weight, theirs.weight)
+    other(torch.randn(4, 8)).sum().backward()
+    assert others[0].reads and not tables[0].reads
+
+
+def test_a_memory_made_on_the_meta_device_is_filled_by_its_state_dict():
+    memory, x = small_memory(), torch.randn(7, 6, dtype=torch.float64)
+    with torch.device("meta"):
+        other = PKM(6, n_keys=12, heads=2, topk=4, key_dim=8).double()
+    other.to_empty(device="cpu").load_state_dict(memory.state_dict())
+    for each in (memory, other):
+        each(x).square().sum().backward()
+        LazyAdam([each.values], lr=0.01).step()
+    assert torch.equal(memory.values.weight, other.values.weight)
+    assert torch.equal(memory.eval()(x), other.eval()(x))
+
+
+def test_state_dicts_are_copies():
+    def train(model, optimizer, steps):
+        for step in range(steps):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            model(x).square().sum().backward()
+            optimizer.step()
+
+    model, (_, optimizer), _ = deep()
+    train(model, optimizer, 3)
+    saved, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
+    kept = copy.deepcopy(saved)
+    train(model, optimizer, 2)
+    again, (_, other), _ = deep()
+    again.load_state_dict(weights)
+    other.load_state_dict(saved)
+    train(again, other, 2)
+    assert torch.equal(again[1].values.weight, model[1].values.weight)
+    for name in ("step", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(torch.as_tensor(saved["state"][0][name]),
+                           torch.as_tensor(kept["state"][0][name]))
+
+
+def test_moments_follow_the_table():
+    model, (_, optimizer), tables = deep()
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    model.double()
+    model(torch.randn(4, 8).double()).sum().backward()
+    optimizer.step()
+    assert optimizer.state[tables[0].weight]["exp_avg"].dtype == torch.float64
+
+
+def test_parameter_groups_and_schedulers():
+    model, _, tables = deep()
+    before = [table.weight.detach().clone() for table in tables]
+    optimizer = LazyAdam([{"params": tables[:1]}, {"params": tables[1:], "lr": 0.0}], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1**step)
+    for _ in range(2):
+        model(torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.005), 0.0]
+    moved = [not torch.equal(t.weight, old) for t, old in zip(tables, before, strict=True)]
+    assert moved == [True, False, False]
+
+
+def test_a_closure_is_the_step():
+    results = []
+    for closure in (False, True):
+        model, (_, optimizer), tables = deep()
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+        def loss(model=model, x=x):
+            value = model(x).square().sum()
+            value.backward()
+            return value
+        returned = optimizer.step(loss) if closure else (loss(), optimizer.step())[0]
+        results.append((returned, tables[0].weight))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_settings_of_a_group_are_used():
+    """betas and eps, against torch.optim.SparseAdam."""
+    ours, bag = ValueTable(9, 4), nn.EmbeddingBag(9, 4, mode="sum", sparse=True)
+    bag.weight.data.copy_(ours.weight)
+    settings = {"lr": 0.1, "betas": (0.5, 0.9), "eps": 0.01}
+    optimizers = LazyAdam([ours], **settings), torch.optim.SparseAdam(bag.parameters(), **settings)
+    for _ in range(3):
+        slots, weights = torch.randint(9, (5, 1, 2)), torch.rand(5, 1, 2)
+        ours(slots, weights).square().sum().backward()
+        bag(slots.flatten(1), per_sample_weights=weights.flatten(1)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_near(ours.weight, bag.weight, 1e-5)
+
+
+def test_an_optimizer_minds_its_own_tables():
+    """All that share a weight, no other."""
+    model, _, tables = deep()
+    first, second = LazyAdam(tables[:1], lr=0.1), LazyAdam(tables[1:2], lr=0.1)
+    tables[2].weight = tables[1].weight
+    model(torch.randn(4, 8)).square().sum().backward()
+    second.step()
+    assert tables[0].reads and not tables[1].reads and not tables[2].reads
+    first.zero_grad()
+    assert not tables[0].reads
+    with pytest.raises(TypeError, match="takes ValueTables, found Parameter"):
+        LazyAdam(model.parameters())
+
+
+def test_a_table_with_another_weight_is_refused_in_words():
+    memory = small_memory()
+    optimizer = LazyAdam([memory.values])
+    memory.values.load_state_dict(copy.deepcopy(memory.values.state_dict()), assign=True)
+    with pytest.raises(RuntimeError, match="another weight tensor"):
+        optimizer.step()
+
+
+def test_a_model_without_memory_has_nothing_to_update():
+    LazyAdam([]).step()
