@@ -154,7 +154,10 @@ def load_optimizers(checkpoint, model, dense, values):
         decay_memory(model, dense)
     try:
         dense.load_state_dict(copy.deepcopy(saved["dense"]))  # not mapped from the file
-        values.load_state_dict(ranks.cut_moments(saved["values"]))
+        if ranks.started():  # columns, which are copies already
+            torch.optim.Optimizer.load_state_dict(values, ranks.cut_moments(saved["values"]))
+        else:
+            values.load_state_dict(saved["values"])
     except ValueError as error:
         raise UserError(f"{checkpoint}/optimizer.pt: of another model than model.pt beside it "
                         f"({error})") from None
