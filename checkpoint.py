@@ -202,7 +202,7 @@ def init_from(model, path, reinit_ffn=False):
     weights = saved["weights"]
     random = {("FFN", n) for n in model.bert.config.memory_layers if reinit_ffn}
     random.add(("task head", None))
-    if isinstance(model, Classifier) and not pooler_is_trained(source):
+    if isinstance(model, Classifier) and not pooler_is_trained(source, saved):
         random.add(("pooler", None))  # or all seeds would share one
     loaded = load_weights(model, {name: w for name, w in weights.items()
                                   if _group(name) not in random}, path, partial=True)
@@ -221,20 +221,21 @@ def init_from(model, path, reinit_ffn=False):
         print(f"  {status:12} {part:16} {sum(n for _, n in members):13,d} parameters{where}{why}")
 
 
-def pooler_is_trained(folder):
-    """Whether the pooler of the weights in `folder` was ever trained: Google's was (next sentence
-    prediction), so was a fine-tuned one; masked-LM pretraining leaves it as it found it."""
+def pooler_is_trained(folder, saved):
+    """Whether the pooler of `saved`, the weights in `folder`, was ever trained: Google's was (next
+    sentence prediction), so was a fine-tuned one; masked-LM pretraining leaves it as it found it."""
     while (folder / "model.pt").is_file():
-        if read_weights(folder).get("head"):
+        if saved.get("head"):
             return True
         try:
             origin = json.loads((folder.parent / "config.json").read_text())["init_checkpoint"]
         except (OSError, ValueError, KeyError):
             return False  # where its run started is not known
         folder = Path(origin)
-    if not (folder / "config.json").is_file():  # the run started from nothing, or it is gone
-        return folder.name != "" and not folder.name.startswith("step_")
-    return any("pooler" in name for name in read_weights(folder)["weights"])
+        if not any((folder / name).is_file() for name in ("model.pt", "config.json")):
+            return folder.name != "" and not folder.name.startswith("step_")  # or it is gone
+        saved = read_weights(folder)
+    return any("pooler" in name for name in saved["weights"])
 
 
 def _group(name):

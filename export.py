@@ -58,39 +58,9 @@ def export(path, folder):
     if not config.type_vocab:  # as good as none
         config.type_vocab = 2
         saved["weights"]["bert.token_types.weight"] = torch.zeros(2, config.d_model)
-    weights = {}
-    for name, w in saved["weights"].items():
-        theirs = their_names(name, head)
-        prefix = "bert." if name.startswith("bert.") else ""
-        parts = [w] if len(theirs) == 1 else [part.clone() for part in w.chunk(len(theirs))]
-        weights |= {prefix + n: part for n, part in zip(theirs, parts, strict=True)}
-    pad, unk, cls, sep, mask = special_tokens(vocab)
-    kind, architecture = ("bert" if plain else "pkm-bert"), ARCHITECTURES[head]
-    settings = {theirs: getattr(config, ours) for ours, theirs in SETTINGS[kind].items()}
-    settings |= {"model_type": kind, "hidden_act": "gelu", "layer_norm_eps": 1e-12,
-                 "attention_probs_dropout_prob": config.dropout, "dtype": "float32",
-                 "architectures": [architecture], "pad_token_id": vocab.index(pad)}
-    if config.causal:
-        settings |= {"is_decoder": True, "architectures": ["BertLMHeadModel"]}
-    if not plain:
-        settings |= {"architectures": [f"PKM{architecture}"], "hidden_act": MEMORY_ACT}
-        settings["auto_map"] = {"AutoConfig": "modeling_pkm.PKMBertConfig"} | {
-            each.replace("Bert", "AutoModel"): f"modeling_pkm.PKM{each}"
-            for each in ARCHITECTURES.values()}
-    if head == "classifier":
-        names = labels or ["LABEL_0"]
-        settings |= {"id2label": dict(enumerate(names)),
-                     "label2id": {name: n for n, name in enumerate(names)}}
-    tokenizer = full_tokenizer(vocab_file)
-    tokenizer.no_padding()  # transformers has settings of its own for it
-    if config.causal:  # no [CLS]: a document begins after [SEP]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{sep} $A", special_tokens=[(sep, vocab.index(sep))])
-    own = cls == "[CLS]" and not config.causal  # BertTokenizer puts [CLS] before a text
-    about = {"tokenizer_class": "BertTokenizer" if own else "PreTrainedTokenizerFast",
-             "do_lower_case": "A" not in vocab, "model_max_length": config.max_len,
-             "pad_token": pad, "unk_token": unk, "cls_token": cls, "sep_token": sep,
-             "mask_token": mask}
+    weights = their_weights(saved["weights"], head)
+    settings = their_settings(config, head, labels, vocab, plain)
+    tokenizer, about = their_tokenizer(vocab_file, vocab, config)
     with atomic(folder) as temporary:
         temporary.mkdir()
         try:
@@ -109,6 +79,55 @@ def export(path, folder):
         (temporary / "README.md").write_text(card(source, Path(folder).name, config, saved, plain),
                                              encoding="utf-8")
     print(f"{folder}: weights of {source}, {settings['architectures'][0]}, {len(weights)} tensors")
+
+
+def their_weights(ours, head):
+    """A state dict of ours under Hugging Face's names."""
+    weights = {}
+    for name, w in ours.items():
+        theirs = their_names(name, head)
+        prefix = "bert." if name.startswith("bert.") else ""
+        parts = [w] if len(theirs) == 1 else [part.clone() for part in w.chunk(len(theirs))]
+        weights |= {prefix + n: part for n, part in zip(theirs, parts, strict=True)}
+    return weights
+
+
+def their_settings(config, head, labels, vocab, plain):
+    """The content of config.json; plain: whether the model has no memory."""
+    kind, architecture = ("bert" if plain else "pkm-bert"), ARCHITECTURES[head]
+    settings = {theirs: getattr(config, ours) for ours, theirs in SETTINGS[kind].items()}
+    settings |= {"model_type": kind, "hidden_act": "gelu", "layer_norm_eps": 1e-12,
+                 "attention_probs_dropout_prob": config.dropout, "dtype": "float32",
+                 "architectures": [architecture],
+                 "pad_token_id": vocab.index(special_tokens(vocab)[0])}
+    if config.causal:
+        settings |= {"is_decoder": True, "architectures": ["BertLMHeadModel"]}
+    if not plain:
+        settings |= {"architectures": [f"PKM{architecture}"], "hidden_act": MEMORY_ACT}
+        settings["auto_map"] = {"AutoConfig": "modeling_pkm.PKMBertConfig"} | {
+            each.replace("Bert", "AutoModel"): f"modeling_pkm.PKM{each}"
+            for each in ARCHITECTURES.values()}
+    if head == "classifier":
+        names = labels or ["LABEL_0"]
+        settings |= {"id2label": dict(enumerate(names)),
+                     "label2id": {name: n for n, name in enumerate(names)}}
+    return settings
+
+
+def their_tokenizer(vocab_file, vocab, config):
+    """The tokenizer, and the content of tokenizer_config.json."""
+    pad, unk, cls, sep, mask = special_tokens(vocab)
+    tokenizer = full_tokenizer(vocab_file)
+    tokenizer.no_padding()  # transformers has settings of its own for it
+    if config.causal:  # no [CLS]: a document begins after [SEP]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{sep} $A", special_tokens=[(sep, vocab.index(sep))])
+    own = cls == "[CLS]" and not config.causal  # BertTokenizer puts [CLS] before a text
+    return tokenizer, {
+        "tokenizer_class": "BertTokenizer" if own else "PreTrainedTokenizerFast",
+        "do_lower_case": "A" not in vocab, "model_max_length": config.max_len,
+        "pad_token": pad, "unk_token": unk, "cls_token": cls, "sep_token": sep,
+        "mask_token": mask}
 
 
 def card(source, name, config, saved, plain):

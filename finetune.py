@@ -65,7 +65,7 @@ class Config:
     # watching
     log_interval: int = 100
     checkpoint_interval: int = 1000  # steps; there is one after every epoch, too
-    tensorboard: bool = False  # log.jsonl for it too: tensorboard --logdir out
+    tensorboard: bool = False  # also write its curves: tensorboard --logdir out
     # machine
     device: str = "auto"  # cuda, mps, cpu
     dtype: str = "auto"  # float32, bfloat16, float16

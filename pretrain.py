@@ -79,7 +79,7 @@ class Config:
     usage_interval: int = 100_000  # steps between usage snapshots (Figure 2); 0: none
     checkpoint_interval: int = 1000  # out/<run>/step_<n>
     keep_checkpoints: int = 2  # the newest ones
-    tensorboard: bool = False  # log.jsonl for it too: tensorboard --logdir out
+    tensorboard: bool = False  # also write its curves: tensorboard --logdir out
     dry_run: bool = False  # one step and one evaluation, nothing written
     eval_only: bool = False  # evaluate the newest checkpoint or the initial model, no more
     # machine

@@ -42,7 +42,7 @@ def world():
 
 
 def rank():
-    """Which of them this is: 0 is the first, which prints and writes."""
+    """The number of this process; the first, 0, prints and writes."""
     return dist.get_rank() if started() else 0
 
 

@@ -41,7 +41,7 @@ def find_files(path, *suffixes):
 
 def find_codecs(files, encoding):
     """{file: codec} of text files. Each is read through: UserError if one is not text in its codec.
-    encoding: a codec, or 'auto': UTF-8 or else Windows-1252, and it is said how many are which."""
+    encoding: a codec, or 'auto': UTF-8, else Windows-1252; then it prints how many are which."""
     auto, found, wrong = encoding == "auto", {}, []
     try:
         "".encode("utf-8" if auto else encoding)
