@@ -157,7 +157,7 @@ def micro_batches(accumulation):
         least = accumulation - over
         nearest = f"{least} or {least + world()}" if least else world()
         raise common.UserError(f"accumulation = {accumulation}: no multiple of the {world()} ranks "
-                               f"that torchrun started: {nearest} is")
+                               f"that torchrun started: --accumulation={nearest} is")
     return range(rank(), accumulation, world())
 
 
