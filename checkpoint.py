@@ -225,9 +225,9 @@ def init_from(model, path, reinit_ffn=False):
 
 def pooler_is_trained(folder, saved):
     """Whether the pooler of `saved`, the weights in `folder`, was ever trained: Google's was (next
-    sentence prediction), so was a fine-tuned one; masked-LM pretraining leaves it as it found it."""
+    sentence prediction), so was a Classifier's; all other training leaves it as it found it."""
     while (folder / "model.pt").is_file():
-        if saved.get("head"):
+        if saved.get("head") == "classifier":
             return True
         try:
             origin = json.loads((folder.parent / "config.json").read_text())["init_checkpoint"]

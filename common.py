@@ -32,9 +32,9 @@ from tqdm import tqdm
 
 # OpenMP's threads spin while they wait, and so take the cores from whatever else runs. Spinning less
 # costs little: tokens/s of configs/demo.py on two cores of a Zen 4 EPYC, quiet and beside one busy
-# process, were 61,900 and 13,700 by default, 59,500 and 22,200 with this, 38,200 and 31,900 with
-# OMP_WAIT_POLICY=PASSIVE, which is for machines that are always busy. The variables are read when
-# torch is loaded, so a script imports this file before torch.
+# process, were 61,900 and 13,700 by default, 59,500 and 22,200 with this. OMP_NUM_THREADS=1, with
+# 35,500 and 37,800, is for machines that are always busy (results/speed.md). The variables are read
+# when torch is loaded, so a script imports this file before torch.
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 if sys.platform == "linux" and not any(name in os.environ for name in WAITING):
     os.environ["GOMP_SPINCOUNT"] = "2000"

@@ -41,10 +41,11 @@ def read_vocab(path):
         raise UserError(f"{path}: no vocabulary of UTF-8 text ({error})") from None
     missing = [token for token in special_tokens(tokens) if token not in tokens]
     again = [token for token, number in collections.Counter(tokens).items() if number > 1]
-    if missing or again or len(tokens) > 2**16:
-        raise UserError(f"{path}: not a vocabulary: " + (
-            f"no {', '.join(missing)}" if missing else f"{again[0]!r} more than once" if again
-            else f"{len(tokens):,} tokens, but ids of 16 bits allow 65,536"))
+    wrong = (f"no {', '.join(missing)}" if missing else f"{again[0]!r} more than once" if again
+             else "no token but the special ones" if len(tokens) == len(SPECIALS)
+             else f"{len(tokens):,} tokens, but ids of 16 bits allow 65,536")
+    if missing or again or not len(SPECIALS) < len(tokens) <= 2**16:
+        raise UserError(f"{path}: not a vocabulary: {wrong}")
     return tokens
 
 

@@ -98,12 +98,12 @@ def fetch(sources, folder=DOWNLOADS):
     return paths
 
 
-def hub_files(repo, pattern, kind="model", revision="main"):
-    """[(URL, checksum)] of the files of a repository on the hub whose path matches `pattern`: the
-    SHA-256, or for small files, of which the hub has none, git's SHA-1. Failure if the hub has no
-    such file or cannot be reached; it is asked once."""
+def hub_files(repo, *patterns, kind="model", revision="main"):
+    """[(URL, checksum)] of the files of a repository on the hub whose path matches the first of
+    `patterns` that any does: the SHA-256, or for small files, of which the hub has none, git's
+    SHA-1. Failure if the hub has no such file or cannot be reached; it is asked once."""
     hub = need("huggingface_hub", "a download from the hub")
-    where = f"{repo}/{pattern} on the hub"
+    where = f"{repo}/{' or '.join(patterns)} on the hub"
     try:
         info = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT", HUB).rstrip("/")).repo_info(
             repo, repo_type=kind, revision=revision, files_metadata=True, timeout=TIMEOUT)
@@ -111,12 +111,13 @@ def hub_files(repo, pattern, kind="model", revision="main"):
         raise Failure(f"{where}: {_reason(error)}") from None
     except Exception as error:  # noqa: BLE001 - errors of httpx or of requests, by hub's version
         raise Failure(f"{where}: {NO_NETWORK} ({error})") from None
-    files = [(hub.hf_hub_url(repo, file.rfilename, repo_type=kind, revision=info.sha, endpoint=HUB),
-              file.lfs.sha256 if file.lfs else file.blob_id or "")
-             for file in info.siblings if fnmatch.fnmatch(file.rfilename, pattern)]
-    if not files:
+    checksums = {file.rfilename: file.lfs.sha256 if file.lfs else file.blob_id or ""
+                 for file in info.siblings}
+    names = next(filter(None, (fnmatch.filter(checksums, each) for each in patterns)), [])
+    if not names:
         raise Failure(f"{where}: no such file")
-    return files
+    return [(hub.hf_hub_url(repo, name, repo_type=kind, revision=info.sha, endpoint=HUB),
+             checksums[name]) for name in names]
 
 
 def _reason(error):
@@ -207,7 +208,7 @@ def fetch_corpus(name):
     listing = folder / "files.json"  # with it, a complete folder needs no network
     files = json.loads(listing.read_text()) if listing.exists() else [""]
     if not all((folder / file).is_file() for file in files):
-        sources = hub_files(repo, pattern, "dataset", revision)
+        sources = hub_files(repo, pattern, kind="dataset", revision=revision)
         write_text(listing, json.dumps([Path(url).name for url, _ in sources]))
         fetch(sources, folder)
     if name == "pg19":
@@ -284,17 +285,6 @@ def replace(folder, new):
     discard(old)
 
 
-def first_file(repo, choices):
-    """(URL, SHA-256) of the first of several files that a repository on the hub has."""
-    for choice in choices[:-1]:
-        try:
-            return hub_files(repo, choice)[0]
-        except Failure as error:
-            if "no such file" not in str(error):
-                raise
-    return hub_files(repo, choices[-1])[0]
-
-
 def check_kind(name, folder):
     """Before its weights are fetched: UserError, and no folder, for a model of another kind."""
     kind = json.loads((folder / "config.json").read_text()).get("model_type", "bert")
@@ -318,7 +308,7 @@ def fetch_weights(name, path=None, only=None):
         if any((folder / choice).exists() for choice in choices):
             continue
         if path is None:
-            url, sha256 = first_file(PRETRAINED.get(name, name), choices)
+            url, sha256 = hub_files(PRETRAINED.get(name, name), *choices)[0]
             known = name in PRETRAINED and choices[0] == "vocab.txt"
             fetch([(url, BERT_VOCAB if known else sha256)], folder)
             if choices == ["config.json"]:
@@ -331,10 +321,10 @@ def fetch_weights(name, path=None, only=None):
     return folder
 
 
-def fetch_task(folder, names, path=None, force=False):
+def fetch_task(folder, names, path=None, force=False, check=None):
     """data/glue/TASK/ or data/squad/ with the official files, as the official archive unpacks.
     path: that archive, a folder with the downloads or with what they unpack to, or one that has
-    such a folder named TASK."""
+    such a folder named TASK. check: is called with each file first, and may raise a UserError."""
     if folder.exists() and not force:
         print(f"{folder} exists already (--force replaces it)")
         return
@@ -351,6 +341,8 @@ def fetch_task(folder, names, path=None, force=False):
         files = [file for file in path.iterdir() if file.is_file()]
     else:
         raise UserError(f"{path}: no {', '.join(names)}{' or train.tsv' * zipped} in it")
+    for file in files if check else ():
+        check(file)
     new = folder.with_name(f".new_{folder.name}")
     discard(new)
     if len(files) == 1 and files[0].suffix == ".zip":

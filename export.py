@@ -22,6 +22,7 @@ from common import (  # before torch
     load_file,
     markdown,
     need,
+    read_json,
     run,
 )
 
@@ -29,7 +30,7 @@ from common import (  # before torch
 import torch
 from tokenizers import processors
 
-from checkpoint import find_weights, read_weights
+from checkpoint import find_weights, pooler_is_trained, read_weights
 from data import read_vocab, special_tokens
 from huggingface import ARCHITECTURES, MEMORY_ACT, SETTINGS, full_tokenizer, their_names
 from model import BertConfig, build_model
@@ -45,7 +46,8 @@ PIPELINES = {"MaskedLM": "fill-mask", "CausalLM": "text-generation",
 def export(path, folder):
     """Write `path` (see find_weights) as a folder that transformers' from_pretrained loads:
     config.json, model.safetensors, vocab.txt, tokenizer.json, a model card README.md, and the code
-    of a model with memory, which load_model reads too."""
+    of a model with memory, which load_model reads too. A pooler that was never trained is left out:
+    who fine-tunes from the folder draws a new one."""
     save_file = need("safetensors.torch", "export").save_file
     if Path(folder).exists():
         raise UserError(f"{folder} exists already")
@@ -58,6 +60,8 @@ def export(path, folder):
     if not config.type_vocab:  # as good as none
         config.type_vocab = 2
         saved["weights"]["bert.token_types.weight"] = torch.zeros(2, config.d_model)
+    if not pooler_is_trained(source, saved):
+        saved["weights"] = {name: w for name, w in saved["weights"].items() if "pooler" not in name}
     weights = their_weights(saved["weights"], head)
     settings = their_settings(config, head, labels, vocab, plain)
     tokenizer, about = their_tokenizer(vocab_file, vocab, config)
@@ -155,8 +159,8 @@ def measured(source, head):
     results = source.parent / "eval_results.json"
     if head and results.is_file():  # of the best epoch's model, and of the last one's
         prefix = "eval_" if source.name == "best" else "last_"
-        rows = [[key.removeprefix(prefix), f"{value:.5g}"] for key, value
-                in json.loads(results.read_text()).items() if key.startswith(prefix)]
+        rows = [[key.removeprefix(prefix), f"{value:.5g}"]
+                for key, value in read_json(results).items() if key.startswith(prefix)]
         return "On the dev split:\n\n" + markdown(["metric", "value"], rows)
     evaluations = []
     if not head:

@@ -75,11 +75,6 @@ class Config:
     keep_checkpoints = 1  # not a setting; best/ has the best weights, too
 
 
-# Settings that may change when a run is resumed; with another value of the rest it is another run.
-MAY_CHANGE = {"out", "seeds", "log_interval", "checkpoint_interval", "device", "compile",
-              "tensorboard", "rank_timeout"}
-
-
 class Data:
     """The Examples of a task, tokenized once for all seeds: train, and dev and test by the names in
     the Task. Its training batches, for the Trainer, are a function of (seed, step)."""
@@ -259,19 +254,14 @@ def write(path, content):
     common.write_text(f"{path}{suffix}", text)
 
 
-def run_seed(config, out, data, initial, vocab, signals):
-    """Train from the weights `initial`, or resume, in the folder `out`. Unless a signal comes, it
-    has an eval_results.json in the end."""
+def run_seed(config, out, data, sizes, initial, vocab, signals):
+    """Train a model of these sizes (a BertConfig) from the weights `initial`, or resume, in the
+    folder `out`. Unless a signal comes, it has an eval_results.json in the end."""
     if (out / "config.json").exists():
-        check_same_run(config, out, MAY_CHANGE)
+        check_same_run(config, out, {"seeds"})
     if (out / "eval_results.json").exists():
         print(f"{out} is done: --out=out/NAME starts anew")
         return
-    newest = checkpoint.find_checkpoint(out)
-    saved = checkpoint.read_weights(newest or initial)
-    sizes = BertConfig(**{**saved["config"], "dropout": config.dropout})
-    if config.max_len > sizes.max_len:
-        raise common.UserError(f"max_len = {config.max_len}: there are {sizes.max_len} positions")
     torch.compiler.reset()  # what an earlier seed compiled counts towards a limit
     torch.manual_seed(config.seed)  # of the head
     model = build_model(sizes, "span" if data.is_squad else "classifier", data.task.labels)
@@ -279,8 +269,8 @@ def run_seed(config, out, data, initial, vocab, signals):
         values.weight.requires_grad_(config.update_memory)
     trainer = Trainer(config, model, data, torch.device(config.device),
                       getattr(torch, config.dtype), labels=data.task.labels)
-    if newest:
-        checkpoint.load_weights(model, saved["weights"], newest)
+    if newest := checkpoint.find_checkpoint(out):
+        checkpoint.load_weights(model, checkpoint.read_weights(newest)["weights"], newest)
         state = trainer.restore(newest)
     else:
         checkpoint.init_from(model, initial)
@@ -317,7 +307,10 @@ def main(argv):
     ranks.set_timeout(config.rank_timeout)
     ranks.micro_batches(config.accumulation)  # a mistake is said before anything is read
     initial, vocab = checkpoint.find_weights(config.init_from)
-    checkpoint.check_objective(initial, checkpoint.read_weights(initial)["config"], causal=False)
+    sizes = BertConfig(**{**checkpoint.read_weights(initial)["config"], "dropout": config.dropout})
+    checkpoint.check_objective(initial, vars(sizes), causal=False)
+    if config.max_len > sizes.max_len:
+        raise common.UserError(f"max_len = {config.max_len}: there are {sizes.max_len} positions")
     is_seed = re.fullmatch(r"seed\d+", vocab.parent.name)
     run = vocab.parent.parent if is_seed else vocab.parent
     name = f"{run.name}_{tasks.name_of(config.task)}"
@@ -334,16 +327,16 @@ def main(argv):
     config.warmup_steps = round(config.warmup * config.max_steps)
     data.report(config)
     with common.lock(out, "trains there"):
-        return run_seeds(config, out, data, initial, vocab, argv)
+        return run_seeds(config, out, data, sizes, initial, vocab, argv)
 
 
-def run_seeds(config, out, data, initial, vocab, argv):
+def run_seeds(config, out, data, sizes, initial, vocab, argv):
     """One seed after the other, each in its folder. Returns the exit status."""
     ranks.agree()  # the first one has the lock
     signals, each = common.catch_signals(), {}
     for seed in range(config.seed, config.seed + config.seeds):
         config.seed, folder = seed, out / f"seed{seed}"
-        run_seed(config, folder, data, initial, vocab, signals)
+        run_seed(config, folder, data, sizes, initial, vocab, signals)
         if ranks.signalled(signals):
             print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
             return 128 + signals[0]

@@ -49,7 +49,7 @@ from data import Corpus, heldout, load_tokenizer, next_tokens, special_tokens
 from figures import draw_bars, draw_curves
 from model import MaskedLM, value_tables
 from predictions import predict_file
-from training import read_settings, to_device
+from training import NO_EFFECT, read_settings, to_device
 from usage import (
     class_distances,
     count_reads,
@@ -260,9 +260,8 @@ SCORES = {  # task: title, metrics
     "stsb": ("STS-B (P/S)", ["pearson", "spearmanr"]), "rte": ("RTE", ["accuracy"])}
 TABLE_4 = list(SCORES)[:6]  # its columns; it averages all but SQuAD's
 
-# Settings of a fine-tuned run that change no score, and the seed, over which the median is taken
-NO_RECIPE = {"out", "seed", "seeds", "log_interval", "checkpoint_interval", "device", "compile",
-             "tensorboard", "rank_timeout"}
+# Not part of a recipe: settings that change no score, and the seeds, over which the median is taken
+NO_RECIPE = NO_EFFECT | {"seed", "seeds"}
 
 
 def read_scores(paths):

@@ -76,7 +76,8 @@ def predict_file(run, file, device):
     sentence1 and sentence2 (or GLUE's names), question and context for a model of SQuAD; or for
     this one a .json as SQuAD's. Other columns may be there, an empty text is a text. Returns the
     header and the rows of a table: the columns of the file, and the prediction with its
-    probability or, of an answer, its score: the sum of two logits.
+    probability or, of an answer, its score: the sum of two logits. What is predicted on a scale (as
+    STS-B's 0 to 5) can lie outside of it, as in GLUE's metrics; only a submission is clipped.
     """
     folder, vocab = find_weights(run)
     saved = read_weights(folder)

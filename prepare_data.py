@@ -32,6 +32,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 import common
 import data
 import download
+import tasks
 from common import (
     Failure,
     Parser,
@@ -379,7 +380,12 @@ def _vocabulary(args, name, default):
         return chosen
     if chosen in common.PRETRAINED and not Path(chosen).exists():
         chosen = download.fetch_weights(chosen, only="vocab.txt")
-    return data.read_vocab(chosen)
+    vocab, characters = data.read_vocab(chosen), set(_byte_characters())
+    if data.special_tokens(vocab) is GPT2_SPECIALS and not (
+            characters <= set(vocab) and characters >= set("".join({*vocab} - {*GPT2_SPECIALS}))):
+        raise UserError(f"{chosen}: not a vocabulary of byte-level BPE: expected a token for each "
+                        "of the 256 bytes, and tokens made of these")
+    return vocab
 
 
 def prepare_text(args):
@@ -499,7 +505,8 @@ def prepare_weights(args):
 def prepare_squad(args):
     """Official files: data/squad/."""
     with common.lock(Path("data/squad"), "fetches it", wait=True):
-        download.fetch_task(Path("data/squad"), download.SQUAD, args.path, args.force)
+        download.fetch_task(Path("data/squad"), download.SQUAD, args.path, args.force,
+                            check=tasks.read_squad)
 
 
 def prepare_glue(args):

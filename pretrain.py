@@ -90,10 +90,9 @@ class Config:
 
 
 OBJECTIVES = {"masked": (MaskedBatches, heldout), "causal": (CausalBatches, next_tokens)}
-# Settings that may change when a run is resumed; with another value of the rest it is another run.
-MAY_CHANGE = {"out", "max_steps", "log_interval", "eval_interval", "eval_sequences", "device",
-              "usage_interval", "checkpoint_interval", "keep_checkpoints", "compile", "dry_run",
-              "eval_only", "tensorboard", "rank_timeout"}
+# Settings that may change when a run is resumed, besides training.NO_EFFECT
+MAY_CHANGE = {"max_steps", "eval_interval", "eval_sequences", "usage_interval", "keep_checkpoints",
+              "dry_run", "eval_only"}
 
 
 def start_model(config, sizes, corpus, checkpoint):

@@ -278,13 +278,18 @@ def read_settings(run, needed=()):
     return settings
 
 
+# Settings that have no effect on results: a run that is resumed may have other values of these.
+NO_EFFECT = {"out", "log_interval", "checkpoint_interval", "device", "compile", "tensorboard",
+             "rank_timeout"}
+
+
 def check_same_run(config, run, may_change):
     """Refuse to continue a run under settings (a dataclass) that make it another one; say which of
-    those that may change did."""
+    those that may change did. may_change: which may, besides NO_EFFECT."""
     before = {"objective": "masked", **read_settings(run)}  # older runs do not say it
     now = json.loads(json.dumps(asdict(config)))
     for key in sorted(key for key in now if key in before and now[key] != before[key]):
-        if key not in may_change:
+        if key not in NO_EFFECT | may_change:
             raise UserError(f"{run} was trained with {key} = {before[key]!r}, not "
                             f"{now[key]!r}: give the changed run its own --out=out/NAME")
         if key not in ("dry_run", "eval_only"):

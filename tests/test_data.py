@@ -68,6 +68,13 @@ def test_ids_of_gpt2(workdir, gpt2_files):
     assert [vocab[i] for i in marked] == ["<s>", "a", "<mask>", "\u0120b", "</s>"]
 
 
+def test_a_line_of_a_vocabulary_is_a_token(workdir):
+    """Whatever white space is in it."""
+    vocab = [*PIECES, "a b", "\u3000", "\u2028", "\x85c", "d\t"]
+    Path("vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
+    assert data.read_vocab("vocab.txt") == vocab
+
+
 def test_prepared_corpus(workdir, capsys):
     prepare_sample()
     corpus = data.Corpus("sample")

@@ -1,6 +1,7 @@
 """
 Downloads from a server that fails in every way, and what is made of them.
 """
+import collections
 import contextlib
 import hashlib
 import http.server
@@ -23,7 +24,15 @@ import common
 import data
 import download
 import text
-from tests.helpers import PIECES, WIKITEXT, files, prepare, texts_of, write_parquet
+from tests.helpers import (
+    PIECES,
+    WIKITEXT,
+    files,
+    prepare,
+    squad_file,
+    texts_of,
+    write_parquet,
+)
 
 
 class Hub:
@@ -357,11 +366,12 @@ def test_glue_and_squad(workdir, hub, monkeypatch, capsys):
         Path(name).write_text(name)
     prepare("glue", "MRPC", "--from", ".")
     assert found("data/glue/MRPC") == {name: name.encode() for name in names}
-    hub.body = b"{}"
+    squad_file(Path("squad.json"))
+    hub.body = Path("squad.json").read_bytes()
     for name in download.SQUAD:
         monkeypatch.setitem(download.FILES, name, (f"{hub.url}/{name}", ""))
     prepare("squad")
-    assert found("data/squad") == {"train-v1.1.json": b"{}", "dev-v1.1.json": b"{}"}
+    assert found("data/squad") == {"train-v1.1.json": hub.body, "dev-v1.1.json": hub.body}
 
     Path("bad.zip").write_bytes(Path("data/downloads/SST-2.zip").read_bytes()[:-30])
     Path("out.zip").write_bytes(zipped({"a/../../../../train.tsv": "escaped"}))
@@ -417,6 +427,8 @@ def test_weights_of_any_name_of_the_hub(workdir, mirror):
                                   "model.safetensors": b"5", "pytorch_model.bin": b"5"})
     mirror.add("models/org/cross", {"config.json": cross, "vocab.txt": b"", "model.safetensors": b""})
     prepare("weights", "some-org/tiny.bert", "org/new")
+    asked = collections.Counter(path for path in paths(mirror) if path.startswith("/api/"))
+    assert set(asked.values()) == {3}  # once for each file, not for each name that it may have
     folder = Path("data/weights/some-org/tiny.bert")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
         "config.json": bert, "vocab.txt": b"words", "pytorch_model.bin": b"2"}

@@ -18,6 +18,7 @@ import torch
 import bench
 import common
 import data
+import download
 import finetune
 import measure
 import prepare_data
@@ -30,6 +31,7 @@ from tests.helpers import (
     assert_one_line,
     command,
     prepare_sample,
+    squad_file,
     train,
     write_parquet,
 )
@@ -199,6 +201,14 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("text new sample.txt --vocab vocab.txt", written("vocab.txt", b""), "vocab.txt"),
         ("text new sample.txt --vocab vocab.txt",
          written("vocab.txt", "\n".join([*PIECES, *map(str, range(2**16))])), "65,536"),
+        *[("text new sample.txt --vocab vocab.txt", written("vocab.txt", "\n".join(special)),
+           "vocab.txt: not a vocabulary: no token but the special ones")
+          for special in (data.SPECIALS, data.GPT2_SPECIALS)],
+        *[("text new sample.txt --vocab vocab.txt",
+           written("vocab.txt", "\n".join([*data.GPT2_SPECIALS, *more])), "the 256 bytes")
+          for more in ("abc", [*prepare_data._byte_characters(), "\u5317"])],
+        ("squad --from .", lambda: [squad_file(Path(name)) and halved(name)() for name in
+                                    download.SQUAD], "train-v1.1.json: not a file of SQuAD 1.1"),
         ("wikipedia --from wiki --vocab vocab.txt", parquet(lambda whole: whole[:-100]),
          "wiki/a.parquet: damaged"),
         ("wikipedia --from wiki --vocab vocab.txt", parquet(lambda whole: b""),

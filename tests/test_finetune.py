@@ -183,6 +183,14 @@ def test_a_seed_draws_its_own_head(tuned, monkeypatch):
     assert torch.equal(heads[0], heads[2]) and not torch.equal(heads[0], heads[1])
 
 
+def test_the_initial_weights_are_read_once_more_a_seed(tuned, monkeypatch):
+    reads, read = [], checkpoint.read_weights
+    monkeypatch.setattr(checkpoint, "read_weights",
+                        lambda path: reads.append(str(path)) or read(path))
+    assert tune("--max_steps=1", "--seeds=2") == 0
+    assert sum("tiny_own" not in path for path in reads) == 3
+
+
 def test_warmup_is_a_share_of_the_steps(tuned):
     assert tune("--max_steps=8", "--warmup=0.5", "--log_interval=1") == 0
     found = [r["lr"] for r in log("out/tiny_own/seed0") if "grad_norm" in r]
@@ -403,10 +411,12 @@ def test_a_signal_saves_and_fine_tuning_goes_on(tuned, monkeypatch, capsys, at):
 
 
 def test_damaged_scores_are_named(tuned):
+    pytest.importorskip("safetensors")
     assert tune("--max_steps=1") == 0
     for text in ("{", "[1]"):
         Path("out/tiny_own/seed0/eval_results.json").write_text(text)
-        for run in (lambda: tune("--max_steps=1"), lambda: measure.main(["glue", "out/tiny_own"])):
+        for run in (lambda: tune("--max_steps=1"), lambda: measure.main(["glue", "out/tiny_own"]),
+                    lambda: export.export("out/tiny_own", "exported")):
             with pytest.raises(common.UserError, match="seed0/eval_results.json: not readable"):
                 run()
 

@@ -199,6 +199,13 @@ def test_batches_are_of_one_length_and_complete():
     assert np.corrcoef(np.arange(len(longest)), longest)[0, 1] < 0.2  # no order in time
 
 
+def test_batches_are_sorted_within_64_at_a_time():
+    """128 batches of 16 different lengths: of every second length, as they are of half the data."""
+    lengths = np.arange(128 * 16)
+    found = tasks.batches(lengths, 16, np.random.default_rng(0))
+    assert np.mean([np.ptp(lengths[batch]) for batch in found]) == pytest.approx(2 * 15, abs=2)
+
+
 def test_a_malformed_squad_file(tmp_path):
     path = tmp_path / "train-v1.1.json"
     data = squad_file(path)

@@ -32,7 +32,7 @@ import common
 import data
 import pretrain
 import training
-from model import Classifier, value_tables
+from model import Classifier, SpanReader, value_tables
 from pkm import LazyAdam
 from tests.helpers import (
     KILLS,
@@ -218,7 +218,8 @@ def test_init_from_another_shape(plain_run):
 
 
 def test_seeds_share_no_random_pooler(plain_run):
-    """Masked-LM pretraining leaves the pooler as it was drawn; a fine-tuned one is trained."""
+    """Masked-LM pretraining leaves the pooler as it was drawn, and so does SQuAD, which has no use
+    for it; a Classifier's is trained."""
     (_, initial), sizes = plain_run, tiny_bert().bert.config
 
     def pooler(seed, start=initial):
@@ -228,6 +229,9 @@ def test_seeds_share_no_random_pooler(plain_run):
         return model.bert.pooler.weight
 
     assert not torch.equal(pooler(0), pooler(1)) and torch.equal(pooler(0), pooler(0))
+    reader = save_model(initial.parent / "squad", SpanReader(sizes))
+    (reader.parent / "config.json").write_text(json.dumps({"init_checkpoint": str(initial)}))
+    assert not torch.equal(pooler(0, reader), pooler(1, reader))
     tuned = Classifier(sizes, 2)
     start = save_model(initial.parent / "tuned", tuned)
     assert torch.equal(pooler(0, start), tuned.bert.pooler.weight)

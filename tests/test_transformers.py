@@ -138,7 +138,8 @@ def test_an_exported_model_cannot_lose_its_memory(tmp_path):
     with torch.no_grad():
         best = model(ids)[0, 2].softmax(0).max()
     assert pipeline("w3 [MASK] w7")[0]["score"] == pytest.approx(best.item(), rel=1e-5)
-    other = load(folder, "classifier", ["classifier.weight", "classifier.bias"])  # random ones
+    other = load(folder, "classifier", [f"{part}.{name}" for part in (
+        "bert.pooler.dense", "classifier") for name in ("weight", "bias")])  # random ones
     assert_near(other.bert.encoder.layer[0].memory.keys, model.bert.layers[0].memory.keys, 0)
 
 
