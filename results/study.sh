@@ -31,8 +31,22 @@ for seed in $seeds; do
     done
 done | pretrain
 
-python measure.py table out/study_s* out/study_more_s* out/study_pkm_s* out/study_resm_s* \
-    out/study_pkm_init_s* out/study_resm_init_s* out/study_resm_init_ffn_s* \
+small="out/study_s0 out/study_more_s0 out/study_pkm_s0 out/study_resm_s0
+    out/study_pkm_init_s0 out/study_resm_init_s0 out/study_resm_init_ffn_s0"
+python measure.py table $small $(echo $small | sed 's/_s0/_s10/g') $(echo $small | sed 's/_s0/_s20/g') \
     --data natural natural_docs natural_wikitext2 --out results/study/table2
-python measure.py staleness out/study_pkm_s0 out/study_resm_s0 out/study_pkm_init_s0 out/study_resm_init_s0 --out results/study/figure2
-python measure.py curves out/study_s0 out/study_more_s0 out/study_pkm_init_s0 out/study_resm_init_s0 out/study_resm_init_ffn_s0 --out results/study/figure3
+python measure.py staleness out/study_pkm_s0 out/study_resm_s0 out/study_pkm_init_s0 out/study_resm_init_s0 \
+    --out results/study/figure2
+python measure.py curves $(echo $small | sed 's/[^ ]*[a-z]_\(pkm\|resm\)_s0//g') --out results/study/figure3
+
+# MiniLM: the masked-LM head is recovered, then every system is trained on from there
+python prepare_data.py weights sentence-transformers/all-MiniLM-L6-v2
+prepare natural_bert text natural_bert $texts --vocab data/weights/sentence-transformers/all-MiniLM-L6-v2/vocab.txt
+prepare bert_wikitext2 wikitext2 --name bert_wikitext2 --vocab data/natural_bert --from "$wikitext2"
+echo configs/minilm.py | pretrain
+for system in minilm_more minilm_pkm_init minilm_resm_init minilm_resm_init_ffn; do
+    echo configs/$system.py
+done | pretrain
+minilm="out/minilm out/minilm_more out/minilm_pkm_init out/minilm_resm_init"
+python measure.py table $minilm out/minilm_resm_init_ffn --data natural_bert bert_wikitext2 --out results/study/minilm
+python measure.py curves $minilm out/minilm_resm_init_ffn --out results/study/minilm_figure3

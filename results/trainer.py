@@ -75,21 +75,23 @@ def main(argv):
     steps, each = config.max_steps or config.epochs * data.steps_per_epoch, []
     kind = transformers.BertForQuestionAnswering if data.is_squad \
         else transformers.BertForSequenceClassification
-    for config.seed in range(config.seed, config.seed + config.seeds):
-        torch.manual_seed(config.seed)
+    for seed in range(config.seed, config.seed + config.seeds):
+        config.seed = seed  # of the batches
+        torch.manual_seed(seed)  # of the head
         more = {} if data.is_squad else {"num_labels": max(1, len(task.labels))}
         model = kind.from_pretrained(folder, hidden_dropout_prob=config.dropout,
                                      attention_probs_dropout_prob=config.dropout, **more)
+        prepared = list(batches(data, steps))
         settings = transformers.TrainingArguments(
             f"out/{folder.name}_trainer", max_steps=steps, learning_rate=config.lr,
             warmup_steps=round(config.warmup * steps), weight_decay=config.weight_decay,
-            max_grad_norm=config.grad_clip, adam_epsilon=1e-6, seed=config.seed,
+            max_grad_norm=config.grad_clip, adam_epsilon=1e-6, seed=seed,
             save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=100,
             use_cpu=device.type == "cpu")
-        trainer = Trainer(list(batches(data, steps)), model, settings)
+        trainer = Trainer(prepared, model, settings)
         begin = time.perf_counter()
         trainer.train()
-        each.append({"seed": config.seed, "seconds": time.perf_counter() - begin,
+        each.append({"seed": seed, "seconds": time.perf_counter() - begin,
                      **score(model, vocab, data, device)})
         print(each[-1], flush=True)
     out = Path(config.out or f"out/{folder.name}_{tasks.name_of(config.task)}_trainer.json")
