@@ -31,13 +31,17 @@ for seed in $seeds; do
     done
 done | pretrain
 
-small="out/study_s0 out/study_more_s0 out/study_pkm_s0 out/study_resm_s0
-    out/study_pkm_init_s0 out/study_resm_init_s0 out/study_resm_init_ffn_s0"
-python measure.py table $small $(echo $small | sed 's/_s0/_s10/g') $(echo $small | sed 's/_s0/_s20/g') \
-    --data natural natural_docs natural_wikitext2 --out results/study/table2
+runs=""
+for seed in $seeds; do
+    for system in study study_more study_pkm study_resm study_pkm_init study_resm_init study_resm_init_ffn; do
+        runs="$runs out/${system}_s$seed"
+    done
+done
+python measure.py table $runs --data natural natural_docs natural_wikitext2 --out results/study/table2
 python measure.py staleness out/study_pkm_s0 out/study_resm_s0 out/study_pkm_init_s0 out/study_resm_init_s0 \
     --out results/study/figure2
-python measure.py curves $(echo $small | sed 's/[^ ]*[a-z]_\(pkm\|resm\)_s0//g') --out results/study/figure3
+python measure.py curves out/study_s0 out/study_more_s0 out/study_pkm_init_s0 out/study_resm_init_s0 \
+    out/study_resm_init_ffn_s0 --out results/study/figure3
 
 # MiniLM: the masked-LM head is recovered, then every system is trained on from there
 python prepare_data.py weights sentence-transformers/all-MiniLM-L6-v2
