@@ -113,8 +113,9 @@ def read_weights(path):
 
 
 def load_model(path):
-    """The MaskedLM, Classifier or SpanReader of `path` (see find_weights). It maps a checkpoint's
-    file, and has no second copy in memory; writing to the model does not change the file."""
+    """The MaskedLM, Classifier or SpanReader of `path` (see find_weights). Outside torchrun it
+    maps a checkpoint's file, and has no second copy in memory; writing to the model does not change
+    the file."""
     folder, _ = find_weights(path)
     saved = read_weights(folder)
     weights = saved["weights"]
@@ -125,7 +126,8 @@ def load_model(path):
     # Hugging Face leaves the pooler out where the head has no use for it
     spare = {} if isinstance(model, Classifier) else {
         name: w for name, w in model.state_dict().items() if name.startswith("bert.pooler.")}
-    load_weights(model, spare | weights, path, assign=(folder / "model.pt").is_file())
+    mapped = (folder / "model.pt").is_file() and not ranks.started()  # a rank copies its columns
+    load_weights(model, spare | weights, path, assign=mapped)
     return model
 
 

@@ -4,6 +4,7 @@ Fine-tune a pretrained model, with or without memory, on GLUE, SQuAD 1.1 or a ta
 $ python finetune.py configs/demo_finetune.py         # after configs/demo.py; minutes, no network
 $ python finetune.py configs/finetune_glue.py --task=SST-2 --init_from=out/base_resm_init --seeds=5
 $ python finetune.py configs/finetune_squad.py --init_from=out/base_resm_init
+$ torchrun --standalone --nproc_per_node=4 finetune.py CONFIG --accumulation=4  # ranks share a batch
 
 A task of your own is a folder with train.tsv and dev.tsv, whose header names the columns `sentence`
 (or `sentence1` and `sentence2`) and `label` (or `score`, a number): --task=FOLDER. The same command
@@ -53,7 +54,7 @@ class Config:
     train_examples: int = 0  # examples or windows to train on; 0: all
     # optimization: AdamW, linear warm-up, then linear decay to 0
     batch_size: int = 32  # our reading: the column is empty in Table 3
-    accumulation: int = 1  # parts of a batch, one at a time on a device; torchrun deals them out
+    accumulation: int = 1  # parts of a batch, one at a time; torchrun: a multiple of its ranks
     epochs: int = 10
     max_steps: int = 0  # 0: as many as the epochs take
     warmup: float = 0.06  # share of the steps
@@ -304,6 +305,7 @@ def main(argv):
         raise common.UserError("init_from is empty, which model? --init_from=RUN, or a recipe: "
                                "python finetune.py configs/demo_finetune.py starts from out/demo")
     ranks.set_timeout(config.rank_timeout)
+    ranks.micro_batches(config.accumulation)  # a mistake is said before anything is read
     initial, vocab = checkpoint.find_weights(config.init_from)
     sizes = BertConfig(**{**checkpoint.read_weights(initial)["config"], "dropout": config.dropout})
     checkpoint.check_objective(initial, vars(sizes), causal=False)

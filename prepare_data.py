@@ -400,9 +400,9 @@ def prepare_text(args):
 
 def prepare_wikitext(args):
     """WikiText in its official splits, from a folder or zip on disk, or else downloaded."""
-    name = args.command + "_raw" * args.raw
-    vocab = _vocabulary(args, name, 8192)
-    source = download.FILES[f"wikitext-{name[8:].replace('_', '-')}-v1.zip"]
+    vocab = _vocabulary(args, args.name, 8192)
+    kind = args.command.removeprefix("wikitext") + "-raw" * args.raw
+    source = download.FILES[f"wikitext-{kind}-v1.zip"]
     path = args.path or download.fetch([source])[0]
     if not path.is_dir() and not zipfile.is_zipfile(path):
         raise UserError(f"{path}: neither a folder nor a whole zip file")
@@ -415,7 +415,7 @@ def prepare_wikitext(args):
             raise UserError(f"{path}: no {' or '.join(names)} in it")
         parts.append(Part(files[0], partial(stream, files[0], "wikitext"), split))
     try:
-        write_corpus(name, str(args.path or source[0]), parts, vocab)
+        write_corpus(args.name, str(args.path or source[0]), parts, vocab)
     except zipfile.BadZipFile as error:
         raise download.damaged(path, error) from None
 
@@ -432,7 +432,7 @@ def prepare_paper(args):
     also the tar), or else downloaded. wikibooks is two of them; pg19 is for measuring only."""
     if args.command == "pg19" and args.vocab_size:
         raise UserError("pg19 has no training split to learn a vocabulary from: give --vocab")
-    vocab = _vocabulary(args, args.command, "bert-base-uncased")
+    vocab = _vocabulary(args, args.name, "bert-base-uncased")
     parts, sources = [], []
     for (name, ends, split), path in zip(PAPER[args.command], args.path or [None, None]):
         path = path or download.fetch_corpus(name)
@@ -441,16 +441,16 @@ def prepare_paper(args):
         parts += [Part(file, partial(stream, file, ends), split, ends == "sentences")
                   for file in find_files(path, ".parquet", ".txt")]
         sources.append(f"{name}: {path}")
-    write_corpus(args.command, "; ".join(sources), parts, vocab, args.val_every)
+    write_corpus(args.name, "; ".join(sources), parts, vocab, args.val_every)
 
 
 def prepare_docs(args):
     """The docstrings of the standard library, torch and numpy as installed: about 9 MB, read from
     their source, nothing imported. A document is a source file, a line of it a docstring."""
-    vocab = _vocabulary(args, "docs", 4096)
+    vocab = _vocabulary(args, args.name, 4096)
     source, files = docstrings()
     documents = [line for _, texts in files for line in [*(f"{text}\n" for text in texts), None]]
-    write_corpus("docs", source, [Part(source, lambda: documents)], vocab, val_every=20)
+    write_corpus(args.name, source, [Part(source, lambda: documents)], vocab, val_every=20)
 
 
 def prepare_docs_task(args):
@@ -523,7 +523,7 @@ def prepare_glue(args):
 
 
 def parse_arguments():
-    force, source, corpus = (Parser(add_help=False) for _ in range(3))
+    force, source, corpus, named = (Parser(add_help=False) for _ in range(4))
     force.add_argument("--force", action="store_true", help="replace what exists")
     source.add_argument("--from", dest="path", type=Path, metavar="PATH",
                         help="a folder or file on disk, instead of a download")
@@ -533,7 +533,9 @@ def parse_arguments():
     either.add_argument("--vocab_size", type=partial(whole, least=256), metavar="N",
                         help="train a vocabulary of N tokens (4096 for docs, else 8192)")
     either.add_argument("--tokenizer", choices=["gpt2"], help="GPT-2's byte-level BPE (RoBERTa's)")
+    named.add_argument("--name", help="the corpus is data/NAME, by default named as the command")
     parser = Parser(description=__doc__)
+    parser.set_defaults(name=None)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
     def add(name, function, what, *parents):
@@ -544,10 +546,10 @@ def parse_arguments():
     once = Parser(add_help=False)
     once.add_argument("--if_missing", action="store_true",
                       help="do nothing if it is there, and wait if another process makes it")
-    add("docs", prepare_docs, "docstrings: Python, torch, numpy", force, corpus, once)
+    add("docs", prepare_docs, "docstrings: Python, torch, numpy", force, corpus, named, once)
     add("docs_task", prepare_docs_task, "which package is a docstring of? for finetune.py", once)
     for name in ("wikitext2", "wikitext103"):
-        wikitext = add(name, prepare_wikitext, "Wikipedia articles", force, corpus, source)
+        wikitext = add(name, prepare_wikitext, "Wikipedia articles", force, corpus, named, source)
         wikitext.add_argument("--raw", action="store_true", help="the version without <unk>")
     text = add("text", prepare_text, "text of your own", force, corpus)
     heldout = {"type": partial(whole, least=3), "metavar": "N",
@@ -562,7 +564,7 @@ def parse_arguments():
     helps = {"wikipedia": "English Wikipedia of 2023-11-01", "bookcorpus": "BookCorpus",
              "wikibooks": "both", "pg19": "100 books, for measuring only"}
     for name, what in helps.items():
-        paper = add(name, prepare_paper, what, force, corpus)
+        paper = add(name, prepare_paper, what, force, corpus, named)
         paper.set_defaults(val_every=0)
         if name != "pg19":
             paper.add_argument("--val_every", default=1000, **heldout)
@@ -584,10 +586,10 @@ def main():
     args = parse_arguments()
     if args.prepare in (check, prepare_glue, prepare_squad, prepare_weights):
         return args.prepare(args)
-    name = getattr(args, "name", args.command) + "_raw" * getattr(args, "raw", False)
+    name = args.name or args.command + "_raw" * getattr(args, "raw", False)
     if Path(name).name != name or name[:1] in ("", "."):
         raise UserError(f"{name}: a corpus's name is a folder's name, without / or a leading .")
-    if_missing = getattr(args, "if_missing", False)
+    args.name, if_missing = name, getattr(args, "if_missing", False)
     with common.lock(Path("data", name), "prepares it", wait=if_missing):
         if not (if_missing and Path("data", name).exists()):
             args.prepare(args)

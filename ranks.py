@@ -157,7 +157,7 @@ def micro_batches(accumulation):
         least = accumulation - over
         nearest = f"{least} or {least + world()}" if least else world()
         raise common.UserError(f"accumulation = {accumulation}: no multiple of the {world()} ranks "
-                               f"that torchrun started: {nearest} is")
+                               f"that torchrun started: --accumulation={nearest} is")
     return range(rank(), accumulation, world())
 
 
@@ -223,12 +223,16 @@ class ShardedValueTable(pkm.ValueTable):
     each sums up its columns for the tokens of all, and the tokens get their sums back. Gradients
     go the other way, so every rank has what its columns' update needs: exact, and never reduced.
 
-    The ranks may have different numbers of tokens. With T tokens on each, R = heads * topk reads a
-    token, W ranks and s bytes a number (2 in bfloat16 under autocast, of slots and weights always
-    4) a rank sends, a layer and micro-batch,
-        forward   (W - 1) * T * (8 * R + s * dim / W)    slots, weights; sums of rows
-        backward  (W - 1) * T * (4 * R + s * dim / W)    gradients of weights; of sums
+    Slots travel in int32, all else in `dtype`. The ranks may have different numbers of tokens. With
+    T tokens on each, R = heads * topk reads a token, W ranks and s bytes a number of `dtype` (4; 2
+    in bfloat16 under autocast) a rank sends, a layer and micro-batch,
+        forward   (W - 1) * T * ((4 + s) * R + s * dim / W)    slots, weights; sums of rows
+        backward  (W - 1) * T * (s * R + s * dim / W)          gradients of weights; of sums
     and 8 bytes to each rank to say what T is. torch.compile has a graph break here.
+
+    So under autocast this is not the update of one process but for the order of sums: the read
+    weights, which one process has in float32, and each rank's part of their gradients are rounded
+    to bfloat16 (to 1 part in 256) on their way.
     """
 
     def __init__(self, n_slots, dim):
@@ -251,8 +255,9 @@ class ShardedValueTable(pkm.ValueTable):
         counts = torch.empty_like(own)
         dist.all_to_all_single(counts, own, group=GROUP)
         own, counts = own.tolist(), counts.tolist()
-        slots, weights = (Exchange.apply(part.repeat(world(), 1, 1), own, counts)
-                          for part in (slots, weights))
+        slots = Exchange.apply(slots.repeat(world(), 1, 1), own, counts)
+        sent = weights.repeat(world(), 1, 1).to(dtype or self.weight.dtype)
+        weights = Exchange.apply(sent, own, counts).to(weights.dtype)
         sums = super().forward(slots, weights, dtype)  # (tokens of all ranks, dim / world)
         sums = Exchange.apply(sums, counts, own)  # (world * tokens, dim / world)
         return sums.view(world(), own[0], sums.shape[1]).transpose(0, 1).flatten(1)
@@ -263,8 +268,8 @@ def table_class():
 
 
 def columns(whole):
-    """This rank's columns of a value table, or of its moments, as a copy."""
-    return whole.chunk(world(), dim=1)[rank()].contiguous() if started() else whole
+    """This rank's columns of a value table, or of its moments: a view."""
+    return whole.chunk(world(), dim=1)[rank()]
 
 
 def tables(model):
@@ -292,8 +297,8 @@ def cut_weights(model, weights):
 
 
 def cut_moments(state):
-    """LazyAdam's state dict, likewise."""
-    return {**state, "state": {n: {key: columns(value) if torch.is_tensor(value) else value
+    """LazyAdam's state dict, likewise, but with copies."""
+    return {**state, "state": {n: {key: columns(value).clone() if torch.is_tensor(value) else value
                                    for key, value in moments.items()}
                                for n, moments in state["state"].items()}}
 

@@ -86,17 +86,19 @@ def test_recipes_are_the_papers_systems(path, capsys):
     """Each recipe loads; its name says what it is; 1,024 sequences a step (2,048 for distil)."""
     c, name = common.load(pretrain.Config, [str(path)]), path.stem
     size = name.split("_")[0]
-    assert c.model == size
-    layers = {"base": (4, 8), "large": (8, 16), "distil": (2, 4), "demo": (2, 3)}[size]
+    small = {"demo": "demo", "study": "demo", "minilm": "distil"}
+    assert c.model == small.get(size, size)
+    layers = {"demo": (2, 3), "distil": (2, 4), "base": (4, 8), "large": (8, 16)}[c.model]
     memory = {"pkm": (0, 1), "resm": (1, 1)}.get((name.split("_") + [""])[1])
     assert c.memory_layers == (layers if memory else ())
     assert not memory or (c.alpha, c.beta) == memory
     initial = "_init" in name or "_more" in name
-    initial_model = "distilbert-base-uncased" if size == "distil" else f"out/{size}"
-    assert c.init_from == (initial_model if initial else "") and c.seed == int(initial)
+    first = {"minilm": "sentence-transformers/all-MiniLM-L6-v2"}.get(size, "")
+    trained = {"distil": "distilbert-base-uncased"}.get(size, f"out/{size}")
+    assert c.init_from == (trained if initial else first) and c.seed == int(initial)
     assert c.reinit_ffn == name.endswith("_ffn")
     assert (ROOT / "configs" / f"{size}.py").is_file()
-    if size != "demo":
+    if size not in small:
         assert c.batch_size * c.accumulation == (2048 if size == "distil" else 1024)
         assert (c.max_steps, c.warmup_steps, c.lr, c.value_lr) == (500_000, 10_000, 1e-4, 1e-3)
         assert (c.n_keys, c.memory_heads, c.topk, c.key_dim, c.seq_len) == (512, 4, 32, 256, 512)

@@ -407,6 +407,8 @@ def test_wikitext_articles(workdir):
     assert corpus.meta["documents"] == {"train": 2, "val": 2, "test": 2}
     assert texts_of(corpus, "val")[1] == "[UNK] [UNK] [UNK] cat"  # = Second =
     assert "mat" in texts_of(corpus, "train")[0]
+    prepare("wikitext2", "--from", "wiki", "--vocab_size", "256", "--name", "other")
+    assert data.Corpus("other").vocab_size != data.Corpus("wikitext2").vocab_size == corpus.vocab_size
 
     Path("wiki/wiki.valid.tokens").write_text("")
     with pytest.raises(common.UserError, match="valid.tokens: empty"):

@@ -181,12 +181,12 @@ def test_a_mistake_is_one_line(compared, monkeypatch):
     failure of those that wait for it."""
     monkeypatch.chdir(compared)
     before = set(Path().rglob("*"))
-    mistakes = {("--accumulation=5",): "no multiple of the 2 ranks that torchrun started: 4 or 6",
-                ("--accumulation=1",): "no multiple of the 2 ranks that torchrun started: 2 is",
-                ("--d_model=21", "--n_head=3", "--accumulation=2"): "d_model = 21 cannot be cut",
-                ("--acumulation=4",): "did you mean accumulation"}
-    process = on_ranks(*((2, "float32", "pretrain.py", "tiny.py", "--out=out/new", *args)
-                         for args in mistakes),
+    new = "pretrain.py", "tiny.py", "--out=out/new"
+    mistakes = {(*new, "--accumulation=5"): "2 ranks that torchrun started: --accumulation=4 or 6",
+                (*new, "--accumulation=2", "--d_model=21", "--n_head=3"): "21 cannot be cut",
+                (*new, "--acumulation=4"): "did you mean accumulation",
+                ("finetune.py", "tune.py", "--init_from=out/resm_0"): "--accumulation=2 is"}
+    process = on_ranks(*((2, "float32", *words) for words in mistakes),
                        (2, "float32", "one_mistaken", 0), (2, "float32", "one_mistaken", 1),
                        (2, "float32", "measure.py", "fill", "out/resm_0", "[MASK]"),
                        (2, "float32", "hang"))

@@ -1,0 +1,27 @@
+"""The study of results/study.md: a small BERT on Wikipedia and novels, its FFN 4 x width.
+
+$ python prepare_data.py text natural wikipedia.txt novels.txt --vocab_size 8192
+"""
+dataset = "natural"
+model = "demo"  # 4 layers of width 64
+d_ff = 256  # as everywhere 4 x width; the demo's is half of that
+dropout = 0.0
+seq_len = 64
+batch_size = 32  # x 64 = 2,048 tokens a step
+accumulation = 1
+max_steps = 6000  # x 2,048 = 12.3 million tokens
+warmup_steps = 300
+lr = 4e-3
+log_interval = 50
+eval_interval = 500
+eval_sequences = 512
+usage_interval = 600  # ten snapshots for Figure 2
+checkpoint_interval = 500
+keep_checkpoints = 1
+
+# the memory of the other study configs
+n_keys = 128  # 128 x 128 = 16,384 slots x 64 = 1M values a layer
+memory_heads = 4
+topk = 8  # 4 x 8 = 32 slots read a token
+key_dim = 64
+value_lr = 4e-3
