@@ -166,6 +166,9 @@ def compiled(model, choice, device):
     on = {"on": True, "off": False, "auto": device.type == "cuda"}.get(choice)
     if on is None:
         raise UserError(f"compile = {choice!r}: expected auto, on or off")
+    if on and value_tables(model) and torch.__version__ < "2.13":
+        raise UserError(f"compile = {choice!r}: to train a compiled memory takes torch 2.13 or "
+                        f"later, this is {torch.__version__}: --compile=off")
     return torch.compile(model) if on else model
 
 

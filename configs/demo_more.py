@@ -3,5 +3,5 @@ from configs.demo import *  # all else is the same
 
 init_from = "out/demo"
 seed = 1  # not demo.py's: another order of the text, other masks
-max_steps = 2500  # x 2,048 = 5.1 million tokens
+max_steps = 1800  # x 2,048 = 3.7 million tokens
 lr = 3e-3  # with warm-up once more

@@ -343,6 +343,16 @@ def test_what_a_killed_process_left_half_written_goes(place):
     assert [r["step"] for r in log("out/new") if "perplexity" in r] == [0, 1]
 
 
+def test_an_older_torch_compiles_no_memory(place, monkeypatch):
+    """2.11 drops what a compiled backward pass keeps for the optimizer, without a word."""
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0+cu130"))
+    for choice, device in (("on", "cpu"), ("auto", "cuda")):
+        with pytest.raises(common.UserError, match="2.13 or later, this is 2.11.0"):
+            training.compiled(tiny_bert(memory_layers=(2,)), choice, torch.device(device))
+        training.compiled(tiny_bert(), choice, torch.device(device))
+    assert train("--max_steps=1", "--compile=off") == 0
+
+
 def test_compiled_training_equals_eager(place):
     """At a value_lr at which values that a compiled graph forgets to train show in the loss."""
     args = ["--n_layer=2", "--memory_layers=1,2", "--dropout=0", "--max_steps=20",
