@@ -586,7 +586,9 @@ def main():
     args = parse_arguments()
     if args.prepare in (check, prepare_glue, prepare_squad, prepare_weights):
         return args.prepare(args)
-    name = args.name or args.command + "_raw" * getattr(args, "raw", False)
+    name = args.name
+    if name is None:
+        name = args.command + "_raw" * getattr(args, "raw", False)
     if Path(name).name != name or name[:1] in ("", "."):
         raise UserError(f"{name}: a corpus's name is a folder's name, without / or a leading .")
     args.name, if_missing = name, getattr(args, "if_missing", False)

@@ -230,9 +230,9 @@ class ShardedValueTable(pkm.ValueTable):
         backward  (W - 1) * T * (s * R + s * dim / W)          gradients of weights; of sums
     and 8 bytes to each rank to say what T is. torch.compile has a graph break here.
 
-    So under autocast this is not the update of one process but for the order of sums: the read
-    weights, which one process has in float32, and each rank's part of their gradients are rounded
-    to bfloat16 (to 1 part in 256) on their way.
+    So under autocast an update differs from that of one process by more than the order of sums: the
+    read weights, which one process has in float32, and each rank's part of their gradients are
+    rounded to bfloat16 (to 1 part in 256) on their way.
     """
 
     def __init__(self, n_slots, dim):

@@ -31,11 +31,11 @@ import ranks
 
 def values(args):
     """One rank's part of a lookup and an update, beside a table of one process; the bytes sent. The
-    ranks have 5, 0, 7, 5 tokens, or 3 each with the word `even`; the rows travel in bfloat16 with
-    `bfloat16`; with `frozen` nothing is updated."""
+    ranks have 5, 0, 7, 5 tokens, or 3 each with the word `even`; the rows travel in bfloat16 or
+    float16 where that is a word; with `frozen` nothing is updated."""
     world, rank, reads, dim = ranks.world(), ranks.rank(), 6, 16
     tokens = [3] * world if "even" in args else [5, 0, 7, 5][:world]
-    dtype = torch.bfloat16 if "bfloat16" in args else torch.float32
+    dtype = next((getattr(torch, word) for word in args if "float" in word), torch.float32)
     torch.manual_seed(0)
     ours = ranks.ShardedValueTable(100, dim)
     torch.manual_seed(0)
@@ -72,13 +72,16 @@ def values(args):
     torch.testing.assert_close(own.grad, weights.grad[first:last], rtol=near, atol=near)
     adams = [pkm.LazyAdam([table], lr=0.1) for table in (ours, whole)]
     for adam in adams:
-        adam.step()
+        adam.step(grad_scale=2.0**16)  # a weight divided by it would be 0 in float16
     torch.testing.assert_close(ours.weight, ranks.columns(whole.weight), rtol=1e-6, atol=1e-6)
     assert ("frozen" in args) == torch.equal(whole.weight, pkm_again(100, dim))
     for table, adam in zip((ours, whole), adams, strict=True):
         assert not table.reads and len(adam.state) == ("frozen" not in args)
-    for state in adams[0].state.values():  # memory of a rank: 1/world of the table
-        assert all(state[key].shape == (100, dim // world) for key in ("exp_avg", "exp_avg_sq"))
+    cut = ranks.cut_moments(adams[1].state_dict())["state"]
+    for state, expected in zip(adams[0].state.values(), cut.values(), strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):  # memory of a rank: 1/world of the table
+            assert state[key].shape == (100, dim // world) and expected[key].is_contiguous()
+            torch.testing.assert_close(state[key], expected[key], rtol=1e-5, atol=0)
 
 
 def pkm_again(*shape):
@@ -92,6 +95,12 @@ def one_mistaken(args):
         if ranks.rank() == int(args[0]):
             raise ranks.common.UserError(f"of rank {args[0]}")
     ranks.agree()
+
+
+def one_signalled(args):
+    """A signal comes to the rank args[0] alone."""
+    signals = [15] if ranks.rank() == int(args[0]) else []
+    assert ranks.signalled(signals) and signals == [15] and not ranks.signalled([])
 
 
 def hang(args):
@@ -111,7 +120,8 @@ def rewind(args):
 
 
 MAINS = {"pretrain.py": pretrain.main, "finetune.py": finetune.main, "measure.py": measure.main,
-         "values": values, "one_mistaken": one_mistaken, "hang": hang, "rewind": rewind}
+         "values": values, "one_mistaken": one_mistaken, "one_signalled": one_signalled,
+         "hang": hang, "rewind": rewind}
 
 
 def call(dtype, script, args):
@@ -150,6 +160,7 @@ def fork(world, function):
 
 def main():
     torch.set_num_threads(1)
+    ranks.GATHERED = 2500  # bytes: tables are saved in several pieces
     commands = [list(group) for comma, group in itertools.groupby(sys.argv[1:], ",".__eq__)
                 if not comma]
     failed = False

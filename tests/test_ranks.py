@@ -45,9 +45,10 @@ def on_ranks(*commands):
 
 
 def finish(*processes):
-    """Wait for them; all must succeed."""
+    """Wait for them; all must succeed. Returns what they printed."""
     written = [process.communicate() for process in processes]
     assert not any(process.returncode for process in processes), written
+    return "".join(output for output, _ in written)
 
 
 def pretrain(name, world, dtype="float64"):
@@ -85,17 +86,19 @@ def compared(prepared, tmp_path_factory):
         (0, "float64", "rewind", "out/mixed", steps), (world, "float64", *resume))]
     values = [(world, "float32", "values", *words) for world, words in (
         (1, ["even"]), (2, []), (2, ["even"]), (2, ["frozen"]), (4, []), (4, ["even"]),
-        (4, ["even", "bfloat16"]))]
+        (4, ["even", "bfloat16"]), (2, ["float16"]))]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        finish(on_ranks(*(pretrain(name, 0) for name in SYSTEMS), finetune(0), table(0),
-                        table(0, "causal")))
+        Path("one.txt").write_text(finish(on_ranks(
+            *(pretrain(name, 0) for name in SYSTEMS), finetune(0), table(0), table(0, "causal"))))
         shutil.copytree("out/resm_0", "out/mixed")
         wider = {world: [finetune(world) if name == "tuned" else pretrain(name, world)
                          for name, n in COMPARED if n == world] for world in (2, 4)}
         single = [(world, "float32", *PRETRAIN, f"--out=out/single_{world}") for world in (0, 4)]
-        finish(on_ranks(*wider[2], *values, *single, table(2),
-                        table(2, "causal")), on_ranks(*wider[4], *mixed))
+        signals = [(2, "float32", "one_signalled", rank) for rank in range(2)]
+        Path("ranks.txt").write_text(finish(
+            on_ranks(*wider[2], *values, *signals, *single, table(2), table(2, "causal")),
+            on_ranks(*wider[4], *mixed)))
     return folder
 
 
@@ -153,6 +156,12 @@ def test_any_number_of_ranks_makes_the_same_run(compared, monkeypatch, name, wor
             assert ours == one
 
 
+def test_parameters_are_counted_as_of_one_process(compared):
+    counts = [{line for line in (compared / name).read_text().splitlines() if "parameters" in line}
+              for name in ("one.txt", "ranks.txt")]
+    assert len(counts[1]) > len(SYSTEMS) and counts[1] <= counts[0]
+
+
 def test_float32(compared, monkeypatch):
     monkeypatch.chdir(compared)
     assert_equal_runs("out/single_4", "out/single_0", 1e-5)
@@ -193,7 +202,7 @@ def test_a_mistake_is_one_line(compared, monkeypatch):
     output, errors = process.communicate()
     ended = [line for line in output.splitlines() if line.startswith("ended")]
     assert [line.split(":")[0] for line in ended] == ["ended [2, 2]"] * 7 + ["ended [1, 0]"]
-    words = [*mistakes.values(), "of rank 0", "of rank 1", "one process does it", "rank_timeout"]
+    words = [*mistakes.values(), "of rank 0", "of rank 1", "one process does it", "1000ms"]
     lines = errors.splitlines()
     assert len(lines) == len(words), errors
     for line, part in zip(lines, words, strict=True):
