@@ -43,8 +43,9 @@ def read_vocab(path):
     again = [token for token, number in collections.Counter(tokens).items() if number > 1]
     wrong = (f"no {', '.join(missing)}" if missing else f"{again[0]!r} more than once" if again
              else "no token but the special ones" if len(tokens) == len(SPECIALS)
-             else f"{len(tokens):,} tokens, but ids of 16 bits allow 65,536")
-    if missing or again or not len(SPECIALS) < len(tokens) <= 2**16:
+             else f"{len(tokens):,} tokens, but ids of 16 bits allow 65,536"
+             if len(tokens) > 2**16 else None)
+    if wrong:
         raise UserError(f"{path}: not a vocabulary: {wrong}")
     return tokens
 
