@@ -11,7 +11,7 @@ seq_len = 32  # at 64 it learns more slowly, see results/study.md
 batch_size = 64  # x 32 = 2,048 tokens a step
 accumulation = 1
 max_steps = 4000  # x 2,048 = 8.2 million tokens
-warmup_steps = 200
+warmup_steps = 1000  # with 200 it is slower, too
 lr = 2e-3
 log_interval = 50
 eval_interval = 400
