@@ -1,40 +1,48 @@
 #!/bin/sh
-# Claims 1 to 7 of results/study.md, on a small BERT and on MiniLM; fine-tuning is not in it:
+# All runs, tables and figures of results/study.md, from texts, GLUE and SQuAD under data/:
 # sh results/study.sh wikipedia.txt novels.txt wikitext-2/
 # Two runs at a time, one thread each. Stopped, the same command goes on where it was.
 # A rehearsal: STEPS=20 sh results/study.sh ...
 set -eu
-export OMP_NUM_THREADS=1
+export OMP_NUM_THREADS=1 PYTHONPATH=.
 texts="$1 $2"
 wikitext2=$3
+seeds="0 10 20"
+mkdir -p results/study
 
 prepare() {  # NAME ARGUMENTS...: makes data/NAME unless it is there
     name=$1; shift
     [ -d "data/$name" ] || python prepare_data.py "$@"
 }
-pretrain() {  # each line of the input is a run
-    xargs -P 2 -L 1 python pretrain.py ${STEPS:+--max_steps=$STEPS}
+train() {  # each line of the input is a run of pretrain.py or finetune.py
+    xargs -P 2 -I {} sh -c "python {} ${STEPS:+--max_steps=$STEPS}"
 }
 
+# 1. A small BERT from scratch, three seeds (claims 1 to 7)
 prepare natural text natural $texts --vocab_size 8192
 prepare natural_docs docs --name natural_docs --vocab data/natural
 prepare natural_wikitext2 wikitext2 --name natural_wikitext2 --vocab data/natural --from "$wikitext2"
-
-seeds="0 10 20"
 for seed in $seeds; do
     for system in study study_pkm study_resm; do
-        echo "configs/$system.py --seed=$seed --out=out/${system}_s$seed"
+        echo "pretrain.py configs/${system}_short.py --seed=$seed --out=out/${system}_short_s$seed"
     done
-done | pretrain
+done | train
+for seed in $seeds; do
+    for system in study study_pkm study_resm; do
+        echo "pretrain.py configs/$system.py --seed=$seed --init_from=out/${system}_short_s$seed" \
+            "--out=out/${system}_s$seed"
+    done
+done | train
 for seed in $seeds; do
     for system in study_more study_pkm_init study_resm_init study_resm_init_ffn; do
-        echo "configs/$system.py --seed=$((seed + 1)) --init_from=out/study_s$seed --out=out/${system}_s$seed"
+        echo "pretrain.py configs/$system.py --seed=$((seed + 1)) --init_from=out/study_s$seed" \
+            "--out=out/${system}_s$seed"
     done
-done | pretrain
+done | train
 
 runs=""
-for seed in $seeds; do
-    for system in study study_more study_pkm study_resm study_pkm_init study_resm_init study_resm_init_ffn; do
+for system in study study_more study_pkm study_resm study_pkm_init study_resm_init study_resm_init_ffn; do
+    for seed in $seeds; do
         runs="$runs out/${system}_s$seed"
     done
 done
@@ -43,15 +51,46 @@ python measure.py staleness out/study_pkm_s0 out/study_resm_s0 out/study_pkm_ini
     --out results/study/figure2
 python measure.py curves out/study_s0 out/study_more_s0 out/study_pkm_init_s0 out/study_resm_init_s0 \
     out/study_resm_init_ffn_s0 --out results/study/figure3
+python results/verdicts.py results/study/table2.json
 
-# MiniLM: the masked-LM head is recovered, then every system is trained on from there
-python prepare_data.py weights sentence-transformers/all-MiniLM-L6-v2
-prepare natural_bert text natural_bert $texts --vocab data/weights/sentence-transformers/all-MiniLM-L6-v2/vocab.txt
+# 2. MiniLM: the masked-LM head is recovered, then every system is trained on from there
+weights=sentence-transformers/all-MiniLM-L6-v2
+python prepare_data.py weights $weights
+prepare natural_bert text natural_bert $texts --vocab data/weights/$weights/vocab.txt
+prepare bert_docs docs --name bert_docs --vocab data/natural_bert
 prepare bert_wikitext2 wikitext2 --name bert_wikitext2 --vocab data/natural_bert --from "$wikitext2"
-echo configs/minilm.py | pretrain
+echo pretrain.py configs/minilm.py | train
 for system in minilm_more minilm_pkm_init minilm_resm_init minilm_resm_init_ffn; do
-    echo configs/$system.py
-done | pretrain
-minilm="out/minilm out/minilm_more out/minilm_pkm_init out/minilm_resm_init"
-python measure.py table $minilm out/minilm_resm_init_ffn --data natural_bert bert_wikitext2 --out results/study/minilm
-python measure.py curves $minilm out/minilm_resm_init_ffn --out results/study/minilm_figure3
+    echo pretrain.py configs/$system.py
+done | train
+systems="out/minilm out/minilm_more out/minilm_pkm_init out/minilm_resm_init"
+python measure.py table $systems out/minilm_resm_init_ffn --data natural_bert bert_docs bert_wikitext2 \
+    --out results/study/minilm
+python measure.py curves $systems out/minilm_resm_init_ffn --out results/study/minilm_figure3
+
+# 3. Fine-tuned (claim 8), the values of the memory frozen, too (claim 9)
+for task in RTE SST-2; do
+    for system in $systems; do
+        echo "finetune.py configs/minilm_glue.py --task=$task --init_from=$system --seeds=3"
+    done
+    for system in out/minilm_pkm_init out/minilm_resm_init; do
+        echo "finetune.py configs/minilm_glue.py --task=$task --init_from=$system --seeds=3" \
+            "--update_memory=False"
+    done
+done | train
+for system in $systems; do
+    echo "finetune.py configs/minilm_squad.py --init_from=$system"
+done | train
+python measure.py glue out/minilm*_rte out/minilm*_sst2 out/minilm*_squad out/minilm*_fixed \
+    --out results/study/tables4_5
+python measure.py table out/minilm_pkm_init_sst2 out/minilm_resm_init_sst2 --out results/study/table6
+python measure.py by_class out/minilm_pkm_init_sst2 out/minilm_resm_init_sst2 --out results/study/figure4
+
+# 4. The recipe against transformers' Trainer, from MiniLM's own weights
+for task in RTE SST-2; do
+    echo "finetune.py configs/minilm_glue.py --task=$task --init_from=$weights --seeds=3"
+    echo "results/trainer.py configs/minilm_glue.py --task=$task --init_from=$weights --seeds=3"
+done | train
+for script in finetune.py results/trainer.py; do
+    echo "$script configs/minilm_squad.py --init_from=$weights --seeds=3"
+done | train
