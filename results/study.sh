@@ -71,15 +71,15 @@ python measure.py curves $systems out/minilm_resm_init_ffn --out results/study/m
 # 3. Fine-tuned (claim 8), the values of the memory frozen, too (claim 9)
 for task in RTE SST-2; do
     for system in $systems; do
-        echo "finetune.py configs/minilm_glue.py --task=$task --init_from=$system --seeds=3"
+        echo "finetune.py configs/finetune_minilm_glue.py --task=$task --init_from=$system --seeds=3"
     done
     for system in out/minilm_pkm_init out/minilm_resm_init; do
-        echo "finetune.py configs/minilm_glue.py --task=$task --init_from=$system --seeds=3" \
+        echo "finetune.py configs/finetune_minilm_glue.py --task=$task --init_from=$system --seeds=3" \
             "--update_memory=False"
     done
 done | train
 for system in $systems; do
-    echo "finetune.py configs/minilm_squad.py --init_from=$system"
+    echo "finetune.py configs/finetune_minilm_squad.py --init_from=$system"
 done | train
 python measure.py glue out/minilm*_rte out/minilm*_sst2 out/minilm*_squad out/minilm*_fixed \
     --out results/study/tables4_5
@@ -88,9 +88,9 @@ python measure.py by_class out/minilm_pkm_init_sst2 out/minilm_resm_init_sst2 --
 
 # 4. The recipe against transformers' Trainer, from MiniLM's own weights
 for task in RTE SST-2; do
-    echo "finetune.py configs/minilm_glue.py --task=$task --init_from=$weights --seeds=3"
-    echo "results/trainer.py configs/minilm_glue.py --task=$task --init_from=$weights --seeds=3"
+    echo "finetune.py configs/finetune_minilm_glue.py --task=$task --init_from=$weights --seeds=3"
+    echo "results/trainer.py configs/finetune_minilm_glue.py --task=$task --init_from=$weights --seeds=3"
 done | train
 for script in finetune.py results/trainer.py; do
-    echo "$script configs/minilm_squad.py --init_from=$weights --seeds=3"
+    echo "$script configs/finetune_minilm_squad.py --init_from=$weights --seeds=3"
 done | train

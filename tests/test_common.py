@@ -93,7 +93,9 @@ def test_recipes_are_the_papers_systems(path, capsys):
     assert c.memory_layers == (layers if memory else ())
     assert not memory or (c.alpha, c.beta) == memory
     initial = "_init" in name or "_more" in name
-    first = {"minilm": "sentence-transformers/all-MiniLM-L6-v2"}.get(size, "")
+    long = size == "study" and not name.endswith("_short")  # it goes on from short sequences
+    first = f"out/{name}_short" if long else {
+        "minilm": "sentence-transformers/all-MiniLM-L6-v2"}.get(size, "")
     trained = {"distil": "distilbert-base-uncased"}.get(size, f"out/{size}")
     assert c.init_from == (trained if initial else first) and c.seed == int(initial)
     assert c.reinit_ffn == name.endswith("_ffn")
@@ -108,7 +110,8 @@ def test_recipes_of_fine_tuning(capsys):
     """Table 3."""
     recipes = {p.stem: common.load(finetune.Config, [str(p)])
                for p in sorted(ROOT.glob("configs/*finetune*.py"))}
-    assert recipes.keys() == {"demo_finetune", "finetune_glue", "finetune_squad"}
+    assert recipes.keys() == {"demo_finetune", "finetune_glue", "finetune_squad",
+                              "finetune_minilm_glue", "finetune_minilm_squad"}
     for name, values in {"finetune_squad": (5e-5, 3, 0.06, 0.01, 384),
                          "finetune_glue": (2e-5, 10, 0.06, 0.1, 128)}.items():
         c = recipes[name]
