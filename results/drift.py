@@ -1,0 +1,65 @@
+"""
+pretrain.py with a part of the memory changed that is no setting: what makes slots fall out of use?
+For results/study.md.
+
+$ PYTHONPATH=. python results/drift.py keys_lr=0.1 configs/study_resm_init.py --out=out/drift_keys_lr
+$ PYTHONPATH=. python results/drift.py query_norm=off configs/study_resm_init.py --out=out/drift_norm
+"""
+import sys
+
+import common  # before torch: how its threads wait
+
+# isort: split
+import torch
+
+import pkm
+import pretrain
+import training
+
+
+def scale_keys_lr(factor):
+    """The sub-keys learn at `factor` times the learning rate."""
+    groups = training.optimizer_groups
+
+    def with_keys(model, weight_decay):
+        keys = {id(p) for name, p in model.named_parameters() if name.endswith(".memory.keys")}
+        split = []
+        for group in groups(model, weight_decay):
+            for chosen, scale in ((False, 1.0), (True, factor)):
+                some = [p for p in group["params"] if (id(p) in keys) == chosen]
+                if some:
+                    split.append({**group, "params": some, "scale": scale})
+        return split
+
+    def rescale(optimizer, args, kwargs):  # the Trainer sets lr anew before every step
+        for group in optimizer.param_groups:
+            group["lr"] *= group.get("scale", 1.0)
+
+    training.optimizer_groups = with_keys
+    torch.optim.optimizer.register_optimizer_step_pre_hook(rescale)
+
+
+def drop_query_norm():
+    """Queries are looked up as they are, without batch norm."""
+    init = pkm.PKM.__init__
+
+    def without(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.query_norm = torch.nn.Identity()
+
+    pkm.PKM.__init__ = without
+
+
+def main(change, *argv):
+    name, value = change.split("=")
+    if name == "keys_lr":
+        scale_keys_lr(float(value))
+    elif change == "query_norm=off":
+        drop_query_norm()
+    else:
+        raise common.UserError(f"{change}: expected keys_lr=FACTOR or query_norm=off")
+    return pretrain.main(list(argv))
+
+
+if __name__ == "__main__":
+    common.run(lambda: main(*sys.argv[1:]))
