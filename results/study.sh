@@ -49,7 +49,7 @@ done
 python measure.py table $runs --data natural natural_docs natural_wikitext2 --out results/study/table2
 python measure.py staleness out/study_pkm_s0 out/study_resm_s0 out/study_pkm_init_s0 out/study_resm_init_s0 \
     --out results/study/figure2
-python measure.py curves out/study_s0 out/study_more_s0 out/study_pkm_init_s0 out/study_resm_init_s0 \
+python measure.py curves out/study_more_s0 out/study_pkm_init_s0 out/study_resm_init_s0 \
     out/study_resm_init_ffn_s0 --out results/study/figure3
 python results/verdicts.py results/study/table2.json
 
@@ -63,10 +63,11 @@ echo pretrain.py configs/minilm.py | train
 for system in minilm_more minilm_pkm_init minilm_resm_init minilm_resm_init_ffn; do
     echo pretrain.py configs/$system.py
 done | train
-systems="out/minilm out/minilm_more out/minilm_pkm_init out/minilm_resm_init"
-python measure.py table $systems out/minilm_resm_init_ffn --data natural_bert bert_docs bert_wikitext2 \
-    --out results/study/minilm
-python measure.py curves $systems out/minilm_resm_init_ffn --out results/study/minilm_figure3
+trained_on="out/minilm_more out/minilm_pkm_init out/minilm_resm_init"
+python measure.py table out/minilm $trained_on out/minilm_resm_init_ffn \
+    --data natural_bert bert_docs bert_wikitext2 --out results/study/minilm
+python measure.py curves $trained_on out/minilm_resm_init_ffn --out results/study/minilm_figure3
+systems="out/minilm $trained_on"
 
 # 3. Fine-tuned (claim 8), the values of the memory frozen, too (claim 9)
 for task in RTE SST-2; do

@@ -65,6 +65,10 @@ def score(model, tokenizer_file, data, device):
 def main(argv):
     config = common.load(finetune.Config, argv)
     folder, vocab = checkpoint.find_weights(config.init_from)
+    out = Path(config.out or f"out/{folder.name}_{tasks.name_of(config.task)}_trainer.json")
+    if out.exists():
+        print(f"{out} is done: --out=out/NAME.json starts anew")
+        return
     device, _ = common.setup(config.device, "float32", config.seed)
     common.keep_freed_memory(device)
     config.device = str(device)
@@ -94,7 +98,6 @@ def main(argv):
         each.append({"seed": seed, "seconds": time.perf_counter() - begin,
                      **score(model, vocab, data, device)})
         print(each[-1], flush=True)
-    out = Path(config.out or f"out/{folder.name}_{tasks.name_of(config.task)}_trainer.json")
     names = [name for name in each[0] if name != "seed"]
     print({name: round(float(np.median([one[name] for one in each])), 4) for name in names})
     common.write_text(out, json.dumps(each, indent=1))
