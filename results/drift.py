@@ -11,6 +11,7 @@ import common  # before torch: how its threads wait
 
 # isort: split
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import pkm
 import pretrain
@@ -36,7 +37,7 @@ def scale_keys_lr(factor):
             group["lr"] *= group.get("scale", 1.0)
 
     training.optimizer_groups = with_keys
-    torch.optim.optimizer.register_optimizer_step_pre_hook(rescale)
+    register_optimizer_step_pre_hook(rescale)
 
 
 def drop_query_norm():
@@ -51,9 +52,8 @@ def drop_query_norm():
 
 
 def main(change, *argv):
-    name, value = change.split("=")
-    if name == "keys_lr":
-        scale_keys_lr(float(value))
+    if change.startswith("keys_lr="):
+        scale_keys_lr(float(change.removeprefix("keys_lr=")))
     elif change == "query_norm=off":
         drop_query_norm()
     else:
