@@ -23,14 +23,11 @@ def scale_keys_lr(factor):
     groups = training.optimizer_groups
 
     def with_keys(model, weight_decay):
-        keys = {id(p) for name, p in model.named_parameters() if name.endswith(".memory.keys")}
-        split = []
-        for group in groups(model, weight_decay):
-            for chosen, scale in ((False, 1.0), (True, factor)):
-                some = [p for p in group["params"] if (id(p) in keys) == chosen]
-                if some:
-                    split.append({**group, "params": some, "scale": scale})
-        return split
+        decayed, others = groups(model, weight_decay)  # the sub-keys are among the others
+        keys = [p for name, p in model.named_parameters() if name.endswith(".memory.keys")]
+        chosen = {id(p) for p in keys}
+        others["params"] = [p for p in others["params"] if id(p) not in chosen]
+        return [decayed, others, {**others, "params": keys, "scale": factor}]
 
     def rescale(optimizer, args, kwargs):  # the Trainer sets lr anew before every step
         for group in optimizer.param_groups:
@@ -51,13 +48,17 @@ def drop_query_norm():
     pkm.PKM.__init__ = without
 
 
-def main(change, *argv):
+def main(change="", *argv):
+    wrong = common.UserError(f"{change!r}: expected keys_lr=FACTOR or query_norm=off")
     if change.startswith("keys_lr="):
-        scale_keys_lr(float(change.removeprefix("keys_lr=")))
+        try:
+            scale_keys_lr(float(change.removeprefix("keys_lr=")))
+        except ValueError:
+            raise wrong from None
     elif change == "query_norm=off":
         drop_query_norm()
     else:
-        raise common.UserError(f"{change}: expected keys_lr=FACTOR or query_norm=off")
+        raise wrong
     return pretrain.main(list(argv))
 
 

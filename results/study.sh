@@ -2,7 +2,7 @@
 # All runs, tables and figures of results/study.md, from texts, GLUE and SQuAD under data/:
 # sh results/study.sh wikipedia.txt novels.txt wikitext-2/
 # Two runs at a time, one thread each. Stopped, the same command goes on where it was.
-# A rehearsal: STEPS=20 sh results/study.sh ...
+# A rehearsal, in a clone of its own: STEPS=20 sh results/study.sh ...
 set -eu
 export OMP_NUM_THREADS=1 PYTHONPATH=.
 texts="$1 $2"
@@ -51,7 +51,7 @@ python measure.py staleness out/study_pkm_s0 out/study_resm_s0 out/study_pkm_ini
     --out results/study/figure2
 python measure.py curves out/study_more_s0 out/study_pkm_init_s0 out/study_resm_init_s0 \
     out/study_resm_init_ffn_s0 --out results/study/figure3
-python results/verdicts.py results/study/table2.json
+python results/verdicts.py
 
 # 2. MiniLM: the masked-LM head is recovered, then every system is trained on from there
 weights=sentence-transformers/all-MiniLM-L6-v2

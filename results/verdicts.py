@@ -1,14 +1,14 @@
 """
 The verdicts of results/study.md on claims 1 to 7, from the runs of results/study.sh and their table.
 
-$ PYTHONPATH=. python results/verdicts.py results/study/table2.json
+$ PYTHONPATH=. python results/verdicts.py
 """
-import sys
 from statistics import mean, stdev
 
 import common
 from usage import last_used, read_evaluations, read_usage
 
+TABLE = "results/study/table2.json"
 SEEDS = (0, 10, 20)
 SYSTEMS = {"a": "study", "b": "study_more", "c": "study_pkm", "d": "study_resm",
            "e": "study_pkm_init", "f": "study_resm_init", "r": "study_resm_init_ffn"}  # r: ResM'
@@ -25,8 +25,8 @@ def difference(d):
     return f"{m:+.4g} (s.e. {error:.2g}; {', '.join(f'{x:+.4g}' for x in d)}): {verdict}"
 
 
-def main(table):
-    results = {one["run"]: one["results"] for one in common.read_json(table)["runs"]}
+def main():
+    results = {one["run"]: one["results"] for one in common.read_json(TABLE)["runs"]}
 
     def perplexity(system, seed, corpus="natural"):
         return results[run(system, seed)][corpus][0]["perplexity"]
@@ -69,4 +69,4 @@ def main(table):
 
 
 if __name__ == "__main__":
-    common.run(lambda: main(*sys.argv[1:]))
+    common.run(main)
