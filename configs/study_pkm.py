@@ -2,6 +2,6 @@
 from configs.study import *  # all else is the same
 
 init_from = "out/study_pkm_short"
-max_steps = 4000  # as many as what starts from study.py
+max_steps = 3200  # as many as what starts from study.py
 memory_layers = (2, 3)  # of 4, counted from 1
 alpha, beta = 0, 1  # x' = LN(x + PKM(x))

@@ -17,7 +17,7 @@ lr = 2e-3
 log_interval = 50
 eval_interval = 400
 eval_sequences = 512
-usage_interval = 400  # ten snapshots of 4,000 steps, for Figure 2
+usage_interval = 320  # ten snapshots of 3,200 steps, for Figure 2
 checkpoint_interval = 400
 keep_checkpoints = 1
 
