@@ -52,6 +52,7 @@ def main():
         return 100 * mean((last_used(snapshots, n) <= len(snapshots) // 2).mean() for n in (2, 3))
 
     print("Differences are means over the seeds (standard error; each seed).")
+    print("flat: perplexity of (b), 20% more steps, below (a), %:", lower("b", "a"))
     for corpus in results[run("a", 0)]:
         print(f"1. perplexity of (f) below (b), %, {corpus}: {lower('f', 'b', corpus)}")
         print(f"2. perplexity of (f) below (e), %, {corpus}: {lower('f', 'e', corpus)}")
