@@ -53,19 +53,24 @@ python measure.py curves out/study_more_s0 out/study_pkm_init_s0 out/study_resm_
     out/study_resm_init_ffn_s0 --out results/study/figure3
 python results/verdicts.py
 
-# Why slots fall out of use: (b) and (f) of seed 0 at four times the rate, and (f) so with one change
-more="--seed=1 --init_from=out/study_s0 --lr=2e-3 --out=out/drift"
+# Why slots fall out of use: (b) and (f) of seed 0 at four times the rate, and then one change to (f)
+more="--seed=1 --init_from=out/study_s0"
+fast="$more --lr=2e-3 --out=out/lr2e-3"
 train <<END
-pretrain.py configs/study_more.py ${more}_more
-pretrain.py configs/study_resm_init.py ${more}
-pretrain.py configs/study_resm_init.py ${more}_warmup --warmup_steps=2000
-pretrain.py configs/study_resm_init.py ${more}_value_lr_low --value_lr=1e-3
-pretrain.py configs/study_resm_init.py ${more}_value_lr_high --value_lr=1.6e-2
-results/drift.py keys_lr=0.1 configs/study_resm_init.py ${more}_keys_lr
-results/drift.py query_norm=off configs/study_resm_init.py ${more}_no_norm
+pretrain.py configs/study_more.py ${fast}_more
+pretrain.py configs/study_resm_init.py ${fast}_resm_init
+pretrain.py configs/study_resm_init.py ${fast}_warmup --warmup_steps=2000
+pretrain.py configs/study_resm_init.py ${fast}_value_lr_low --value_lr=1e-3
+pretrain.py configs/study_resm_init.py ${fast}_value_lr_high --value_lr=1.6e-2
+results/drift.py keys_lr=0.1 configs/study_resm_init.py ${fast}_keys_lr
+results/drift.py query_norm=off configs/study_resm_init.py ${fast}_no_norm
+results/drift.py keys_lr=0.1 configs/study_resm_init.py $more --out=out/lr5e-4_keys_lr
+pretrain.py configs/study_more.py $more --lr=2e-4 --out=out/lr2e-4_more
 END
-python measure.py curves out/drift out/study_resm_init_s0 out/drift_warmup out/drift_value_lr_low \
-    out/drift_value_lr_high out/drift_keys_lr out/drift_no_norm --out results/study/drift
+python measure.py curves out/study_more_s0 out/study_pkm_init_s0 out/study_resm_init_s0 \
+    out/lr2e-3_more out/lr2e-3_resm_init --out assets/study
+python measure.py curves out/lr2e-3_resm_init out/lr2e-3_warmup out/lr2e-3_value_lr_low \
+    out/lr2e-3_value_lr_high out/lr2e-3_keys_lr out/lr2e-3_no_norm --out results/study/drift
 
 # 2. MiniLM: the masked-LM head is recovered, then every system is trained on from there
 weights=sentence-transformers/all-MiniLM-L6-v2

@@ -1,5 +1,5 @@
 """
-The verdicts of results/study.md on claims 1 to 7, from the runs of results/study.sh and their table.
+The table of results/study.md and its verdicts on claims 1 to 7, from the runs of results/study.sh.
 
 $ PYTHONPATH=. python results/verdicts.py
 """
@@ -9,6 +9,7 @@ import common
 from usage import last_used, read_evaluations, read_usage
 
 TABLE = "results/study/table2.json"
+CORPUS = "natural"  # that the systems were trained on
 SEEDS = (0, 10, 20)
 SYSTEMS = {"a": "study", "b": "study_more", "c": "study_pkm", "d": "study_resm",
            "e": "study_pkm_init", "f": "study_resm_init", "r": "study_resm_init_ffn"}  # r: ResM'
@@ -25,18 +26,31 @@ def difference(d):
     return f"{m:+.4g} (s.e. {error:.2g}; {', '.join(f'{x:+.4g}' for x in d)}): {verdict}"
 
 
+def mean_row(system, results):
+    """A row of the table of means over the seeds; usage is that of layers 2 and 3."""
+    runs = [results[run(system, seed)] for seed in SEEDS]
+    cells = [SYSTEMS[system], " / ".join(f"{one[CORPUS][0]['perplexity']:.2f}" for one in runs)]
+    cells += [f"{mean(one[name][0]['perplexity'] for one in runs):.1f}" for name in runs[0]]
+    for key, factor, form in (("mu", 100, ".1f"), ("top1_mu", 100, ".1f"), ("kl_u", 1, ".2f"),
+                              ("kl_w", 1, ".2f")):
+        layers = [[layer[key] for layer in one[CORPUS][0]["layers"].values()] for one in runs]
+        cells.append(" / ".join(f"{factor * mean(of_layer):{form}}"
+                                for of_layer in zip(*layers, strict=True)))
+    return cells
+
+
 def main():
     results = {one["run"]: one["results"] for one in common.read_json(TABLE)["runs"]}
 
-    def perplexity(system, seed, corpus="natural"):
+    def perplexity(system, seed, corpus=CORPUS):
         return results[run(system, seed)][corpus][0]["perplexity"]
 
     def used(system, seed):
         """Mean top-1 MU of the memory layers, in %."""
-        layers = results[run(system, seed)]["natural"][0]["layers"].values()
+        layers = results[run(system, seed)][CORPUS][0]["layers"].values()
         return 100 * mean(layer["top1_mu"] for layer in layers)
 
-    def lower(good, bad, corpus="natural"):
+    def lower(good, bad, corpus=CORPUS):
         """How far `good` ends below `bad`, in % of `bad`'s perplexity."""
         return difference([100 * (1 - perplexity(good, s, corpus) / perplexity(bad, s, corpus))
                            for s in SEEDS])
@@ -51,6 +65,9 @@ def main():
         snapshots = read_usage(run(system, seed))
         return 100 * mean((last_used(snapshots, n) <= len(snapshots) // 2).mean() for n in (2, 3))
 
+    header = ["run", "seeds 0 / 10 / 20", *(f"{corpus} ppl" for corpus in results[run("a", 0)]),
+              "MU %", "top-1 MU %", "KL_u", "KL_w"]
+    print(common.markdown(header, [mean_row(system, results) for system in SYSTEMS]))
     print("Differences are means over the seeds (standard error; each seed).")
     print("flat: perplexity of (b), 20% more steps, below (a), %:", lower("b", "a"))
     for corpus in results[run("a", 0)]:
