@@ -64,9 +64,12 @@ pretrain.py configs/study_resm_init.py ${fast}_value_lr_low --value_lr=1e-3
 pretrain.py configs/study_resm_init.py ${fast}_value_lr_high --value_lr=1.6e-2
 results/drift.py keys_lr=0.1 configs/study_resm_init.py ${fast}_keys_lr
 results/drift.py query_norm=off configs/study_resm_init.py ${fast}_no_norm
-results/drift.py keys_lr=0.1 configs/study_resm_init.py $more --out=out/lr5e-4_keys_lr
 pretrain.py configs/study_more.py $more --lr=2e-4 --out=out/lr2e-4_more
 END
+for seed in $seeds; do
+    echo "results/drift.py keys_lr=0.1 configs/study_resm_init.py --seed=$((seed + 1))" \
+        "--init_from=out/study_s$seed --out=out/lr5e-4_keys_lr_s$seed"
+done | train
 python measure.py curves out/study_more_s0 out/study_pkm_init_s0 out/study_resm_init_s0 \
     out/lr2e-3_more out/lr2e-3_resm_init --out assets/study
 python measure.py curves out/lr2e-3_resm_init out/lr2e-3_warmup out/lr2e-3_value_lr_low \
