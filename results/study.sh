@@ -51,9 +51,9 @@ python measure.py staleness out/study_pkm_s0 out/study_resm_s0 out/study_pkm_ini
     --out results/study/figure2
 python measure.py curves out/study_more_s0 out/study_pkm_init_s0 out/study_resm_init_s0 \
     out/study_resm_init_ffn_s0 --out results/study/figure3
-python results/verdicts.py
+python results/verdicts.py >results/study/verdicts.txt
 
-# Why slots fall out of use: (b) and (f) of seed 0 at four times the rate, and then one change to (f)
+# Why slots fall out of use: (b) and (f) of seed 0 at other rates, and (f) with one more change
 more="--seed=1 --init_from=out/study_s0"
 fast="$more --lr=2e-3 --out=out/lr2e-3"
 train <<END

@@ -29,25 +29,26 @@ def difference(d):
 def mean_row(system, results):
     """A row of the table of means over the seeds; usage is that of layers 2 and 3."""
     runs = [results[run(system, seed)] for seed in SEEDS]
-    cells = [SYSTEMS[system], " / ".join(f"{one[CORPUS][0]['perplexity']:.2f}" for one in runs)]
-    cells += [f"{mean(one[name][0]['perplexity'] for one in runs):.1f}" for name in runs[0]]
+    cells = [SYSTEMS[system], " / ".join(f"{one[CORPUS]['perplexity']:.2f}" for one in runs)]
+    cells += [f"{mean(one[name]['perplexity'] for one in runs):.1f}" for name in runs[0]]
     for key, factor, form in (("mu", 100, ".1f"), ("top1_mu", 100, ".1f"), ("kl_u", 1, ".2f"),
                               ("kl_w", 1, ".2f")):
-        layers = [[layer[key] for layer in one[CORPUS][0]["layers"].values()] for one in runs]
+        layers = [[layer[key] for layer in one[CORPUS]["layers"].values()] for one in runs]
         cells.append(" / ".join(f"{factor * mean(of_layer):{form}}"
                                 for of_layer in zip(*layers, strict=True)))
     return cells
 
 
 def main():
-    results = {one["run"]: one["results"] for one in common.read_json(TABLE)["runs"]}
+    results = {one["run"]: {corpus: metrics for corpus, [metrics] in one["results"].items()}
+               for one in common.read_json(TABLE)["runs"]}
 
     def perplexity(system, seed, corpus=CORPUS):
-        return results[run(system, seed)][corpus][0]["perplexity"]
+        return results[run(system, seed)][corpus]["perplexity"]
 
     def used(system, seed):
         """Mean top-1 MU of the memory layers, in %."""
-        layers = results[run(system, seed)][CORPUS][0]["layers"].values()
+        layers = results[run(system, seed)][CORPUS]["layers"].values()
         return 100 * mean(layer["top1_mu"] for layer in layers)
 
     def lower(good, bad, corpus=CORPUS):
