@@ -92,7 +92,7 @@ def test_an_exported_memory_gives_the_same_logits_in_transformers(tmp_path, head
     where = ... if head == "classifier" else mask.bool()
     with torch.no_grad():
         ours, first = model(ids, mask, types), logits(theirs, ids, mask, types)
-        assert_near(first[where], ours[where], 1e-6)
+        assert_near(first[where], ours[where], 1e-5)  # float32: 1.0e-6 on one CPU
         theirs.save_pretrained(tmp_path / "again")
         again = load(tmp_path / "again", head)
         assert torch.equal(logits(again, ids, mask, types), first)
