@@ -163,8 +163,9 @@ def evaluate(trainer):
 def train(trainer, out, state, signals):
     """Train to the end; everything is written to the folder `out`. After each epoch the dev splits
     are scored. The weights of the best one are in best_folder(out, state), and stay there until a
-    checkpoint is on disk whose state names a better one's."""
-    config, data = trainer.config, trainer.batches
+    checkpoint is on disk whose state names a better one's. Returns what `evaluate` returned for the
+    best epoch, or None if an earlier process scored it."""
+    config, data, best = trainer.config, trainer.batches, None
 
     def due(step):
         if step % data.steps_per_epoch == 0 or step == config.max_steps:
@@ -179,15 +180,16 @@ def train(trainer, out, state, signals):
     for step, todo in trainer.train(out, state, log, due, signals):
         drop_older(out, state)  # now the checkpoint of the last evaluation is on disk
         if "eval" in todo:
-            results, _ = evaluate(trainer)
+            results, found = evaluate(trainer)
             state["last"] = {"epoch": data.epochs(step), **results}
             print(json.dumps({"step": step, **state["last"]}), file=log)
             print(f"epoch {data.epochs(step):g}: {describe(data.task, results)}", flush=True)
             if state["best"] is None or quality(results) > quality(state["best"]):
-                state["best"] = state["last"]
+                state["best"], best = state["last"], (results, found)
                 model = checkpoint.model_file(trainer.model, data.task.labels)
                 checkpoint.save_files(best_folder(out, state), {"model": model})
     drop_older(out, state)
+    return best
 
 
 def best_folder(out, state):
@@ -208,17 +210,17 @@ def describe(task, results, prefix=""):
                      for name in task.dev for metric in task.metrics)
 
 
-def write_predictions(trainer, out, state):
+def write_predictions(trainer, out, state, evaluated):
     """The predictions of the best epoch's model: for dev beside the texts and labels, of SQuAD as
     the official script reads them; for test in the form that GLUE wants; and its metrics under the
-    names of Hugging Face's scripts."""
+    names of Hugging Face's scripts. evaluated: what `train` returned."""
     data, best, named = trainer.batches, out / "best", best_folder(out, state)
     with ranks.first_rank_first():
         if named.exists():  # not if a killed process has renamed it
             common.discard(best)
             named.rename(best)
     checkpoint.load_weights(trainer.model, checkpoint.read_weights(best)["weights"], best)
-    results, found = evaluate(trainer)
+    results, found = evaluated or evaluate(trainer)
     for name, split in data.task.dev.items():
         path, predicted = out / f"predictions_{split}", found[name]
         if data.is_squad:
@@ -276,9 +278,9 @@ def run_seed(config, out, data, sizes, initial, vocab, signals):
         checkpoint.init_from(model, initial)
         state = new_state(best=None, last=None)
         write_settings(out, config, vocab, {"init_checkpoint": str(initial), "first_step": 0})
-    train(trainer, out, state, signals)
+    evaluated = train(trainer, out, state, signals)
     if not ranks.signalled(signals):
-        write_predictions(trainer, out, state)
+        write_predictions(trainer, out, state, evaluated)
 
 
 def summarize(task, out, each):

@@ -7,7 +7,7 @@ $ PYTHONPATH=. python results/trainer.py configs/finetune_glue.py --task=RTE --e
     --init_from=sentence-transformers/all-MiniLM-L6-v2 --seeds=3
 
 Scores and seconds go to out/<name>_trainer.json: those after the last epoch, as in finetune.py's
-eval_results.json under last_.
+eval_results.json under last_. The same command goes on with the seeds that are not in it.
 """
 import json
 import shutil
@@ -52,55 +52,67 @@ def batches(data, steps):
                "attention_mask": mask.long(), **targets}
 
 
-def score(model, tokenizer_file, data, device):
+def train(model, data, steps, config, out):
+    """Train transformers' model for so many steps with finetune.py's settings; returns seconds."""
+    prepared = list(batches(data, steps))
+    settings = transformers.TrainingArguments(
+        out, max_steps=steps, learning_rate=config.lr, warmup_steps=round(config.warmup * steps),
+        weight_decay=config.weight_decay, max_grad_norm=config.grad_clip, adam_epsilon=1e-6,
+        seed=config.seed, use_cpu=config.device == "cpu", bf16=config.dtype == "bfloat16",
+        fp16=config.dtype == "float16", save_strategy="no", report_to="none", disable_tqdm=True,
+        logging_steps=100)
+    trainer = Trainer(prepared, model, settings)
+    begin = time.perf_counter()
+    trainer.train()
+    return time.perf_counter() - begin
+
+
+def score(model, tokenizer_file, data, device, dtype):
     """The metrics of the dev splits, as finetune.py scores its own model: one with these weights."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         shutil.copy(tokenizer_file, folder)
         ours = checkpoint.load_model(folder)
         return finetune.evaluate(SimpleNamespace(
-            model=ours.to(device), batches=data, device=device, dtype=torch.float32))[0]
+            model=ours.to(device), batches=data, device=device, dtype=dtype))[0]
 
 
 def main(argv):
     config = common.load(finetune.Config, argv)
+    if config.accumulation != 1:
+        raise common.UserError("accumulation: expected 1, a batch is one micro-batch here")
     folder, vocab = checkpoint.find_weights(config.init_from)
     out = Path(config.out or f"out/{folder.name}_{tasks.name_of(config.task)}_trainer.json")
-    if out.exists():
-        print(f"{out} is done: --out=out/NAME.json starts anew")
-        return
-    device, _ = common.setup(config.device, "float32", config.seed)
+    device, dtype = common.setup(config.device, config.dtype, config.seed)
     common.keep_freed_memory(device)
-    config.device = str(device)
+    config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
     tokenizer = load_tokenizer(vocab)
     tokenizer.encode_special_tokens = True
     task = tasks.find(config.task)
     data = finetune.Data(task, tokenizer, config)
-    steps, each = config.max_steps or config.epochs * data.steps_per_epoch, []
+    steps = config.max_steps or config.epochs * data.steps_per_epoch
+    settings = {key: value for key, value in vars(config).items()
+                if key not in ("seed", "seeds", "out", "max_steps")} | {"max_steps": steps}
+    saved = common.read_json(out) if out.exists() else {"settings": settings, "seeds": {}}
+    if saved["settings"] != settings:
+        raise common.UserError(f"{out} has other settings: --out=out/NAME.json starts anew")
+    each = saved["seeds"]
     kind = transformers.BertForQuestionAnswering if data.is_squad \
         else transformers.BertForSequenceClassification
     for seed in range(config.seed, config.seed + config.seeds):
+        if str(seed) in each:
+            continue
         config.seed = seed  # of the batches
         torch.manual_seed(seed)  # of the head
         more = {} if data.is_squad else {"num_labels": max(1, len(task.labels))}
         model = kind.from_pretrained(folder, hidden_dropout_prob=config.dropout,
                                      attention_probs_dropout_prob=config.dropout, **more)
-        prepared = list(batches(data, steps))
-        settings = transformers.TrainingArguments(
-            f"out/{folder.name}_trainer", max_steps=steps, learning_rate=config.lr,
-            warmup_steps=round(config.warmup * steps), weight_decay=config.weight_decay,
-            max_grad_norm=config.grad_clip, adam_epsilon=1e-6, seed=seed,
-            save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=100,
-            use_cpu=device.type == "cpu")
-        trainer = Trainer(prepared, model, settings)
-        begin = time.perf_counter()
-        trainer.train()
-        each.append({"seed": seed, "seconds": time.perf_counter() - begin,
-                     **score(model, vocab, data, device)})
-        print(each[-1], flush=True)
-    names = [name for name in each[0] if name != "seed"]
-    print({name: round(float(np.median([one[name] for one in each])), 4) for name in names})
-    common.write_text(out, json.dumps(each, indent=1))
+        seconds = train(model, data, steps, config, f"out/{folder.name}_trainer")
+        each[str(seed)] = {"seconds": seconds, **score(model, vocab, data, device, dtype)}
+        print(f"seed {seed}: {each[str(seed)]}", flush=True)
+        common.write_text(out, json.dumps(saved, indent=1))
+    for name in each[str(config.seed)]:
+        print(f"median of {len(each)}: {name} {np.median([one[name] for one in each.values()]):.4f}")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import finetune
 import measure
 import predictions
 import tasks
+import training
 from model import BertConfig, Classifier, SpanReader
 from tests.helpers import KILLS, ROOT, assert_same, files, log, squad_file, steps_saved, tune
 
@@ -78,18 +79,25 @@ def test_a_fine_tuned_run_leaves_what_it_promises(tuned, capsys):
 
 
 def test_the_best_epoch_counts(tuned, monkeypatch):
-    """Of equals the first; nan is worse than any."""
-    values = iter([math.nan, 0.5, 0.7, 0.7, 0.6] + [0.7])
-    weights, evaluate = [], finetune.evaluate
+    """Of equals the first; nan is worse than any. Each epoch is scored once."""
+    values = iter([math.nan, 0.5, 0.7, 0.7, 0.6])
+    weights, evaluate, predict, used = [], finetune.evaluate, finetune.predict, []
 
     def fake(trainer):
         weights.append(trainer.model.head.weight.detach().clone())
         return {"accuracy": next(values)}, evaluate(trainer)[1]
 
+    def recording(trainer, examples):
+        used.append(trainer.model.head.weight.detach().clone())
+        return predict(trainer, examples)
+
     monkeypatch.setattr(finetune, "evaluate", fake)
+    monkeypatch.setattr(finetune, "predict", recording)
     assert tune("--epochs=5", "--train_examples=16", "--out=out/run") == 0
-    assert scores("out/run/seed0")["epoch"] == 3
-    assert torch.equal(weights[5], weights[2]) and not torch.equal(weights[5], weights[4])
+    assert scores("out/run/seed0")["epoch"] == 3 and len(weights) == 5
+    saved = checkpoint.read_weights("out/run/seed0/best")["weights"]["head.weight"]
+    assert torch.equal(saved, weights[2]) and not torch.equal(saved, weights[4])
+    assert len(used) == 6 and torch.equal(used[5], saved)  # the test split's
 
 
 def test_the_weights_that_were_scored_exist_whenever_it_is_killed(tuned, monkeypatch):
@@ -425,3 +433,33 @@ def test_other_settings_are_another_fine_tuning(tuned):
     assert tune("--max_steps=2") == 0
     with pytest.raises(common.UserError, match="lr = 0.005, not 0.002"):
         tune("--max_steps=2", "--lr=2e-3")
+
+
+def test_the_weights_become_those_of_transformers_trainer(tuned):
+    """From the same weights, on the same batches, without dropout and without the warm-up, which
+    begins at 0 there: embeddings, layers, pooler and head, after 12 steps."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from results import trainer as peer
+    config = common.load(finetune.Config, [
+        "tune.py", "--init_from=theirs", "--dropout=0", "--warmup=0", "--max_steps=12",
+        "--weight_decay=0.5", "--grad_clip=0.5", "--device=cpu", "--dtype=float32"])
+    theirs = transformers.BertForSequenceClassification(transformers.BertConfig(
+        vocab_size=len(Path("tiny.txt").read_text().split()), hidden_size=16, num_hidden_layers=2,
+        num_attention_heads=2, intermediate_size=32, hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0))
+    theirs.save_pretrained("theirs")
+    shutil.copy("tiny.txt", "theirs/vocab.txt")
+    ours = checkpoint.load_model("theirs").train()
+    examples = finetune.Data(tasks.find("own"), data.load_tokenizer("theirs/vocab.txt"), config)
+    config.warmup_steps = 0
+    trainer = training.Trainer(config, ours, examples, torch.device("cpu"), torch.float32)
+    first = [p.clone() for p in ours.parameters()]
+    for step in range(12):
+        trainer.step(step)
+    peer.train(theirs, examples, 12, config, "out/theirs")
+    theirs.save_pretrained("theirs")
+    again = checkpoint.load_model("theirs")
+    for before, mine, other in zip(first, ours.parameters(), again.parameters(), strict=True):
+        moved = (mine - before).norm()
+        assert moved > 0 and (mine - other).norm() < 1e-3 * moved
