@@ -354,8 +354,9 @@ def by_class(args):
     rows = [[r["run"], r["layer"], r["when"], *(f"{r[name + part]:.3f}" for name in ("kl", "iou")
                                                 for part in ("_between", "_floor", "")),
              f"{r['accesses']:,}"] for r in records]
-    bars = [(title, f"{r['run']}\nlayer {r['layer']}\n{r['when']}", r[key + "_between"],
-             r[key + "_floor"]) for title, key in (("KL (nats)", "kl"), ("IOU", "iou"))
+    bars = [(title, f"{r['run'].removeprefix('out/')}\nlayer {r['layer']}\n{r['when']}",
+             r[key + "_between"], r[key + "_floor"])
+            for title, key in (("KL (nats)", "kl"), ("IOU", "iou"))
             for r in sorted(records, key=lambda r: (r["run"], r["layer"], r["when"] == "after"))]
     report(args, "run | layer | when | KL | floor | corrected | IOU | floor | corrected | accesses",
            rows, f"Top-1 slots, {args.split} split: KL(class 1 || 0.9 class 0 + 0.1 class 1) in "
