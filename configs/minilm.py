@@ -16,6 +16,7 @@ accumulation = 1
 max_steps = 2000  # x 1,024 = 2 million tokens
 warmup_steps = 100
 lr = 3e-4
+dtype = "bfloat16"  # on a CPU with AMX 1.7 times as fast as float32; other CPUs: --dtype=auto
 log_interval = 50
 eval_interval = 250
 eval_sequences = 256

@@ -51,7 +51,6 @@ python measure.py staleness out/study_pkm_s0 out/study_resm_s0 out/study_pkm_ini
     --out results/study/figure2
 python measure.py curves out/study_more_s0 out/study_pkm_init_s0 out/study_resm_init_s0 \
     out/study_resm_init_ffn_s0 --out results/study/figure3
-python results/verdicts.py >results/study/verdicts.txt
 
 # Why slots fall out of use: (b) and (f) of seed 0 at other rates, and (f) with one more change
 more="--seed=1 --init_from=out/study_s0"
@@ -87,7 +86,7 @@ for system in minilm_more minilm_pkm_init minilm_resm_init minilm_resm_init_ffn;
 done | train
 trained_on="out/minilm_more out/minilm_pkm_init out/minilm_resm_init"
 python measure.py table out/minilm $trained_on out/minilm_resm_init_ffn \
-    --data natural_bert bert_docs bert_wikitext2 --out results/study/minilm
+    --data natural_bert bert_docs bert_wikitext2 --dtype bfloat16 --out results/study/minilm
 python measure.py curves $trained_on out/minilm_resm_init_ffn --out results/study/minilm_figure3
 systems="out/minilm $trained_on"
 
@@ -96,24 +95,27 @@ for task in RTE SST-2; do
     for system in $systems; do
         echo "finetune.py configs/finetune_minilm_glue.py --task=$task --init_from=$system --seeds=3"
     done
-    for system in out/minilm_pkm_init out/minilm_resm_init; do
-        echo "finetune.py configs/finetune_minilm_glue.py --task=$task --init_from=$system --seeds=3" \
-            "--update_memory=False"
-    done
+done | train
+for system in out/minilm_pkm_init out/minilm_resm_init; do
+    echo "finetune.py configs/finetune_minilm_glue.py --task=SST-2 --init_from=$system --seeds=3" \
+        "--update_memory=False"
 done | train
 for system in $systems; do
     echo "finetune.py configs/finetune_minilm_squad.py --init_from=$system"
 done | train
 python measure.py glue out/minilm*_rte out/minilm*_sst2 out/minilm*_squad out/minilm*_fixed \
     --out results/study/tables4_5
-python measure.py table out/minilm_pkm_init_sst2 out/minilm_resm_init_sst2 --out results/study/table6
-python measure.py by_class out/minilm_pkm_init_sst2 out/minilm_resm_init_sst2 --out results/study/figure4
+tuned="out/minilm_pkm_init_sst2 out/minilm_resm_init_sst2 --sequences 8192"  # of SST-2's 67,349
+python measure.py table $tuned --out results/study/table6
+python measure.py by_class $tuned --out results/study/figure4
 
 # 4. The recipe against transformers' Trainer, from MiniLM's own weights
-for task in RTE SST-2; do
-    echo "finetune.py configs/finetune_minilm_glue.py --task=$task --init_from=$weights --seeds=3"
-    echo "results/trainer.py configs/finetune_minilm_glue.py --task=$task --init_from=$weights --seeds=3"
+for task in "RTE --seeds=3" "SST-2 --seeds=6"; do
+    for script in finetune.py results/trainer.py; do
+        echo "$script configs/finetune_minilm_glue.py --init_from=$weights --task=$task"
+    done
 done | train
 for script in finetune.py results/trainer.py; do
-    echo "$script configs/finetune_minilm_squad.py --init_from=$weights --seeds=3"
+    echo "$script configs/finetune_minilm_squad.py --init_from=$weights"
 done | train
+python results/verdicts.py >results/study/verdicts.txt
