@@ -52,8 +52,9 @@ def batches(data, steps):
                "attention_mask": mask.long(), **targets}
 
 
-def train(model, data, steps, config, out):
-    """Train transformers' model for so many steps with finetune.py's settings; returns seconds."""
+def train(model, data, config, out):
+    """Train transformers' model for config.max_steps with finetune.py's settings; returns seconds."""
+    steps = config.max_steps
     prepared = list(batches(data, steps))
     settings = transformers.TrainingArguments(
         out, max_steps=steps, learning_rate=config.lr, warmup_steps=round(config.warmup * steps),
@@ -90,9 +91,9 @@ def main(argv):
     tokenizer.encode_special_tokens = True
     task = tasks.find(config.task)
     data = finetune.Data(task, tokenizer, config)
-    steps = config.max_steps or config.epochs * data.steps_per_epoch
+    config.max_steps = config.max_steps or config.epochs * data.steps_per_epoch
     settings = {key: value for key, value in vars(config).items()
-                if key not in ("seed", "seeds", "out", "max_steps")} | {"max_steps": steps}
+                if key not in ("seed", "seeds", "out")}
     saved = common.read_json(out) if out.exists() else {"settings": settings, "seeds": {}}
     if saved["settings"] != settings:
         raise common.UserError(f"{out} has other settings: --out=out/NAME.json starts anew")
@@ -107,7 +108,7 @@ def main(argv):
         more = {} if data.is_squad else {"num_labels": max(1, len(task.labels))}
         model = kind.from_pretrained(folder, hidden_dropout_prob=config.dropout,
                                      attention_probs_dropout_prob=config.dropout, **more)
-        seconds = train(model, data, steps, config, f"out/{folder.name}_trainer")
+        seconds = train(model, data, config, f"out/{folder.name}_trainer")
         each[str(seed)] = {"seconds": seconds, **score(model, vocab, data, device, dtype)}
         print(f"seed {seed}: {each[str(seed)]}", flush=True)
         common.write_text(out, json.dumps(saved, indent=1))

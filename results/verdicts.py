@@ -44,6 +44,14 @@ def difference(d):
     return f"{with_error(d)}: {verdict}"
 
 
+def minus(a, b):
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def percent_below(good, bad):
+    return 100 * (1 - good / bad)
+
+
 def mean_row(system, results):
     """A row of the table of means over the seeds; usage is that of layers 2 and 3."""
     runs = [results[run(system, seed)] for seed in SEEDS]
@@ -72,7 +80,7 @@ def small():
 
     def lower(good, bad, corpus=CORPUS):
         """How far `good` ends below `bad`, in % of `bad`'s perplexity."""
-        return difference([100 * (1 - perplexity(good, s, corpus) / perplexity(bad, s, corpus))
+        return difference([percent_below(perplexity(good, s, corpus), perplexity(bad, s, corpus))
                            for s in SEEDS])
 
     def start(system, seed):
@@ -131,10 +139,10 @@ def drift():
     slower = [evaluations(f"out/lr5e-4_keys_lr_s{seed}")[STEPS[-1]] for seed in SEEDS]
     f, b = ([evaluations(run(system, seed))[STEPS[-1]] for seed in SEEDS] for system in "fb")
     print("Slower sub-keys at 5e-4, top-1 MU above (f), points:", difference(
-        [mean(used(ours)) - mean(used(other)) for ours, other in zip(slower, f, strict=True)]))
+        minus([mean(used(one)) for one in slower], [mean(used(one)) for one in f])))
     for name, others in (("(f)", f), ("(b)", b)):
         print(f"Slower sub-keys at 5e-4, perplexity below {name}, %:", difference(
-            [100 * (1 - ours["perplexity"] / other["perplexity"])
+            [percent_below(ours["perplexity"], other["perplexity"])
              for ours, other in zip(slower, others, strict=True)]))
 
 
@@ -157,8 +165,8 @@ def fine_tuned():
                     print(f"{task}, {metric}, ({name}):", *(f"{x:.2f}" for x in scores[name]))
         for claim, better, worse in ((8, "f", "b"), (9, "e", "e frozen"), (9, "f", "f frozen")):
             if len(scores.get(better, [])) == len(scores.get(worse, [])) > 1:
-                print(f"{claim}. {task}, ({better}) - ({worse}), points:", difference(
-                    [x - y for x, y in zip(scores[better], scores[worse], strict=True)]))
+                print(f"{claim}. {task}, ({better}) - ({worse}), points:",
+                      difference(minus(scores[better], scores[worse])))
 
 
 def train_seconds(folder, seed):
@@ -176,8 +184,7 @@ def against_trainer():
             b = [factor * theirs[seed][metric] for seed in seeds]
             print(f"{task}, {metric}, finetune.py:", *(f"{x:.2f}" for x in a),
                   "Trainer:", *(f"{x:.2f}" for x in b))
-            print(f"{task}, finetune.py - Trainer, points:",
-                  with_error([x - y for x, y in zip(a, b, strict=True)]))
+            print(f"{task}, finetune.py - Trainer, points:", with_error(minus(a, b)))
             print(f"{task}, seconds of training, finetune.py:",
                   *(f"{train_seconds(f'{PEER}_{task}', seed):.0f}" for seed in seeds),
                   "Trainer:", *(f"{theirs[seed]['seconds']:.0f}" for seed in seeds))

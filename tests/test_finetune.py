@@ -457,7 +457,7 @@ def test_the_weights_become_those_of_transformers_trainer(tuned):
     first = [p.clone() for p in ours.parameters()]
     for step in range(12):
         trainer.step(step)
-    peer.train(theirs, examples, 12, config, "out/theirs")
+    peer.train(theirs, examples, config, "out/theirs")
     theirs.save_pretrained("theirs")
     again = checkpoint.load_model("theirs")
     for before, mine, other in zip(first, ours.parameters(), again.parameters(), strict=True):
