@@ -22,20 +22,24 @@ import sys
 import time
 from statistics import median
 
-import common  # before torch: how its threads wait
-
-# isort: split
 import numpy as np
 import torch
 from torch import nn
 
 import pkm
-import ranks
-from checkpoint import check_objective, read_weights
-from common import UserError
-from data import mask_tokens
+from lib.common.device import WAITING, choose_device, keep_freed_memory
+from lib.common.errors import UserError, need, out_of_memory
+from lib.common.files import write_text
+from lib.common.progress import Progress, markdown
+from lib.common.settings import Parser, whole_number
+from lib.common.torchrun import first_rank
+from lib.corpus.batches import mask_tokens
+from lib.distributed.gradients import prepare_batch_norms, sum_gradients
+from lib.distributed.processes import get_world_size, is_distributed, run_ranks
+from lib.distributed.sharded_values import count_parameters
+from lib.training.trainer import flops_per_token, optimizer_groups, peak_flops, to_device
+from lib.weights.checkpoint import check_objective, read_weights
 from model import SIZES, BertConfig, Classifier, MaskedLM, value_tables
-from training import flops_per_token, optimizer_groups, peak_flops, to_device
 
 SYSTEMS = {"plain": {}, "+PKM": {"alpha": 0.0}, "+ResM": {"alpha": 1.0}}
 LAYERS = {"base": (4, 8), "large": (8, 16), "distil": (2, 4), "demo": (2, 3)}
@@ -85,14 +89,14 @@ def in_turn(what, functions, args, more=1, warmup=2):
     compile, are not in them; their time is printed."""
     synchronize = getattr(torch, args.device.type).synchronize
     times = {name: [] for name in functions}
-    for _ in common.Progress(range(warmup + more * args.rounds), what):
+    for _ in Progress(range(warmup + more * args.rounds), what):
         for name, function in functions.items():
             synchronize()
             start = time.perf_counter()
             function()
             synchronize()
             times[name].append(time.perf_counter() - start)
-    if common.first_rank():
+    if first_rank():
         print(f"{what}: warm-up "
               f"{sum(sum(seconds[:warmup]) for seconds in times.values()):.1f} s", file=sys.stderr)
     return {name: seconds[warmup:] for name, seconds in times.items()}
@@ -117,7 +121,7 @@ def show(records):
 
     for keys, group in itertools.groupby(records, key=list):
         header = [key.replace("_", " ") for key in keys]
-        print(common.markdown(header, [map(text, record.values()) for record in group]))
+        print(markdown(header, [map(text, record.values()) for record in group]))
 
 
 def proc(file, key):
@@ -353,7 +357,7 @@ def training_step(args, parameters, values, loss, model=None):
             value = loss()
         value.backward()
         if model:
-            ranks.sum_gradients(model, value.detach(), count=1)
+            sum_gradients(model, value.detach(), count=1)
         torch.nn.utils.clip_grad_norm_(clipped, 1.0)
         for optimizer in (dense, values):
             optimizer.step()
@@ -374,7 +378,7 @@ def train(args):
     models, tables = {}, {}
     for system in args.systems:
         models[system] = build(MaskedLM, args.size, system, args.device, args.n_keys, args.dropout)
-        ranks.prepare(models[system])
+        prepare_batch_norms(models[system])
         tables = tables or value_tables(models[system])
         if SYSTEMS[system]:
             for n, table in tables.items():  # shared, so that all systems fit
@@ -391,20 +395,20 @@ def train(args):
         try:
             times = in_turn(f"{batch} x {args.length} tokens", steps, args)
         except RuntimeError as error:
-            if not common.out_of_memory(error) or batch == 1 or ranks.started():
+            if not out_of_memory(error) or batch == 1 or is_distributed():
                 raise
             values.zero_grad()
             batch //= 2
     results = []
     for system, seconds in times.items():
-        tokens = ranks.world() * batch * args.length
+        tokens = get_world_size() * batch * args.length
         rate = tokens / median(seconds)
         peak = peak_flops(args.device) if args.dtype != torch.float32 else None
         results.append({
-            "model": f"{args.size} {system}", "batch": ranks.world() * batch, "tokens": tokens,
-            "parameters": ranks.count_parameters(models[system]),
+            "model": f"{args.size} {system}", "batch": get_world_size() * batch, "tokens": tokens,
+            "parameters": count_parameters(models[system]),
             "seconds": seconds, "tokens/s": round(rate),
-            "mfu": peak and rate / ranks.world() / peak * flops_per_token(
+            "mfu": peak and rate / get_world_size() / peak * flops_per_token(
                 models[system], args.length),
             "peak_bytes": peak_bytes(steps[system], args.device) if len(models) == 1 else None,
             "times_plain": ratio(times, system, "plain"),
@@ -424,7 +428,7 @@ def peak_bytes(step, device):
 
 def against_transformers(args):
     """Ours and Hugging Face's BERT in turn: classification at batch size 1, an MLM training step"""
-    transformers = common.need("transformers", "a comparison with it")
+    transformers = need("transformers", "a comparison with it")
     size, results = SIZES[args.size], []
     config = transformers.BertConfig(
         hidden_size=size["d_model"], num_hidden_layers=size["n_layer"],
@@ -459,9 +463,9 @@ def against_transformers(args):
 
 
 def main():
-    parser = common.Parser(description=__doc__)
+    parser = Parser(description=__doc__)
     option = parser.commands(inference, layer, train, causal, against_transformers)
-    whole = common.whole
+    whole = whole_number
     n_keys = functools.partial(whole, least=32)  # the topk of a head
     every = "inference layer train causal against_transformers"
     option(every, "--device", default="auto", help="cuda, mps or cpu")
@@ -498,24 +502,24 @@ def main():
     if not argv or argv[0].startswith("--") and argv[0] != "--help":
         argv = ["inference", *argv]
     args = parser.parse_args(argv)
-    if ranks.started() and args.command != "train":
+    if is_distributed() and args.command != "train":
         raise UserError(f"{args.command}: one process does it: python bench.py; torchrun is for "
                         "train")
-    args.device, args.dtype = common.setup(args.device, args.dtype)
+    args.device, args.dtype = choose_device(args.device, args.dtype)
     if args.dtype == torch.float16 and args.command in ("train", "causal", "against_transformers"):
         raise UserError("dtype = 'float16': training is timed in float32 and bfloat16")
     args.autocast = torch.autocast(args.device.type, args.dtype, args.dtype != torch.float32)
     if args.keep_freed or args.command in ("train", "causal"):
-        common.keep_freed_memory(args.device)
+        keep_freed_memory(args.device)
     args.compile |= args.device.type == "cuda"
     if args.device.type == "cuda":
         machine = torch.cuda.get_device_name(args.device)
     else:
         cpu = proc("cpuinfo", "model name") or platform.machine()
         machine = f"{cpu}, {torch.get_num_threads()} threads"
-    if ranks.started():
-        machine += f", {ranks.world()} ranks"
-    waiting = [f"{name}={os.environ[name]}" for name in common.WAITING if name in os.environ]
+    if is_distributed():
+        machine += f", {get_world_size()} ranks"
+    waiting = [f"{name}={os.environ[name]}" for name in WAITING if name in os.environ]
     facts = {"command": " ".join(["python bench.py", *argv]), "machine": machine,
              "waiting": ", ".join(waiting) or "default", "torch": torch.__version__,
              "dtype": str(args.dtype)[6:], "rounds": args.rounds}
@@ -524,9 +528,9 @@ def main():
     show(results)
     line = json.dumps({**facts, "results": results})
     if args.out:
-        common.write_text(args.out, line + "\n")
+        write_text(args.out, line + "\n")
     print(line)
 
 
 if __name__ == "__main__":
-    ranks.run(main)
+    run_ranks(main)

@@ -24,19 +24,39 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import common  # before torch: how its threads wait
-
-# isort: split
 import numpy as np
 import torch
 
-import checkpoint
-import predictions
-import ranks
-import tasks
-from data import load_tokenizer
+from lib.common.device import choose_device, keep_freed_memory
+from lib.common.errors import UserError, need
+from lib.common.files import discard, lock, read_json, write_text
+from lib.common.settings import at_least, load_settings
+from lib.corpus.vocabulary import load_tokenizer, special_ids
+from lib.distributed.processes import (
+    any_signalled,
+    first_rank_first,
+    max_over_ranks,
+    my_micro_batches,
+    run_ranks,
+    set_timeout,
+)
+from lib.tasks.glue import batches_by_length, find_task, read_split, row_names, task_name, tsv_text
+from lib.tasks.predict import predict_examples, prediction_rows
+from lib.tasks.scores import METRICS, score_squad
+from lib.tasks.squad import best_answers, load_examples
+from lib.training.run import check_same_run, open_log, write_settings
+from lib.training.trainer import Trainer, catch_signals, new_state
+from lib.weights.checkpoint import (
+    check_objective,
+    find_checkpoint,
+    find_weights,
+    init_from,
+    load_weights,
+    model_file,
+    read_weights,
+    save_files,
+)
 from model import BertConfig, build_model, value_tables
-from training import Trainer, check_same_run, new_state, open_log, write_settings
 
 
 @dataclass
@@ -83,23 +103,23 @@ class Data:
 
     def __init__(self, task, tokenizer, config):
         def read(split):
-            return tasks.examples(task, split, tokenizer, config.max_len, config.doc_stride)
+            return load_examples(task, split, tokenizer, config.max_len, config.doc_stride)
 
         self.task, self.is_squad = task, task.name == "squad"
         self.train = read("train")
         if not self.train.ids:
-            raise common.UserError(f"{task.folder}: nothing to train on")
+            raise UserError(f"{task.folder}: nothing to train on")
         self.dev = {name: read(split) for name, split in task.dev.items()}
         self.test = {name: read(split) for name, split in task.test.items()
                      if task.file(split).exists()}
-        self.row_names = {name: tasks.row_names(task, task.test[name]) for name in self.test}
+        self.row_names = {name: row_names(task, task.test[name]) for name in self.test}
         order = np.random.default_rng(0).permutation(len(self.train.ids))  # the same for all seeds
         self.chosen = np.sort(order[:config.train_examples or None])
         self.config, self.size, self.drawn = config, config.batch_size, None
         self.accumulation = config.accumulation
         self.steps_per_epoch = math.ceil(len(self.chosen) / self.size)
         on_cuda = config.device.startswith("cuda")  # there lengths are multiples of 8
-        self.padding = tasks.special_ids(tokenizer)[0], 8 if on_cuda else 1
+        self.padding = special_ids(tokenizer)[0], 8 if on_cuda else 1
 
     def epochs(self, steps):
         return steps / self.steps_per_epoch
@@ -110,7 +130,7 @@ class Data:
         key = [self.config.seed, 1, epoch]
         if self.drawn != key:
             lengths = self.train.lengths[self.chosen]
-            self.order = tasks.batches(lengths, self.size, np.random.default_rng(key))
+            self.order = batches_by_length(lengths, self.size, np.random.default_rng(key))
             self.drawn = key
         return np.array_split(self.chosen[self.order[i]], self.accumulation)
 
@@ -144,7 +164,7 @@ class Data:
 def predict(trainer, examples):
     """As predictions.predict, for the task that is trained."""
     data = trainer.batches
-    return predictions.predict(trainer.model, examples, data.task.labels, data.size, data.padding,
+    return predict_examples(trainer.model, examples, data.task.labels, data.size, data.padding,
                                trainer.device, trainer.dtype)
 
 
@@ -154,9 +174,9 @@ def evaluate(trainer):
     found = {name: predict(trainer, part) for name, part in data.dev.items()}
     if data.is_squad:
         part = data.dev[""]
-        return tasks.score_squad(part.questions, tasks.answers(part, *found[""])), found
+        return score_squad(part.questions, best_answers(part, *found[""])), found
     said = {name: each.argmax(1) if data.task.labels else each for name, each in found.items()}
-    return {metric + name: float(tasks.METRICS[metric](part.labels, said[name]))
+    return {metric + name: float(METRICS[metric](part.labels, said[name]))
             for name, part in data.dev.items() for metric in data.task.metrics}, found
 
 
@@ -186,8 +206,8 @@ def train(trainer, out, state, signals):
             print(f"epoch {data.epochs(step):g}: {describe(data.task, results)}", flush=True)
             if state["best"] is None or quality(results) > quality(state["best"]):
                 state["best"], best = state["last"], (results, found)
-                model = checkpoint.model_file(trainer.model, data.task.labels)
-                checkpoint.save_files(best_folder(out, state), {"model": model})
+                model = model_file(trainer.model, data.task.labels)
+                save_files(best_folder(out, state), {"model": model})
     drop_older(out, state)
     return best
 
@@ -200,7 +220,7 @@ def drop_older(out, state):
     """Remove the weights of epochs that are not the best one of the checkpoint on disk."""
     for folder in out.glob("best_epoch_*"):
         if not state["best"] or folder != best_folder(out, state):
-            common.discard(folder)
+            discard(folder)
 
 
 def describe(task, results, prefix=""):
@@ -215,19 +235,19 @@ def write_predictions(trainer, out, state, evaluated):
     the official script reads them; for test in the form that GLUE wants; and its metrics under the
     names of Hugging Face's scripts. evaluated: what `train` returned."""
     data, best, named = trainer.batches, out / "best", best_folder(out, state)
-    with ranks.first_rank_first():
+    with first_rank_first():
         if named.exists():  # not if a killed process has renamed it
-            common.discard(best)
+            discard(best)
             named.rename(best)
-    checkpoint.load_weights(trainer.model, checkpoint.read_weights(best)["weights"], best)
+    load_weights(trainer.model, read_weights(best)["weights"], best)
     results, found = evaluated or evaluate(trainer)
     for name, split in data.task.dev.items():
         path, predicted = out / f"predictions_{split}", found[name]
         if data.is_squad:
-            write(path, tasks.answers(data.dev[name], *predicted))
+            write(path, best_answers(data.dev[name], *predicted))
             continue
-        texts, labels = tasks.read(data.task, split)
-        header, said = predictions.describe(predicted, data.task.labels)
+        texts, labels = read_split(data.task, split)
+        header, said = prediction_rows(predicted, data.task.labels)
         gold = [data.task.labels[n] for n in labels] if data.task.labels else labels.tolist()
         columns = ["sentence"] if len(texts[0]) == 1 else ["sentence1", "sentence2"]
         write(path, [["index", *columns, "label", *header], *(
@@ -237,7 +257,7 @@ def write_predictions(trainer, out, state, evaluated):
         predicted = predict(trainer, examples)
         if not data.task.labels:  # scores in the range of the training data's
             predicted = predicted.clip(data.train.labels.min(), data.train.labels.max())
-        _, said = predictions.describe(predicted, data.task.labels)
+        _, said = prediction_rows(predicted, data.task.labels)
         rows = zip(data.row_names[name], [row[0] for row in said], strict=True)
         write(out / "submission" / name, [["index", "prediction"], *rows])
     for name, part in data.dev.items():
@@ -252,8 +272,8 @@ def write(path, content):
     if isinstance(content, dict):
         suffix, text = ".json", json.dumps(content, indent=1)
     else:
-        suffix, text = ".tsv", tasks.tsv(content)
-    common.write_text(f"{path}{suffix}", text)
+        suffix, text = ".tsv", tsv_text(content)
+    write_text(f"{path}{suffix}", text)
 
 
 def run_seed(config, out, data, sizes, initial, vocab, signals):
@@ -271,15 +291,15 @@ def run_seed(config, out, data, sizes, initial, vocab, signals):
         values.weight.requires_grad_(config.update_memory)
     trainer = Trainer(config, model, data, torch.device(config.device),
                       getattr(torch, config.dtype), labels=data.task.labels)
-    if newest := checkpoint.find_checkpoint(out):
-        checkpoint.load_weights(model, checkpoint.read_weights(newest)["weights"], newest)
+    if newest := find_checkpoint(out):
+        load_weights(model, read_weights(newest)["weights"], newest)
         state = trainer.restore(newest)
     else:
-        checkpoint.init_from(model, initial)
+        init_from(model, initial)
         state = new_state(best=None, last=None)
         write_settings(out, config, vocab, {"init_checkpoint": str(initial), "first_step": 0})
     evaluated = train(trainer, out, state, signals)
-    if not ranks.signalled(signals):
+    if not any_signalled(signals):
         write_predictions(trainer, out, state, evaluated)
 
 
@@ -295,58 +315,58 @@ def summarize(task, out, each):
 
 
 def main(argv):
-    config = common.load(Config, argv)
-    common.at_least(config, {
+    config = load_settings(Config, argv)
+    at_least(config, {
         "seed": 0, "seeds": 1, "max_len": 8, "doc_stride": 1, "train_examples": 0, "batch_size": 1,
         "epochs": 1, "max_steps": 0, "warmup": 0, "lr": 0, "value_lr": 0, "weight_decay": 0,
         "accumulation": 1, "rank_timeout": 1, "grad_clip": 1e-9, "log_interval": 1,
         "checkpoint_interval": 1})
     if config.tensorboard:
-        common.need("tensorboard", "tensorboard = True")
+        need("tensorboard", "tensorboard = True")
     if not config.init_from:
-        raise common.UserError("init_from is empty, which model? --init_from=RUN, or a recipe: "
+        raise UserError("init_from is empty, which model? --init_from=RUN, or a recipe: "
                                "python finetune.py configs/demo_finetune.py starts from out/demo")
-    ranks.set_timeout(config.rank_timeout)
-    ranks.micro_batches(config.accumulation)  # a mistake is said before anything is read
-    initial, vocab = checkpoint.find_weights(config.init_from)
-    sizes = BertConfig(**{**checkpoint.read_weights(initial)["config"], "dropout": config.dropout})
-    checkpoint.check_objective(initial, vars(sizes), causal=False)
+    set_timeout(config.rank_timeout)
+    my_micro_batches(config.accumulation)  # a mistake is said before anything is read
+    initial, vocab = find_weights(config.init_from)
+    sizes = BertConfig(**{**read_weights(initial)["config"], "dropout": config.dropout})
+    check_objective(initial, vars(sizes), causal=False)
     if config.max_len > sizes.max_len:
-        raise common.UserError(f"max_len = {config.max_len}: there are {sizes.max_len} positions")
+        raise UserError(f"max_len = {config.max_len}: there are {sizes.max_len} positions")
     is_seed = re.fullmatch(r"seed\d+", vocab.parent.name)
     run = vocab.parent.parent if is_seed else vocab.parent
-    name = f"{run.name}_{tasks.name_of(config.task)}"
+    name = f"{run.name}_{task_name(config.task)}"
     out = Path(config.out or f"out/{name}{'' if config.update_memory else '_fixed'}")
-    device, dtype = common.setup(config.device, config.dtype, config.seed)
-    common.keep_freed_memory(device)
+    device, dtype = choose_device(config.device, config.dtype, config.seed)
+    keep_freed_memory(device)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
     tokenizer = load_tokenizer(vocab)
     tokenizer.encode_special_tokens = True  # a "[SEP]" in a text is text, not the token
-    with ranks.first_rank_first():
-        task = tasks.find(config.task)
+    with first_rank_first():
+        task = find_task(config.task)
     data = Data(task, tokenizer, config)
     config.max_steps = config.max_steps or config.epochs * data.steps_per_epoch
     config.warmup_steps = round(config.warmup * config.max_steps)
     data.report(config)
-    with common.lock(out, "trains there"):
+    with lock(out, "trains there"):
         return run_seeds(config, out, data, sizes, initial, vocab, argv)
 
 
 def run_seeds(config, out, data, sizes, initial, vocab, argv):
     """One seed after the other, each in its folder. Returns the exit status."""
-    ranks.agree()  # the first one has the lock
-    signals, each = common.catch_signals(), {}
+    max_over_ranks()  # the first one has the lock
+    signals, each = catch_signals(), {}
     for seed in range(config.seed, config.seed + config.seeds):
         config.seed, folder = seed, out / f"seed{seed}"
         run_seed(config, folder, data, sizes, initial, vocab, signals)
-        if ranks.signalled(signals):
+        if any_signalled(signals):
             print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
             return 128 + signals[0]
-        ranks.agree()  # the first one has written it
-        each[seed] = common.read_json(folder / "eval_results.json")
+        max_over_ranks()  # the first one has written it
+        each[seed] = read_json(folder / "eval_results.json")
     summarize(data.task, out, each)
     return 0
 
 
 if __name__ == "__main__":
-    ranks.run(lambda: main(sys.argv[1:]))
+    run_ranks(lambda: main(sys.argv[1:]))

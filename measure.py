@@ -24,45 +24,35 @@ import json
 import re
 from pathlib import Path
 
-from common import (  # before torch: how its threads wait
-    Parser,
-    Progress,
-    UserError,
-    atomic,
-    load_file,
-    markdown,
-    read_json,
-    setup,
-    whole,
-    write_text,
-)
-
-# isort: split
 import numpy as np
 import torch
 
-import ranks
-import tasks
-from browse import collect, page
-from checkpoint import check_objective, find_weights, load_model, read_weights
-from data import Corpus, heldout, load_tokenizer, next_tokens, special_tokens
-from figures import draw_bars, draw_curves
-from model import MaskedLM, value_tables
-from predictions import predict_file
-from training import NO_EFFECT, read_settings, to_device
-from usage import (
+from lib.common.device import choose_device
+from lib.common.errors import UserError
+from lib.common.files import atomic, load_file, read_json, write_text
+from lib.common.progress import Progress, markdown
+from lib.common.settings import Parser, whole_number
+from lib.corpus.batches import Corpus, causal_heldout, masked_heldout
+from lib.corpus.vocabulary import load_tokenizer, special_ids, special_tokens
+from lib.distributed.processes import deal_batches, first_rank_first, is_distributed, run_ranks
+from lib.slot_usage.browse import collect, page
+from lib.slot_usage.contexts import open_corpus, read_corpus, trained_on
+from lib.slot_usage.counts import (
     class_distances,
     count_reads,
-    evaluate,
+    evaluate_language_model,
     last_used,
-    open_corpus,
-    read_corpus,
-    read_evaluations,
-    read_usage,
-    trained_on,
     usage_metrics,
-    watch,
+    watch_reads,
 )
+from lib.slot_usage.figures import draw_bars, draw_curves
+from lib.tasks.glue import batches_by_length, find_task, read_split, task_name, tsv_text
+from lib.tasks.predict import predict_file
+from lib.tasks.squad import load_examples
+from lib.training.run import NO_EFFECT, read_evaluations, read_settings, read_usage
+from lib.training.trainer import to_device
+from lib.weights.checkpoint import check_objective, find_weights, load_model, read_weights
+from model import MaskedLM, value_tables
 
 
 def trained_for(path):
@@ -104,16 +94,16 @@ class TaskSample:
         self.checkpoint, vocab = find_weights(path)
         print(f"{path}: weights of {self.checkpoint}")
         self.tokenizer = load_tokenizer(vocab)
-        with ranks.first_rank_first():
-            self.task = tasks.find(args.data or self.settings["task"])
+        with first_rank_first():
+            self.task = find_task(args.data or self.settings["task"])
         split = "train" if args.split == "train" else next(iter(self.task.dev.values()))
         if split != "train" and self.task.labels is None and self.task.name != "squad":
-            tasks.read(self.task, "train")  # finds the labels
+            read_split(self.task, "train")  # finds the labels
         lengths = [self.settings.get(key, 128) for key in ("max_len", "doc_stride")]
-        self.examples = tasks.examples(self.task, split, self.tokenizer, *lengths)
+        self.examples = load_examples(self.task, split, self.tokenizer, *lengths)
         total = len(self.examples.ids)
         self.chosen = np.linspace(0, total - 1, min(args.sequences or total, total)).astype(int)
-        self.device, _ = setup(args.device, "float32")
+        self.device, _ = choose_device(args.device, "float32")
 
     def halves(self):
         """Of each of two classes two random halves, all with the same number of examples."""
@@ -130,10 +120,10 @@ class TaskSample:
         """The counts of count_reads over the examples, or over these of them."""
         model = load_model(weights).to(self.device).eval()
         chosen = self.chosen if chosen is None else chosen
-        batches = tasks.batches(self.examples.lengths[chosen], 32)
-        pad_id = tasks.special_ids(self.tokenizer)[0]
+        batches = batches_by_length(self.examples.lengths[chosen], 32)
+        pad_id = special_ids(self.tokenizer)[0]
         with count_reads(model) as counts:
-            for batch in ranks.deal(Progress(batches, what)):
+            for batch in deal_batches(Progress(batches, what)):
                 model.bert(**to_device(self.examples.pad(chosen[batch], pad_id), self.device))
         return counts
 
@@ -198,18 +188,18 @@ def table(args):
             open_corpus(name, path)
     seq_len = min(trained_on(path)[0] for path in args.runs)
     sizes = seq_len, args.batch_size, args.sequences
-    (device, dtype), runs, rows = setup(args.device, args.dtype), [], []
+    (device, dtype), runs, rows = choose_device(args.device, args.dtype), [], []
     for path in args.runs:
         checkpoint, _ = find_weights(path)
         print(f"{path}: weights of {checkpoint}")
         model = load_model(checkpoint).to(device)
         results = {name: [] for name in corpora}
         for name, masking in itertools.product(corpora, range(args.repeats)):
-            batches = (next_tokens(Corpus(name), "test", *sizes, stride=seq_len // 2) if causal
-                       else heldout(Corpus(name), "test", *sizes, masking))
+            batches = (causal_heldout(Corpus(name), "test", *sizes, stride=seq_len // 2) if causal
+                       else masked_heldout(Corpus(name), "test", *sizes, masking))
             what = f"{path}, data/{name}" + f", masking {masking + 1}" * (args.repeats > 1)
             batches = Progress(batches, what)
-            results[name].append(evaluate(model, batches, device, dtype)[0])
+            results[name].append(evaluate_language_model(model, batches, device, dtype)[0])
         del model  # before the next one is loaded
         trained = trained_for(checkpoint)
         runs.append({"run": path, "checkpoint": str(checkpoint), **trained, "results": results})
@@ -259,7 +249,6 @@ SCORES = {  # task: title, metrics
     "mrpc": ("MRPC (Acc/F1)", ["accuracy", "f1"]),
     "stsb": ("STS-B (P/S)", ["pearson", "spearmanr"]), "rte": ("RTE", ["accuracy"])}
 TABLE_4 = list(SCORES)[:6]  # its columns; it averages all but SQuAD's
-
 # Not part of a recipe: settings that change no score, and the seeds, over which the median is taken
 NO_RECIPE = NO_EFFECT | {"seed", "seeds"}
 
@@ -277,7 +266,7 @@ def read_scores(paths):
             print(f"{path} is left out: not fine-tuned, or not done")
         for folder in done:
             settings = read_settings(folder)
-            cell = settings["init_from"], settings["update_memory"], tasks.name_of(settings["task"])
+            cell = settings["init_from"], settings["update_memory"], task_name(settings["task"])
             cells.setdefault(cell, {})[folder.resolve()] = folder, settings
     for (*system, task), runs in cells.items():
         values = {}  # {key: its values, as text, in those that have it: older ones lack some}
@@ -422,7 +411,7 @@ def slots(args):
     n_slots = len(tables[args.layer].weight)
     if bad := [slot for slot in args.slot if not 0 <= slot < n_slots]:
         raise UserError(f"slot {bad[0]}: layer {args.layer} has slots 0 to {n_slots - 1}")
-    device, _ = setup(args.device, "float32")
+    device, _ = choose_device(args.device, "float32")
     corpus, _, reads, contexts = read_corpus(args, model.to(device))
     reads, _ = reads[args.layer]
     read, top1 = (np.bincount(s.ravel(), minlength=n_slots) for s in (reads, reads[..., 0]))
@@ -442,7 +431,7 @@ def browse(args):
     model = load_model(checkpoint).eval()
     if not value_tables(model):
         raise UserError(f"{args.run}: a model without memory has no slots")
-    device, _ = setup(args.device, "float32")
+    device, _ = choose_device(args.device, "float32")
     corpus, ids, reads, _ = read_corpus(args, model.to(device))
     snapshots = {}
     with contextlib.suppress(UserError):  # a run has them, a folder of weights does not
@@ -460,9 +449,9 @@ def predict(args):
     """What a fine-tuned model says of new texts: classes, scores or answers, as a TSV table."""
     file = Path("/dev/stdin" if args.file == "-" else args.file)
     with contextlib.redirect_stdout(io.StringIO()):  # the table is alone on stdout
-        device, _ = setup(args.device, "float32")
+        device, _ = choose_device(args.device, "float32")
     header, rows = predict_file(args.run, file, device)
-    text = tasks.tsv([header, *rows])
+    text = tsv_text([header, *rows])
     if not args.out:
         print(text, end="")
         return
@@ -477,7 +466,7 @@ def open_language_model(args, causal):
     if not isinstance(model, MaskedLM):
         raise UserError(f"{checkpoint}: a fine-tuned checkpoint has no language-model head")
     check_objective(args.run, vars(model.bert.config), causal)
-    device, _ = setup(args.device, "float32")
+    device, _ = choose_device(args.device, "float32")
     return model.to(device), tokenizer, checkpoint
 
 
@@ -490,7 +479,7 @@ def show_predictions(args, model, tokenizer, texts):
         ids, where = (torch.tensor([numbers], device=model.bias.device)
                       for numbers in (ids, list(positions.values())))
         reads = {}  # {layer: (slots, weights) of this text}
-        with watch(model, lambda layer, *read, reads=reads: reads.update({layer: read})):
+        with watch_reads(model, lambda layer, *read, reads=reads: reads.update({layer: read})):
             logits = model(ids, positions=where)[0]
         found.append((heading, positions, logits, reads))
     try:
@@ -559,7 +548,7 @@ def main(argv=None):
     parser = Parser(description=__doc__)
     option = parser.commands(table, glue, by_class, staleness, curves, slots, fill, sample,
                              browse, predict)
-    number = {"type": whole, "metavar": "N"}
+    number = {"type": whole_number, "metavar": "N"}
     option("table glue by_class staleness curves", "runs", nargs="+", metavar="out/RUN")
     option("slots fill sample browse", "run", metavar="RUN",
            help="out/<run>, or one of its checkpoints")
@@ -600,11 +589,11 @@ def main(argv=None):
     option("browse", "--out", **out, required=True, help="write NAME.html")
     option("predict", "--out", **out, help="write NAME.tsv instead of printing")
     args = parser.parse_args(argv)
-    if ranks.started() and args.command != "table":
+    if is_distributed() and args.command != "table":
         raise UserError(f"{args.command}: one process does it: python measure.py; torchrun is for "
                         "table")
     args.call(args)
 
 
 if __name__ == "__main__":
-    ranks.run(main)
+    run_ranks(main)

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import ranks
-from common import UserError
+from lib.common.errors import UserError
+from lib.distributed.sharded_values import table_class
 from pkm import PKM
 
 SIZES = {
@@ -88,7 +88,7 @@ class Layer(nn.Module):
         if self.beta:
             try:
                 self.memory = PKM(config.d_model, config.n_keys, config.memory_heads, config.topk,
-                                  config.key_dim, ranks.table_class())
+                                  config.key_dim, table_class())
             except ValueError as error:
                 raise UserError(str(error)) from None
 

@@ -16,26 +16,21 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import common  # before torch: how its threads wait
-
-# isort: split
 import torch
 
-import ranks
-from checkpoint import find_checkpoint, find_weights, init_from, load_weights
-from common import UserError
-from data import CausalBatches, Corpus, MaskedBatches, heldout, next_tokens, read_vocab, vocab_hash
+from lib.common.device import choose_device, keep_freed_memory
+from lib.common.errors import UserError, need, run_script
+from lib.common.files import discard, load_file, lock
+from lib.common.settings import at_least, load_settings
+from lib.corpus.batches import CausalBatches, Corpus, MaskedBatches, causal_heldout, masked_heldout
+from lib.corpus.vocabulary import read_vocab, vocab_hash
+from lib.distributed.processes import first_rank_first, get_world_size, run_ranks, set_timeout
+from lib.distributed.sharded_values import count_parameters
+from lib.slot_usage.counts import describe_evaluation, evaluate_language_model
+from lib.training.run import check_same_run, open_log, read_settings, write_settings, write_usage
+from lib.training.trainer import Trainer, catch_signals, flops_per_token, new_state
+from lib.weights.checkpoint import find_checkpoint, find_weights, init_from, load_weights
 from model import SIZES, BertConfig, MaskedLM, value_tables
-from training import (
-    Trainer,
-    check_same_run,
-    flops_per_token,
-    new_state,
-    open_log,
-    read_settings,
-    write_settings,
-)
-from usage import describe, evaluate, write_usage
 
 
 @dataclass
@@ -89,7 +84,7 @@ class Config:
     rank_timeout: int = 600  # seconds that torchrun's processes wait for each other
 
 
-OBJECTIVES = {"masked": (MaskedBatches, heldout), "causal": (CausalBatches, next_tokens)}
+OBJECTIVES = {"masked": (MaskedBatches, masked_heldout), "causal": (CausalBatches, causal_heldout)}
 # Settings that may change when a run is resumed, besides training.NO_EFFECT
 MAY_CHANGE = {"max_steps", "eval_interval", "eval_sequences", "usage_interval", "keep_checkpoints",
               "dry_run", "eval_only"}
@@ -101,7 +96,7 @@ def start_model(config, sizes, corpus, checkpoint):
     the steps that the initial model had been trained for."""
     model = MaskedLM(BertConfig(**{**sizes, "vocab_size": corpus.vocab_size}))
     if checkpoint:
-        weights = common.load_file(checkpoint / "model.pt", mmap=True)["weights"]
+        weights = load_file(checkpoint / "model.pt", mmap=True)["weights"]
         load_weights(model, weights, checkpoint)
         before = read_settings(checkpoint.parent)
         return model, {key: before[key] for key in ("init_checkpoint", "first_step")}
@@ -113,7 +108,7 @@ def start_model(config, sizes, corpus, checkpoint):
     origin = {"init_checkpoint": str(initial), "first_step": 0}
     if (initial / "state.pt").is_file():  # a run of ours
         before = read_settings(initial.parent)
-        steps = common.load_file(initial / "state.pt")["step"]
+        steps = load_file(initial / "state.pt")["step"]
         origin["first_step"] = before["first_step"] + steps
         if steps < before["max_steps"]:
             print(f"warning: {initial} is of an unfinished run: {steps:,} of "
@@ -133,12 +128,12 @@ def train(config, out, trainer, held_out, state):
     """Train to the end, with evaluations; everything is written to the folder `out`. Returns the
     number of the signal that stopped it, or None."""
     def evaluation(step):
-        results, counts = evaluate(trainer.model, held_out, trainer.device, trainer.dtype)
+        results, counts = evaluate_language_model(trainer.model, held_out, trainer.device, trainer.dtype)
         print(json.dumps({"step": step, **results}), file=log)
-        print(f"step {step:,}: " + "\n  ".join(describe(results)), flush=True)
+        print(f"step {step:,}: " + "\n  ".join(describe_evaluation(results)), flush=True)
         return counts
 
-    signals, log = common.catch_signals(), open_log(out, state["step"], config.tensorboard)
+    signals, log = catch_signals(), open_log(out, state["step"], config.tensorboard)
     has_memory = bool(value_tables(trainer.model))
     if state["step"] == 0:
         evaluation(0)
@@ -162,8 +157,8 @@ def due(step, config):
 
 def report(config, corpus, trainer):
     """What is trained, on what, by how much: the arithmetic that a person wants to check."""
-    parameters, tables = ranks.count_parameters(trainer.model), value_tables(trainer.model)
-    values = ranks.world() * sum(table.weight.numel() for table in tables.values())
+    parameters, tables = count_parameters(trainer.model), value_tables(trainer.model)
+    values = get_world_size() * sum(table.weight.numel() for table in tables.values())
     tokens, per_step = corpus.meta["tokens"], trainer.batches.size
     print(f"corpus {corpus.name}: {tokens['train']:,} training tokens, {tokens['val']:,} held out, "
           f"vocabulary {corpus.vocab_size:,}\n"
@@ -182,7 +177,7 @@ def validate(config):
               "log_interval": 1, "eval_interval": 1, "eval_sequences": 1, "usage_interval": 0,
               "checkpoint_interval": 1, "keep_checkpoints": 1, "n_layer": 0, "n_head": 0,
               "d_model": 0, "d_ff": 0, "rank_timeout": 1}
-    common.at_least(config, lowest)
+    at_least(config, lowest)
     if config.reinit_ffn and not config.init_from:
         raise UserError("reinit_ffn = True: it goes with init_from, without it every FFN is new")
     for key, allowed in (("model", SIZES), ("objective", OBJECTIVES)):
@@ -206,29 +201,29 @@ def validate(config):
 def main(argv):
     if not argv:
         raise UserError("which config? python pretrain.py configs/demo.py; --help lists settings")
-    config = common.load(Config, argv)
+    config = load_settings(Config, argv)
     sizes = validate(config)
     if config.tensorboard:
-        common.need("tensorboard", "tensorboard = True")
-    ranks.set_timeout(config.rank_timeout)
+        need("tensorboard", "tensorboard = True")
+    set_timeout(config.rank_timeout)
     names = [Path(arg).stem for arg in argv if arg.endswith(".py") and not arg.startswith("--")]
     out = Path(config.out or f"out/{(names or ['pretrain'])[0]}")
     if out.exists() and not out.is_dir():
         raise UserError(f"out = {out}: a file is there, expected a folder")
     if config.dry_run or config.eval_only:  # nothing is written
         return work(config, sizes, out, argv)
-    with common.lock(out, "trains there"):
+    with lock(out, "trains there"):
         return work(config, sizes, out, argv)
 
 
 def work(config, sizes, out, argv):
     """What the settings ask for, in the run's folder `out`. Returns the exit status."""
-    device, dtype = common.setup(config.device, config.dtype, config.seed)
-    common.keep_freed_memory(device)
+    device, dtype = choose_device(config.device, config.dtype, config.seed)
+    keep_freed_memory(device)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
-    with ranks.first_rank_first():
+    with first_rank_first():
         if config.dataset == "docs" and not Path("data/docs").exists():
-            common.run_script("prepare_data.py", "docs", "--if_missing")
+            run_script("prepare_data.py", "docs", "--if_missing")
     corpus = Corpus(config.dataset)
     checkpoint = None if config.dry_run else find_checkpoint(out)
     if checkpoint:
@@ -245,7 +240,7 @@ def work(config, sizes, out, argv):
         loss, norm = trainer.step(0)
         print(f"dry run: one step, loss {loss.item():.4f}, gradient norm {norm.item():.2f}")
     if config.dry_run or config.eval_only:
-        print("\n  ".join(describe(evaluate(model, held_out, device, dtype)[0])))
+        print("\n  ".join(describe_evaluation(evaluate_language_model(model, held_out, device, dtype)[0])))
         return 0
     state = trainer.restore(checkpoint) if checkpoint else new_state()
     if state["step"] >= config.max_steps:
@@ -254,7 +249,7 @@ def work(config, sizes, out, argv):
         return 0
     for file in out.glob("usage/step_*.npz"):
         if int(file.stem[5:]) > state["step"]:
-            common.discard(file)  # of a killed process, after its last checkpoint
+            discard(file)  # of a killed process, after its last checkpoint
     write_settings(out, config, corpus.folder / "vocab.txt", origin)
     number = train(config, out, trainer, held_out, state)
     if number and state["step"] < config.max_steps:
@@ -266,4 +261,4 @@ def work(config, sizes, out, argv):
 
 
 if __name__ == "__main__":
-    ranks.run(lambda: main(sys.argv[1:]))
+    run_ranks(lambda: main(sys.argv[1:]))

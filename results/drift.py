@@ -7,15 +7,13 @@ $ PYTHONPATH=. python results/drift.py query_norm=off configs/study_resm_init.py
 """
 import sys
 
-import common  # before torch: how its threads wait
-
-# isort: split
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import lib.training.trainer as training
 import pkm
 import pretrain
-import training
+from lib.common.errors import UserError, run_main
 
 
 def scale_keys_lr(factor):
@@ -49,7 +47,7 @@ def drop_query_norm():
 
 
 def main(change="", *argv):
-    wrong = common.UserError(f"{change!r}: expected keys_lr=FACTOR or query_norm=off")
+    wrong = UserError(f"{change!r}: expected keys_lr=FACTOR or query_norm=off")
     if change.startswith("keys_lr="):
         try:
             scale_keys_lr(float(change.removeprefix("keys_lr=")))
@@ -63,4 +61,4 @@ def main(change="", *argv):
 
 
 if __name__ == "__main__":
-    common.run(lambda: main(*sys.argv[1:]))
+    run_main(lambda: main(*sys.argv[1:]))

@@ -17,17 +17,18 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import common  # before torch: how its threads wait
-
-# isort: split
 import numpy as np
 import torch
 import transformers
 
-import checkpoint
 import finetune
-import tasks
-from data import load_tokenizer
+from lib.common.device import choose_device, keep_freed_memory
+from lib.common.errors import UserError, run_main
+from lib.common.files import read_json, write_text
+from lib.common.settings import load_settings
+from lib.corpus.vocabulary import load_tokenizer
+from lib.tasks.glue import find_task, task_name
+from lib.weights.checkpoint import find_weights, load_model
 
 
 class Trainer(transformers.Trainer):
@@ -73,30 +74,30 @@ def score(model, tokenizer_file, data, device, dtype):
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         shutil.copy(tokenizer_file, folder)
-        ours = checkpoint.load_model(folder)
+        ours = load_model(folder)
         return finetune.evaluate(SimpleNamespace(
             model=ours.to(device), batches=data, device=device, dtype=dtype))[0]
 
 
 def main(argv):
-    config = common.load(finetune.Config, argv)
+    config = load_settings(finetune.Config, argv)
     if config.accumulation != 1:
-        raise common.UserError("accumulation: expected 1, a batch is one micro-batch here")
-    folder, vocab = checkpoint.find_weights(config.init_from)
-    out = Path(config.out or f"out/{folder.name}_{tasks.name_of(config.task)}_trainer.json")
-    device, dtype = common.setup(config.device, config.dtype, config.seed)
-    common.keep_freed_memory(device)
+        raise UserError("accumulation: expected 1, a batch is one micro-batch here")
+    folder, vocab = find_weights(config.init_from)
+    out = Path(config.out or f"out/{folder.name}_{task_name(config.task)}_trainer.json")
+    device, dtype = choose_device(config.device, config.dtype, config.seed)
+    keep_freed_memory(device)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
     tokenizer = load_tokenizer(vocab)
     tokenizer.encode_special_tokens = True
-    task = tasks.find(config.task)
+    task = find_task(config.task)
     data = finetune.Data(task, tokenizer, config)
     config.max_steps = config.max_steps or config.epochs * data.steps_per_epoch
     settings = {key: value for key, value in vars(config).items()
                 if key not in ("seed", "seeds", "out")}
-    saved = common.read_json(out) if out.exists() else {"settings": settings, "seeds": {}}
+    saved = read_json(out) if out.exists() else {"settings": settings, "seeds": {}}
     if saved["settings"] != settings:
-        raise common.UserError(f"{out} has other settings: --out=out/NAME.json starts anew")
+        raise UserError(f"{out} has other settings: --out=out/NAME.json starts anew")
     each = saved["seeds"]
     kind = transformers.BertForQuestionAnswering if data.is_squad \
         else transformers.BertForSequenceClassification
@@ -111,10 +112,10 @@ def main(argv):
         seconds = train(model, data, config, f"out/{folder.name}_trainer")
         each[str(seed)] = {"seconds": seconds, **score(model, vocab, data, device, dtype)}
         print(f"seed {seed}: {each[str(seed)]}", flush=True)
-        common.write_text(out, json.dumps(saved, indent=1))
+        write_text(out, json.dumps(saved, indent=1))
     for name in each[str(config.seed)]:
         print(f"median of {len(each)}: {name} {np.median([one[name] for one in each.values()]):.4f}")
 
 
 if __name__ == "__main__":
-    common.run(lambda: main(sys.argv[1:]))
+    run_main(lambda: main(sys.argv[1:]))

@@ -9,8 +9,11 @@ import json
 from pathlib import Path
 from statistics import mean, stdev
 
-import common
-from usage import last_used, read_evaluations, read_usage
+from lib.common.errors import run_main
+from lib.common.files import read_json
+from lib.common.progress import markdown
+from lib.slot_usage.counts import last_used
+from lib.training.run import read_evaluations, read_usage
 
 TABLE = "results/study/table2.json"
 CORPUS = "natural"  # that the systems were trained on
@@ -68,7 +71,7 @@ def mean_row(system, results):
 def small():
     """Claims 1 to 7."""
     results = {one["run"]: {corpus: metrics for corpus, [metrics] in one["results"].items()}
-               for one in common.read_json(TABLE)["runs"]}
+               for one in read_json(TABLE)["runs"]}
 
     def perplexity(system, seed, corpus=CORPUS):
         return results[run(system, seed)][corpus]["perplexity"]
@@ -95,7 +98,7 @@ def small():
 
     header = ["run", "seeds 0 / 10 / 20", *(f"{corpus} ppl" for corpus in results[run("a", 0)]),
               "MU %", "top-1 MU %", "KL_u", "KL_w"]
-    print(common.markdown(header, [mean_row(system, results) for system in SYSTEMS]))
+    print(markdown(header, [mean_row(system, results) for system in SYSTEMS]))
     print("Differences are means over the seeds (standard error; each seed).")
     print("flat: perplexity of (b), 20% more steps, below (a), %:", lower("b", "a"))
     for corpus in results[run("a", 0)]:
@@ -134,7 +137,7 @@ def drift():
     header = ["rate", *(f"top-1 MU % at {step:,}" for step in STEPS),
               *(f"ppl at {step:,}" for step in STEPS[2:])]
     print("Layers 2/3 of (f), seed 0, validation split:")
-    print(common.markdown(header, rows))
+    print(markdown(header, rows))
 
     slower = [evaluations(f"out/lr5e-4_keys_lr_s{seed}")[STEPS[-1]] for seed in SEEDS]
     f, b = ([evaluations(run(system, seed))[STEPS[-1]] for seed in SEEDS] for system in "fb")
@@ -150,7 +153,7 @@ def read_tuned(folder):
     """{seed: results} of a fine-tuned run, or of trainer.py; {} if there is none."""
     for path in (Path(f"out/{folder}/eval_results.json"), Path(f"out/{folder}.json")):
         if path.is_file():
-            return common.read_json(path)["seeds"]
+            return read_json(path)["seeds"]
     return {}
 
 
@@ -199,4 +202,4 @@ def main():
 
 
 if __name__ == "__main__":
-    common.run(main)
+    run_main(main)

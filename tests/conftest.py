@@ -11,9 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import common  # noqa: F401 - before torch: how its threads wait
-
-# isort: split
 import pytest
 import torch
 

@@ -11,12 +11,12 @@ import pytest
 import tokenizers
 import torch
 
-import checkpoint
-import common
 import finetune
 import prepare_data
 import pretrain
-import training
+from lib.common.errors import run_main
+from lib.training.trainer import optimizer_groups
+from lib.weights.checkpoint import find_checkpoint, save_checkpoint
 from model import BertConfig, MaskedLM, value_tables
 from pkm import LazyAdam
 
@@ -40,9 +40,9 @@ def tiny_bert(seed=0, **settings):
 
 def save_model(run, model, labels=(), step=3):
     """A checkpoint of a model that was not trained."""
-    dense = torch.optim.AdamW(training.optimizer_groups(model, 0))
+    dense = torch.optim.AdamW(optimizer_groups(model, 0))
     values = LazyAdam(value_tables(model).values())
-    return checkpoint.save_checkpoint(run, model, dense, values, {"step": step}, labels=labels)
+    return save_checkpoint(run, model, dense, values, {"step": step}, labels=labels)
 
 
 def record_search(model):
@@ -105,7 +105,7 @@ def assert_same(a, b, where=""):
 
 
 def steps_saved(run):
-    newest = checkpoint.find_checkpoint(run)
+    newest = find_checkpoint(run)
     return int(newest.name[5:]) if newest else 0
 
 
@@ -114,7 +114,7 @@ def assert_one_line(capsys, *args, words, main=pretrain.main):
     before = files()
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
-        common.run(lambda: main(list(args)))
+        run_main(lambda: main(list(args)))
     error = capsys.readouterr().err
     assert end.value.code == 2
     assert error.startswith("error: ") and error.count("\n") == 1, error

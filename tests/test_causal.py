@@ -12,16 +12,17 @@ import pytest
 import torch
 
 import bench
-import checkpoint
-import common
-import data
-import export
 import finetune
-import huggingface
 import measure
 import pretrain
-import training
-import usage
+from lib.common.settings import load_settings
+from lib.corpus.batches import CausalBatches, Corpus, causal_heldout
+from lib.corpus.vocabulary import load_tokenizer
+from lib.for_transformers.export import main
+from lib.slot_usage.counts import evaluate_language_model
+from lib.training.trainer import flops_per_token
+from lib.weights.checkpoint import find_checkpoint, load_model, load_weights
+from lib.weights.huggingface import from_huggingface
 from model import value_tables
 from tests.helpers import (
     ROOT,
@@ -48,8 +49,8 @@ def test_logits_equal_hugging_face():
         torch.nn.init.normal_(p, float("norm" in name.lower() and "weight" in name), 0.4)
     sizes = {"vocab_size": 99, "n_head": 4, "d_model": 32, "d_ff": 64, "max_len": 24}
     ours = tiny_bert(**sizes, causal=True).eval()
-    weights = huggingface.from_huggingface(theirs.state_dict(), ours.bert.config)
-    checkpoint.load_weights(ours, weights, "theirs", partial=True)
+    weights = from_huggingface(theirs.state_dict(), ours.bert.config)
+    load_weights(ours, weights, "theirs", partial=True)
     ids, mask = torch.randint(99, (3, 20)), torch.arange(20) < torch.tensor([[20], [13], [5]])
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids)[0], rtol=0, atol=1e-4)
@@ -83,8 +84,8 @@ def test_no_bit_comes_from_later_tokens(system, compiled):
 @pytest.mark.parametrize("system", SYSTEMS[:2], ids=["plain", "ResM"])
 def test_loss_is_that_of_every_next_token(place, system):
     """Against a sum over single predictions in float64, each from the tokens before it only."""
-    corpus = data.Corpus("tiny")
-    batch = data.CausalBatches(corpus, pretrain.Config(**TINY)).get(3, 1)
+    corpus = Corpus("tiny")
+    batch = CausalBatches(corpus, pretrain.Config(**TINY)).get(3, 1)
     ids, labels = (torch.from_numpy(batch[name].copy()) for name in ("ids", "labels"))
     model = tiny_bert(causal=True, **system).double().eval()
     losses = []
@@ -103,8 +104,8 @@ def test_loss_is_that_of_every_next_token(place, system):
 
 def test_batches_are_the_text_as_it_stands(place):
     """Every epoch predicts each token once, but for those left over at its ends."""
-    corpus, config = data.Corpus("tiny"), pretrain.Config(**TINY)
-    batches, tokens = data.CausalBatches(corpus, config), corpus.split("train").tolist()
+    corpus, config = Corpus("tiny"), pretrain.Config(**TINY)
+    batches, tokens = CausalBatches(corpus, config), corpus.split("train").tolist()
     assert batches.per_epoch == len(tokens) // 16 - 1
     where = {str(tokens[at:at + 17]): at for at in range(len(tokens) - 16)}
     assert len(where) == len(tokens) - 16
@@ -115,7 +116,7 @@ def test_batches_are_the_text_as_it_stands(place):
         starts.append(where[str([*ids, labels[-1]])])
         assert ids[1:] == labels[:-1]
     assert set(np.diff(sorted(starts))) == {16} and starts != sorted(starts)
-    again = data.CausalBatches(corpus, config).get(0, 0)
+    again = CausalBatches(corpus, config).get(0, 0)
     assert_same(*({name: part.tolist() for name, part in b.items()}
                   for b in (again, batches.get(0, 0))))
 
@@ -124,7 +125,7 @@ def test_batches_are_the_text_as_it_stands(place):
 @pytest.mark.parametrize("system", SYSTEMS[:2], ids=["plain", "ResM"])
 def test_perplexity_of_a_split_equals_brute_force(place, system, stride):
     """Each token once, from the tokens of the window that is to predict it."""
-    corpus = data.Corpus("tiny")
+    corpus = Corpus("tiny")
     model = tiny_bert(causal=True, **system).eval()
     text, loss = [corpus.sep_id, *corpus.split("test").tolist()], 0.0
     predicted = 0  # tokens, up to here
@@ -137,35 +138,35 @@ def test_perplexity_of_a_split_equals_brute_force(place, system, stride):
             predicted += 1
     assert predicted == len(text) - 1
     for size in (1, 3, 100):
-        batches = data.next_tokens(corpus, "test", 16, size, stride=stride)
+        batches = causal_heldout(corpus, "test", 16, size, stride=stride)
         assert all(len(batch["ids"]) <= size for batch in batches)
-        results, _ = usage.evaluate(model, batches, torch.device("cpu"))
+        results, _ = evaluate_language_model(model, batches, torch.device("cpu"))
         assert results["perplexity"] == pytest.approx(math.exp(loss / predicted), rel=1e-5)
         assert results["masked_tokens"] == predicted
-    short = data.next_tokens(corpus, "test", len(text) + 4, 8)  # less than one sequence
+    short = causal_heldout(corpus, "test", len(text) + 4, 8)  # less than one sequence
     assert short[0]["ids"].tolist() == [text[:-1]] and short[0]["labels"].tolist() == [text[1:]]
-    some = data.next_tokens(corpus, "test", 16, 2, sequences=3, stride=stride)
+    some = causal_heldout(corpus, "test", 16, 2, sequences=3, stride=stride)
     assert [batch["ids"].shape for batch in some] == [(2, 16), (1, 16)]
 
 
 def test_a_run_says_what_it_is(place):
     args = ["--objective=causal", "--max_steps=4"]
     assert train(*args) == 0 and train(*args, "--out=out/more", "--init_from=out/tiny") == 0
-    model = checkpoint.load_model("out/more")
+    model = load_model("out/more")
     assert model.bert.config.causal and list(value_tables(model)) == [2, 3]
-    assert training.flops_per_token(model, 16) > training.flops_per_token(tiny_bert(
+    assert flops_per_token(model, 16) > flops_per_token(tiny_bert(
         **{**vars(model.bert.config), "causal": False}), 16)
 
 
 def test_an_older_checkpoint_is_a_masked_model(place):
     assert train("--max_steps=2") == 0
-    file = checkpoint.find_checkpoint("out/tiny") / "model.pt"
+    file = find_checkpoint("out/tiny") / "model.pt"
     saved = torch.load(file, weights_only=True)
     assert saved["config"].pop("causal") is False
     torch.save(saved, file)
     config = Path("out/tiny/config.json")
     config.write_text(config.read_text().replace('"objective": "masked",\n', ""))
-    assert not checkpoint.load_model("out/tiny").bert.config.causal
+    assert not load_model("out/tiny").bert.config.causal
     assert train("--max_steps=4") == 0
 
 
@@ -202,9 +203,9 @@ def test_a_causal_run_is_measured(place, capsys):
     runs = ["out/plain", "out/tiny"]
     measure.main(["table", *runs, "--data", "tiny", "--device", "cpu", "--out", "results/t"])
     found = json.loads(Path("results/t.json").read_text())["runs"][1]["results"]["tiny"][0]
-    corpus, model = data.Corpus("tiny"), checkpoint.load_model("out/tiny")
-    batches = data.next_tokens(corpus, "test", 16, 8, stride=8)
-    results, _ = usage.evaluate(model, batches, torch.device("cpu"))
+    corpus, model = Corpus("tiny"), load_model("out/tiny")
+    batches = causal_heldout(corpus, "test", 16, 8, stride=8)
+    results, _ = evaluate_language_model(model, batches, torch.device("cpu"))
     assert found["masked_tokens"] == len(corpus.split("test"))
     assert found["perplexity"] == pytest.approx(results["perplexity"], rel=1e-6)
     assert found["layers"]["2"]["accesses"] == 2 * sum(batch["ids"].size for batch in batches)
@@ -214,7 +215,7 @@ def test_a_causal_run_is_measured(place, capsys):
     measure.main(["slots", "out/tiny", "--layer", "2", "--most", "3", "--device", "cpu",
                   "--out", "results/s"])
     reads = record_search(model)
-    for batch in data.next_tokens(corpus, "test", 16, 8):
+    for batch in causal_heldout(corpus, "test", 16, 8):
         model.eval()(torch.from_numpy(batch["ids"]))
     slots = torch.cat([slots.flatten() for slots, _ in reads[2]])
     for record in json.loads(Path("results/s.json").read_text()):
@@ -226,7 +227,7 @@ def test_a_causal_run_is_measured(place, capsys):
 def test_sample_goes_on_with_a_text(place, capsys, layers):
     """At temperature 0 with the likeliest token, step by step; otherwise with one of the top k."""
     assert train("--objective=causal", "--max_steps=12", layers) == 0
-    model, corpus = checkpoint.load_model("out/tiny").eval(), data.Corpus("tiny")
+    model, corpus = load_model("out/tiny").eval(), Corpus("tiny")
     tokenizer = corpus.tokenizer()
     prompt = [corpus.sep_id, *tokenizer.encode("the old cat saw").ids]
 
@@ -274,20 +275,20 @@ def test_export_is_a_decoder_of_transformers(place, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("safetensors")
     assert train("--objective=causal", "--max_steps=12", "--memory_layers=") == 0
-    export.main(["out/tiny", "exported"])
+    main(["out/tiny", "exported"])
     theirs = transformers.AutoModelForCausalLM.from_pretrained("exported").eval()
     assert type(theirs).__name__ == "BertLMHeadModel"
-    ours, again = (checkpoint.load_model(path).eval() for path in ("out/tiny", "exported"))
+    ours, again = (load_model(path).eval() for path in ("out/tiny", "exported"))
     tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
     ids = tokenizer("the old cat saw", return_tensors="pt").input_ids
-    words = data.load_tokenizer("out/tiny").encode("the old cat saw").ids
-    assert ids.tolist() == [[data.Corpus("tiny").sep_id, *words]]
+    words = load_tokenizer("out/tiny").encode("the old cat saw").ids
+    assert ids.tolist() == [[Corpus("tiny").sep_id, *words]]
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-4)
         torch.testing.assert_close(again(ids), ours(ids), rtol=1e-5, atol=1e-6)
     measure.main(["sample", "exported", "the", "--data", "tiny", "--device", "cpu"])
     assert train("--objective=causal", "--max_steps=2", "--out=out/memory") == 0
-    assert_one_line(capsys, "out/memory", "more", main=export.main,
+    assert_one_line(capsys, "out/memory", "more", main=main,
                     words=["out/memory is a causal language model with memory"])
 
 
@@ -296,7 +297,7 @@ PAPER = ["causal_12", "causal_24", "causal_12_memory", "causal_12_pkm"]
 
 def test_recipes(capsys):
     """They differ in depth, memory and FFN, and nothing else."""
-    configs = {path.stem: common.load(pretrain.Config, [str(path)])
+    configs = {path.stem: load_settings(pretrain.Config, [str(path)])
                for path in ROOT.glob("configs/*causal*.py")}
     assert configs.keys() == {*PAPER, "demo_causal", "demo_causal_memory", "demo_causal_wide"}
     for first, *others in (PAPER, sorted(configs.keys() - set(PAPER))):
@@ -334,7 +335,7 @@ def test_the_models_of_runs_are_timed(place, monkeypatch, capsys):
     capsys.readouterr()
     bench.main()
     results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    sizes = [sum(p.numel() for p in checkpoint.load_model(run).parameters())
+    sizes = [sum(p.numel() for p in load_model(run).parameters())
              for run in ("out/plain", "out/tiny")]
     assert [r["parameters"] for r in results] == sizes * 2
     assert [r["model"] for r in results] == ["out/plain", "out/tiny"] * 2

@@ -2,67 +2,75 @@
 The code's own order: imports run one way down, no script imports a script, files stay small.
 """
 import ast
-import os
 import subprocess
 import sys
 
-import common
 from tests.helpers import ROOT
 
-SCRIPTS = ["pretrain", "finetune", "measure", "bench", "prepare_data", "export"]
-ROOMS = ["common", "scalars", "pkm", "add_memory", "ranks", "download", "text", "data", "model",
-         "huggingface", "checkpoint", "training", "usage", "tasks", "predictions", "browse",
-         "figures"]
-OUTSIDE = "modeling_pkm"  # goes with exported weights; nothing here imports it
+CARD = {"model", "pkm", "values", "prepare_data", "pretrain", "finetune", "measure", "bench"}
+SCRIPTS = {"prepare_data", "pretrain", "finetune", "measure", "bench"}
+# Each line may import from itself and from the lines above it.
+ORDER = ["values", "pkm", "lib.common", "lib.distributed", "model", "lib.corpus", "lib.weights",
+         "lib.training", "lib.tasks", "lib.slot_usage", "lib.for_transformers"]
 PACKAGES = {"torch", "numpy", "tiktoken", "tokenizers", "requests", "tqdm", "huggingface_hub",
             "matplotlib", "pyarrow", "safetensors"}
-PATHS = {path.stem: path for path in ROOT.glob("*.py")
-         if not path.stem.startswith("test_") and path.stem != OUTSIDE}
+LEAVES = "lib.for_transformers.modeling_pkm"  # goes with exported weights; needs transformers
+
+
+def room(module):
+    """The line of ORDER that a module is in."""
+    return ".".join(module.split(".")[:2])
+
+
+def imports(path):
+    """Full names of the modules that a file imports."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            is_module = {m for m in submodules if (ROOT / f"{m.replace('.', '/')}.py").exists()}
+            found |= is_module or {node.module}
+    return found
+
+
+def modules():
+    """{full name: path} of the project's modules, without tests."""
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("lib/*/*.py")]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths
+            if not path.stem.startswith(("test_", "__"))}
+
+
+def test_the_root_is_the_card():
+    assert {path.stem for path in ROOT.glob("*.py")} - {"test_pkm"} <= CARD
 
 
 def test_imports_run_one_way_down():
-    assert PATHS.keys() == {*ROOMS, *SCRIPTS}
-    for name, path in PATHS.items():
-        nodes = list(ast.walk(ast.parse(path.read_text())))
-        imported = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import)
-                    for alias in node.names}
-        imported |= {node.module.split(".")[0] for node in nodes
-                     if isinstance(node, ast.ImportFrom)}
-        ours = imported & PATHS.keys()
-        below = ROOMS if name in SCRIPTS else ROOMS[:ROOMS.index(name)]
-        assert ours <= set(below), name
-        assert imported - ours - sys.stdlib_module_names <= PACKAGES, name
-        assert not (name == "pkm" and ours) and not (name == "add_memory" and ours > {"pkm"})
-        assert OUTSIDE not in imported
-    sizes = [len((ROOT / f"{name}.py").read_text().splitlines()) for name in
-             (OUTSIDE, "add_memory")]
-    assert sum(sizes) < 150  # code that people run on trust
+    graph = {name: imports(path) for name, path in modules().items()}
+    for name, imported in graph.items():
+        ours = imported & graph.keys()
+        others = {module.split(".")[0] for module in imported - ours}
+        assert others - sys.stdlib_module_names <= PACKAGES | ({"transformers"} if name == LEAVES else set())
+        if name in SCRIPTS:
+            assert not ours & SCRIPTS, name
+        else:
+            below = ORDER[:ORDER.index(room(name)) + 1]
+            assert {room(module) for module in ours} <= set(below), (name, ours)
 
 
-def test_the_core_is_read_in_an_evening():
-    lines = {name: len(path.read_text().splitlines()) for name, path in PATHS.items()}
-    assert sum(lines[name] for name in ("pkm", "model", "data", "training", "pretrain")) <= 1500
-    files = [*ROOT.glob("*.py"), *ROOT.glob("tests/*.py")]
-    assert max(len(path.read_text().splitlines()) for path in files) <= 650
+def test_no_two_modules_import_each_other():
+    graph = {name: imports(path) for name, path in modules().items()}
+    done = set()
 
+    def visit(name, path):
+        assert name not in path, [*path, name]
+        if name not in done:
+            for module in sorted(graph[name] & graph.keys()):
+                visit(module, [*path, name])
+            done.add(name)
 
-def test_how_threads_wait_is_set_before_torch_is_loaded():
-    """In every script and in the tests; what the user has set stays."""
-    for name in [*(name for name in SCRIPTS if name != "prepare_data"), "tests.conftest"]:
-        code = ("import os, sys\n"
-                "class Finder:\n"
-                "    def find_spec(self, name, path=None, target=None):\n"
-                "        if name == 'torch':\n"
-                "            print(os.environ.get('GOMP_SPINCOUNT'), flush=True)\n"
-                "            os._exit(0)\n"
-                f"sys.meta_path.insert(0, Finder())\nimport {name}")
-        clean = {key: value for key, value in os.environ.items() if key not in common.WAITING}
-        for more, expected in (({}, "2000" if sys.platform == "linux" else "None"),
-                               ({"OMP_WAIT_POLICY": "ACTIVE"}, "None"),
-                               ({"GOMP_SPINCOUNT": "5"}, "5")):
-            found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=clean | more,
-                                   capture_output=True, text=True, check=True).stdout.strip()
-            assert found == expected, name
+    for name in graph:
+        visit(name, [])
 
 
 def test_preparing_data_needs_neither_torch_nor_requests():

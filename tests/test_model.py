@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import checkpoint
-import common
-import huggingface
+from lib.common.errors import UserError
+from lib.weights.checkpoint import load_weights
+from lib.weights.huggingface import from_huggingface
 from model import SIZES, BertConfig, Classifier, MaskedLM, SpanReader, build_model, value_tables
 from tests.helpers import tiny_bert
 
@@ -59,7 +59,7 @@ def test_sizes_are_those_that_were_published():
     ({"memory_layers": (0,)}, "no layer 0"), ({"memory_layers": (13,)}, "no layer 13"),
     ({"n_head": 7}, "n_head = 7")])
 def test_sizes_that_cannot_be(settings, word):
-    with pytest.raises(common.UserError, match=word):
+    with pytest.raises(UserError, match=word):
         BertConfig(**settings)
 
 
@@ -221,8 +221,8 @@ def test_logits_equal_hugging_face(kind):
     for name, p in theirs.named_parameters():  # so that every weight shows in the logits
         nn.init.normal_(p, float("norm" in name.lower() and "weight" in name), 0.4)
     ours = tiny_bert(vocab_size=99, n_head=4, d_model=32, d_ff=64, max_len=24).eval()
-    weights = huggingface.from_huggingface(theirs.state_dict(), ours.bert.config)
-    loaded = checkpoint.load_weights(ours, weights, "theirs", partial=True)
+    weights = from_huggingface(theirs.state_dict(), ours.bert.config)
+    loaded = load_weights(ours, weights, "theirs", partial=True)
     missing = ours.state_dict().keys() - loaded
     assert missing == ({"bert.pooler.weight", "bert.pooler.bias"} if "Masked" in kind else set())
     ids, types = torch.randint(99, (3, 20)), torch.randint(2, (3, 20))
@@ -251,9 +251,9 @@ def test_heads_equal_hugging_face(kind):
     config = tiny_bert(vocab_size=99, n_head=4, d_model=32, d_ff=64, max_len=24).bert.config
     ours = Classifier(config, 3) if "Sequence" in kind else SpanReader(config)
     weights, head = theirs.state_dict(), "classifier" if "Sequence" in kind else "qa_outputs"
-    mapped = huggingface.from_huggingface(weights, config)
+    mapped = from_huggingface(weights, config)
     mapped |= {f"head.{part}": weights[f"{head}.{part}"] for part in ("weight", "bias")}
-    loaded = checkpoint.load_weights(ours, mapped, "theirs", partial=True)
+    loaded = load_weights(ours, mapped, "theirs", partial=True)
     missing = ours.state_dict().keys() - loaded
     assert missing == (set() if "Sequence" in kind else {"bert.pooler.weight", "bert.pooler.bias"})
     ids, types = torch.randint(99, (3, 20)), torch.randint(2, (3, 20))

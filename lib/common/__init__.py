@@ -1,0 +1,1 @@
+"""What every room may use: settings, errors, files, the device, progress."""

@@ -1,0 +1,1 @@
+"""Text to token files, and token files to masked batches."""

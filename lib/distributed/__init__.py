@@ -1,0 +1,1 @@
+"""Several processes under torchrun, applied to a model from outside."""

@@ -1,0 +1,1 @@
+"""The memory in other people's models."""

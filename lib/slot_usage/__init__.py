@@ -1,0 +1,1 @@
+"""Who reads which slot: counts, contexts, figures, a page to browse."""

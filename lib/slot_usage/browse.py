@@ -1,0 +1,106 @@
+"""
+The page that measure.py browse writes: one HTML file in which a person finds what a slot knows.
+
+browse.html is the page; collect() gathers its data, page() puts them into it as JSON. Two layers of
+64 x 64 slots read by 32,768 tokens make 1.1 MB; two of 512 x 512 read by 262,144, at most 21 MB.
+"""
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from lib.corpus.vocabulary import special_tokens
+from lib.slot_usage.counts import last_used
+
+CONTEXTS = 2**19  # of a layer, so that a browser opens the page: 8 a slot of 256 x 256, 2 of 512^2
+SLOTS = 8  # of a word
+WIDTH = 8  # tokens on either side: two contexts that agree in these count as one
+
+
+def collect(ids, tokenizer, reads, n_slots, snapshots, contexts):
+    """What the page shows, as plain Python.
+
+    ids: (sequences, time) tokens of a text. reads: {layer: (slots, weights)}, what each of them
+    read, (tokens, heads, topk) both; n_slots: {layer: slots}; snapshots: usage.read_usage's, or {}.
+    contexts: at most so many of a slot; fewer where there are more than 65,536 slots.
+    """
+    used, text = np.unique(ids, return_inverse=True)
+    pieces, text = spell(tokenizer, used.tolist()), text.ravel()
+    words, counts, word = find_words([pieces[i] for i in text])
+    new, layers = first_occurrences(ids), []
+    for layer, (slots, weights) in reads.items():
+        size = n_slots[layer]
+        read, top1 = (np.bincount(s.ravel(), minlength=size) for s in (slots, slots[..., 0]))
+        slots, weights = (part.reshape(len(text), -1) for part in (slots, weights))
+        token, its_word = (np.broadcast_to(part[:, None], slots.shape)
+                           for part in (np.arange(len(text)), word))
+        share = weights / np.bincount(word, weights.sum(1))[its_word]  # of all that a word reads
+        most = max(1, min(contexts, CONTEXTS // size))
+        layers.append({
+            "layer": layer, "n_keys": round(size**0.5),
+            "read": read.tolist(), "top1": top1.tolist(),
+            "last": last_used(snapshots, layer).tolist() if snapshots else [],
+            "contexts": strongest(slots[new], token[new], weights[new], size, most),
+            "words": strongest(its_word, slots, share, len(words), SLOTS)})
+    return {"seq_len": ids.shape[1], "text": text.tolist(), "pieces": pieces, "words": words,
+            "counts": counts, "steps": list(snapshots), "layers": layers}
+
+
+def spell(tokenizer, ids):
+    """The text of each token, with the space before it if it has one."""
+    # after another token, as a decoder drops the space of the first one
+    mask = tokenizer.token_to_id(special_tokens(tokenizer.get_vocab())[-1])
+    first, *both = tokenizer.decode_batch([[mask], *([mask, i] for i in ids)],
+                                          skip_special_tokens=False)
+    return [text.removeprefix(first) for text in both]
+
+
+def find_words(texts):
+    """The words that tokens spell, the most frequent first, the count of each, and of each token
+    the number of its word. Between two letters or digits without a space a word goes on."""
+    goes_on = [a[-1:].isalnum() and b[:1].isalnum() for a, b in itertools.pairwise(texts)]
+    number = np.cumsum([0, *(not same for same in goes_on)])
+    spelled = [""] * (number[-1] + 1)
+    for n, text in zip(number, texts, strict=True):
+        spelled[n] += text
+    spelled = [word.strip() for word in spelled]
+    words, counts = zip(*Counter(spelled).most_common(), strict=True)
+    index = {word: n for n, word in enumerate(words)}
+    return words, counts, np.array([index[word] for word in spelled])[number]
+
+
+def first_occurrences(ids):
+    """The indices of the tokens, (sequences x time), whose context stands in no sequence before."""
+    padded = np.pad(ids, ((0, 0), (WIDTH, WIDTH)), constant_values=-1)
+    around = np.lib.stride_tricks.sliding_window_view(padded, 2 * WIDTH + 1, axis=1)
+    return np.unique(around.reshape(ids.size, -1), axis=0, return_index=True)[1]
+
+
+def strongest(groups, items, weights, n_groups, most):
+    """Of each group its `most` items with the highest sums of weights, highest first: a list
+    [item, weight in percent, item, weight in percent, ...] for each of n_groups. groups, items and
+    weights: arrays of one shape, an entry a read."""
+    n_items = int(items.max()) + 1
+    pair = groups.ravel().astype(np.int64) * n_items + items.ravel()
+    order = np.argsort(pair, kind="stable")
+    pair = pair[order]
+    starts = np.flatnonzero(np.diff(pair, prepend=-1))
+    sums = np.add.reduceat(weights.ravel()[order], starts, dtype=np.float64)
+    group, item = np.divmod(pair[starts], n_items)
+    order = np.lexsort((-sums, group))
+    group, item = group[order], item[order]
+    place = np.arange(len(group)) - np.searchsorted(group, group)  # in its group, from 0
+    kept = place < most
+    both = np.column_stack([item, np.rint(100 * sums[order])]).astype(int)[kept]
+    ends = np.searchsorted(group[kept], np.arange(1, n_groups))
+    return [part.ravel().tolist() for part in np.split(both, ends)]
+
+
+def page(data):
+    """The page with its data in it. No text of a corpus can end the element that holds them: `<`
+    is escaped, and the page sets text only, never HTML."""
+    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return template.replace("DATA", text.replace("<", "\\u003c"), 1)

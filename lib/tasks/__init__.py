@@ -1,0 +1,1 @@
+"""GLUE, SQuAD and tables of your own: rows, examples, official scores."""

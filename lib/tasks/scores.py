@@ -1,0 +1,47 @@
+"""
+The official scores of the tasks.
+"""
+import re
+import string
+from collections import Counter
+
+import numpy as np
+
+
+def score_squad(questions, predictions):
+    """Exact match and F1 in percent, the best over a question's answers, as the official
+    evaluate-v1.1.py computes them. predictions: {question id: text}."""
+    exact = f1 = 0.0
+    for question in questions:
+        predicted = normalized_words(predictions[question.id])
+        references = [normalized_words(text) for _, text in question.answers]
+        exact += predicted in references
+        f1 += max(2 * (Counter(predicted) & Counter(words)).total()
+                  / max(1, len(predicted) + len(words)) for words in references)
+    return {"exact_match": 100 * exact / len(questions), "f1": 100 * f1 / len(questions)}
+
+
+def normalized_words(answer):
+    """The words in lower case, without ASCII punctuation and articles."""
+    text = "".join(c for c in answer.lower() if c not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def pearson(x, y):
+    """Correlation; nan if x or y is constant."""
+    return np.corrcoef(x, y)[0, 1] if np.ptp(x) and np.ptp(y) else np.nan
+
+
+def mean_ranks(x):
+    """Counted from 1; equal values share their mean rank."""
+    _, inverse, count = np.unique(x, return_inverse=True, return_counts=True)
+    return (count.cumsum() - (count - 1) / 2)[inverse]
+
+
+METRICS = {  # of labels x and predictions y, arrays (n,)
+    "accuracy": lambda x, y: (x == y).mean(),
+    "f1": lambda x, y: 2 * (x @ y) / max(1, (x + y).sum()),  # of class 1; 0 if in neither
+    "matthews_correlation": lambda x, y: np.nan_to_num(pearson(x, y)),  # 0 if one is constant
+    "pearson": pearson,
+    "spearmanr": lambda x, y: pearson(mean_ranks(x), mean_ranks(y)),
+}

@@ -1,0 +1,1 @@
+"""One update, the loop, and the folder of a run."""

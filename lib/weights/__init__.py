@@ -1,0 +1,1 @@
+"""Weights on disk: checkpoints, and Hugging Face's names and folders."""

@@ -1,0 +1,186 @@
+"""
+What test_ranks.py runs in several processes. They are as torchrun would start them, but forked from
+one, which saves imports:
+
+$ python -m tests.distributed.on_ranks 2 float64 pretrain.py tiny.py --out=out/two , 4 float32 values bfloat16
+
+The commands, with commas between them, run one after the other, each in so many new processes (0:
+one alone), in float32 or float64. The exit status is 0 if all of them succeed; a line says how each
+ended.
+"""
+import functools
+import itertools
+import os
+import shutil
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import finetune
+import measure
+import pkm
+import pretrain
+from lib.common.errors import UserError
+from lib.distributed import sharded_values
+from lib.distributed.processes import (
+    any_signalled,
+    first_rank_first,
+    get_rank,
+    get_world_size,
+    max_over_ranks,
+    run_ranks,
+    set_timeout,
+)
+from lib.distributed.sharded_values import ShardedValueTable, columns, cut_moments
+
+
+def values(args):
+    """One rank's part of a lookup and an update, beside a table of one process; the bytes sent. The
+    ranks have 5, 0, 7, 5 tokens, or 3 each with the word `even`; the rows travel in bfloat16 or
+    float16 where that is a word; with `frozen` nothing is updated."""
+    world, rank, reads, dim = get_world_size(), get_rank(), 6, 16
+    tokens = [3] * world if "even" in args else [5, 0, 7, 5][:world]
+    dtype = next((getattr(torch, word) for word in args if "float" in word), torch.float32)
+    torch.manual_seed(0)
+    ours = ShardedValueTable(100, dim)
+    torch.manual_seed(0)
+    whole = pkm.ValueTable(100, dim)
+    assert torch.equal(ours.weight, columns(whole.weight))
+    for table in (ours, whole):
+        table.weight.requires_grad_("frozen" not in args)
+    first, last = sum(tokens[:rank]), sum(tokens[:rank + 1])
+    slots = torch.randint(100, (sum(tokens), 2, 3), dtype=torch.int32)
+    weights = torch.rand(sum(tokens), 2, 3).requires_grad_()
+    grad = torch.randn(sum(tokens), dim).to(dtype)
+    expected = whole(slots, weights.to(dtype).float(), dtype)  # as they travel
+    expected.backward(grad)
+
+    sent, send = [], dist.all_to_all_single
+
+    def counted(out, x, received=None, sizes=None, **more):
+        if sizes:
+            others = len(x) - sizes[rank]
+            sent.append(others * x[0].nbytes if len(x) else 0)
+        return send(out, x, received, sizes, **more)
+
+    dist.all_to_all_single = counted
+    own = weights.detach()[first:last].requires_grad_()
+    sums = ours(slots[first:last], own, dtype)
+    forward = sum(sent)
+    sums.backward(grad[first:last])
+    backward, size = sum(sent) - forward, torch.empty(0, dtype=dtype).element_size()
+    if "even" in args:  # the formula of ShardedValueTable's docstring
+        assert forward == (world - 1) * 3 * ((4 + size) * reads + size * dim // world)
+        assert backward == (world - 1) * 3 * (size * reads + size * dim // world)
+    assert sums.dtype == dtype and torch.equal(sums, expected[first:last])
+    near = 1e-5 if dtype == torch.float32 else 2**-6  # each rank's part of it was rounded
+    torch.testing.assert_close(own.grad, weights.grad[first:last], rtol=near, atol=near)
+    adams = [pkm.LazyAdam([table], lr=0.1) for table in (ours, whole)]
+    for adam in adams:
+        adam.step(grad_scale=2.0**16)  # a weight divided by it would be 0 in float16
+    torch.testing.assert_close(ours.weight, columns(whole.weight), rtol=1e-6, atol=1e-6)
+    assert ("frozen" in args) == torch.equal(whole.weight, pkm_again(100, dim))
+    for table, adam in zip((ours, whole), adams, strict=True):
+        assert not table.reads and len(adam.state) == ("frozen" not in args)
+    cut = cut_moments(adams[1].state_dict())["state"]
+    for state, expected in zip(adams[0].state.values(), cut.values(), strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):  # memory of a rank: 1/world of the table
+            assert state[key].shape == (100, dim // world) and expected[key].is_contiguous()
+            torch.testing.assert_close(state[key], expected[key], rtol=1e-5, atol=0)
+
+
+def pkm_again(*shape):
+    torch.manual_seed(0)
+    return nn.init.normal_(torch.empty(shape), std=shape[1]**-0.5)
+
+
+def one_mistaken(args):
+    """Only the rank args[0] meets a mistake, while the others wait for it."""
+    with first_rank_first():
+        if get_rank() == int(args[0]):
+            raise UserError(f"of rank {args[0]}")
+    max_over_ranks()
+
+
+def one_signalled(args):
+    """A signal comes to the rank args[0] alone."""
+    signals = [15] if get_rank() == int(args[0]) else []
+    assert any_signalled(signals) and signals == [15] and not any_signalled([])
+
+
+def hang(args):
+    """The last rank does not come, for longer than the others wait."""
+    set_timeout(1)
+    if get_rank() == get_world_size() - 1:
+        time.sleep(3)
+        os._exit(0)
+    max_over_ranks()
+
+
+def rewind(args):
+    """Remove the checkpoints of a run that are newer than a step."""
+    for folder in Path(args[0]).glob("step_*"):
+        if int(folder.name[5:]) > int(args[1]):
+            shutil.rmtree(folder)
+
+
+MAINS = {"pretrain.py": pretrain.main, "finetune.py": finetune.main, "measure.py": measure.main,
+         "values": values, "one_mistaken": one_mistaken, "one_signalled": one_signalled,
+         "hang": hang, "rewind": rewind}
+
+
+def call(dtype, script, args):
+    if dtype == "float64":  # all that computes, the losses too
+        torch.set_default_dtype(torch.float64)
+        torch.Tensor.float = torch.Tensor.double
+    return MAINS[script](args)
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return str(listener.getsockname()[1])
+
+
+def fork(world, function):
+    """The exit status of each rank that calls the function."""
+    port, children = free_port(), []
+    for rank in range(world or 1):
+        if child := os.fork():
+            children.append(child)
+            continue
+        if world:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
+                              MASTER_ADDR="localhost", MASTER_PORT=port)
+        try:
+            run_ranks(function)
+        except SystemExit as end:
+            sys.stdout.flush()
+            os._exit(end.code or 0)
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def main():
+    torch.set_num_threads(1)
+    sharded_values.GATHERED = 2500  # bytes: tables are saved in several pieces
+    commands = [list(group) for comma, group in itertools.groupby(sys.argv[1:], ",".__eq__)
+                if not comma]
+    failed = False
+    for world, dtype, script, *args in commands:
+        statuses = fork(int(world), functools.partial(call, dtype, script, args))
+        print(f"ended {statuses}: {script}", flush=True)
+        failed |= any(statuses)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

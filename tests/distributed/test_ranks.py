@@ -1,0 +1,260 @@
+"""
+More than one process: the same run as of one, files that know nothing of their number, and kills.
+
+$ PKM_TEST_KILLS=20 python -m pytest tests/test_ranks.py     # more kills than 1, more systems
+"""
+import collections
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lib.weights.checkpoint import find_checkpoint
+from tests.helpers import ROOT, log, steps_saved
+
+KILLS = int(os.environ.get("PKM_TEST_KILLS", "1"))
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+PRETRAIN = ["pretrain.py", "tiny.py", "--accumulation=4", "--max_steps=20", "--n_layer=2",
+            "--d_model=16", "--d_ff=32", "--memory_layers=1,2", "--log_interval=10",
+            "--usage_interval=20", "--eval_interval=10", "--keep_checkpoints=4",
+            "--checkpoint_interval=5"]
+SYSTEMS = {"base": ["--memory_layers="], "pkm": ["--alpha=0"], "resm": [],
+           "pkm_init": ["--alpha=0", "--init_from=out/base_0"],
+           "causal": ["--objective=causal"],
+           "resm_init": ["--init_from=out/base_0"]}
+COMPARED = [("base", 4), ("pkm", 2), ("causal", 2), ("resm", 4), ("pkm_init", 4), ("resm_init", 2), ("tuned", 2),
+            ("tuned", 4)]
+if "PKM_TEST_KILLS" in os.environ:
+    COMPARED = [(name, world) for world in (2, 4) for name in (*SYSTEMS, "tuned")]
+
+
+def on_ranks(*commands):
+    """Start the commands, one after the other: (ranks, dtype, *words), see tests/on_ranks.py."""
+    words = [str(word) for command in commands for word in (*command, ",")]
+    return subprocess.Popen([sys.executable, "-m", "tests.distributed.on_ranks", *words], env=ENVIRONMENT,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(*processes):
+    """Wait for them; all must succeed. Returns what they printed."""
+    written = [process.communicate() for process in processes]
+    assert not any(process.returncode for process in processes), written
+    return "".join(output for output, _ in written)
+
+
+def pretrain(name, world, dtype="float64"):
+    return world, dtype, *PRETRAIN, *SYSTEMS[name], f"--out=out/{name}_{world}"
+
+
+def finetune(world):
+    """Its last batch of an epoch has 3 examples for 4 micro-batches."""
+    return (world, "float64", "finetune.py", "tune.py", "--init_from=out/resm_0",
+            "--accumulation=4", "--train_examples=43", "--epochs=2", f"--out=out/tuned_{world}")
+
+
+def table(world, run="resm"):
+    return (world, "float64", "measure.py", "table", f"out/{run}_0", "--data", "tiny",
+            "--batch_size", "2", "--device", "cpu", "--out", f"table_{run}_{world}")
+
+
+@pytest.fixture(scope="module")
+def compared(prepared, tmp_path_factory):
+    """A folder with runs of one process alone, out/<name>_0, and of 2 and 4 ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    shutil.copytree(prepared, folder, dirs_exist_ok=True)
+    (folder / "own").mkdir()
+    words, rng = (folder / "tiny.txt").read_text().split()[6:], random.Random(1)
+    for split, n in (("train", 50), ("dev", 11), ("test", 5)):
+        rows = [rng.choices(words, k=rng.randrange(2, 6)) for _ in range(n)]
+        rows = ["\t".join([" ".join(row), "animal" if set(row) & set(words[9:14]) else "none"]
+                          [:1 if split == "test" else 2]) for row in rows]
+        header = "sentence" if split == "test" else "sentence\tlabel"
+        (folder / "own" / f"{split}.tsv").write_text("\n".join([header, *rows]) + "\n")
+    (folder / "tune.py").write_text("task = 'own'\nmax_len = 32\nbatch_size = 8\nlr = 5e-3\n"
+                                    "value_lr = 1e-2\nlog_interval = 5\ndevice = 'cpu'\n")
+    resume = [*PRETRAIN, "--out=out/mixed"]
+    mixed = [part for steps, world in ((5, 4), (10, 2), (15, 1)) for part in (
+        (0, "float64", "rewind", "out/mixed", steps), (world, "float64", *resume))]
+    values = [(world, "float32", "values", *words) for world, words in (
+        (1, ["even"]), (2, []), (2, ["even"]), (2, ["frozen"]), (4, []), (4, ["even"]),
+        (4, ["even", "bfloat16"]), (2, ["float16"]))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("one.txt").write_text(finish(on_ranks(
+            *(pretrain(name, 0) for name in SYSTEMS), finetune(0), table(0), table(0, "causal"))))
+        shutil.copytree("out/resm_0", "out/mixed")
+        wider = {world: [finetune(world) if name == "tuned" else pretrain(name, world)
+                         for name, n in COMPARED if n == world] for world in (2, 4)}
+        single = [(world, "float32", *PRETRAIN, f"--out=out/single_{world}") for world in (0, 4)]
+        signals = [(2, "float32", "one_signalled", rank) for rank in range(2)]
+        Path("ranks.txt").write_text(finish(
+            on_ranks(*wider[2], *values, *signals, *single, table(2), table(2, "causal")),
+            on_ranks(*wider[4], *mixed)))
+    return folder
+
+
+def differences(a, b, where=""):
+    """(name, distance, norm) of each pair of tensors and numbers; the rest must be equal."""
+    if isinstance(a, dict | list | tuple):
+        assert len(a) == len(b), where
+        for key in a if isinstance(a, dict) else range(len(a)):
+            yield from differences(a[key], b[key], f"{where}/{key}")
+    elif torch.is_tensor(a) or isinstance(a, float):
+        a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
+        assert a.shape == b.shape, where
+        yield where, (a - b).norm().item(), b.norm().item()
+    else:
+        assert a == b, where
+
+
+def assert_equal_runs(ours, reference, tolerance):
+    """The same log, last weights, moments and usage. All weights have one norm, so have all first
+    and all second moments of an optimizer: a gradient that is 0 but for rounding, as of a bias
+    before a batch norm, has no norm of its own."""
+    def timeless(run):
+        return [{k: v for k, v in r.items() if k not in ("tokens_per_s", "examples_per_s",
+                                                        "elapsed")} for r in log(run)]
+
+    ends = [find_checkpoint(run) for run in (ours, reference)]
+    assert ends[0].name == ends[1].name
+    pairs = {name: [torch.load(end / f"{name}.pt", weights_only=True) for end in ends]
+             for name in ("model", "optimizer")}
+    pairs["log"] = timeless(ours), timeless(reference)
+    sums = collections.defaultdict(lambda: np.zeros(2))
+    for name, pair in pairs.items():
+        for where, *squares in differences(*pair):
+            _, first, *_, last = where.split("/")
+            kind = {"model": "running" in last, "optimizer": (first, last), "log": where}[name]
+            sums[name, kind] += np.square(squares)
+    for kind, (distance, norm) in sums.items():
+        assert distance <= tolerance**2 * norm, f"{kind}: {(distance / norm)**0.5:.1e}"
+    assert ("optimizer", ("values", "exp_avg_sq")) in sums or "base" in str(ours)
+    for file in Path(reference).glob("usage/*.npz"):
+        counts, expected = np.load(Path(ours, *file.parts[-2:])), np.load(file)
+        for name in expected:
+            assert (counts[name] == expected[name]).all() and counts[name].sum() > 0
+
+
+@pytest.mark.parametrize("name, world", COMPARED)
+def test_any_number_of_ranks_makes_the_same_run(compared, monkeypatch, name, world):
+    """In float64, with dropout, 20 steps of 4 micro-batches."""
+    monkeypatch.chdir(compared)
+    seed = "/seed0" if name == "tuned" else ""
+    assert_equal_runs(f"out/{name}_{world}{seed}", f"out/{name}_0{seed}", 1e-12)
+    if name == "tuned":
+        for file in ("predictions_dev.tsv", "submission/own.tsv"):
+            ours, one = (Path(f"out/tuned_{n}/seed0", file).read_bytes() for n in (world, 0))
+            assert ours == one
+
+
+def test_parameters_are_counted_as_of_one_process(compared):
+    counts = [{line for line in (compared / name).read_text().splitlines() if "parameters" in line}
+              for name in ("one.txt", "ranks.txt")]
+    assert len(counts[1]) > len(SYSTEMS) and counts[1] <= counts[0]
+
+
+def test_float32(compared, monkeypatch):
+    monkeypatch.chdir(compared)
+    assert_equal_runs("out/single_4", "out/single_0", 1e-5)
+
+
+def test_checkpoints_know_nothing_of_the_number_of_ranks(compared, monkeypatch):
+    """5 steps in one process, 5 more on 4 ranks, 5 on 2, 5 on 1: as 20 in one process. And their
+    files have the same names, tensors and sizes."""
+    monkeypatch.chdir(compared)
+    assert_equal_runs("out/mixed", "out/resm_0", 1e-12)
+    sizes = [[path.stat().st_size for path in sorted(Path(run).glob("step_*/*.pt"))]
+             for run in ("out/resm_4", "out/resm_0")]
+    assert len(sizes[0]) == 12 and np.allclose(*sizes, rtol=0.01)
+
+
+@pytest.mark.parametrize("run", ["resm", "causal"])
+def test_the_table_of_perplexities(compared, monkeypatch, run):
+    monkeypatch.chdir(compared)
+    for where, distance, norm in differences(*(
+            json.loads(Path(f"table_{run}_{world}.json").read_text()) for world in (2, 0))):
+        assert distance <= 1e-12 * norm, where
+
+
+def test_a_mistake_is_one_line(compared, monkeypatch):
+    """Of all ranks, or of one while the others wait; all end with status 2. A rank that hangs is a
+    failure of those that wait for it."""
+    monkeypatch.chdir(compared)
+    before = set(Path().rglob("*"))
+    new = "pretrain.py", "tiny.py", "--out=out/new"
+    mistakes = {(*new, "--accumulation=5"): "2 ranks that torchrun started: --accumulation=4 or 6",
+                (*new, "--accumulation=2", "--d_model=21", "--n_head=3"): "21 cannot be cut",
+                (*new, "--acumulation=4"): "did you mean accumulation",
+                ("finetune.py", "tune.py", "--init_from=out/resm_0"): "--accumulation=2 is"}
+    process = on_ranks(*((2, "float32", *words) for words in mistakes),
+                       (2, "float32", "one_mistaken", 0), (2, "float32", "one_mistaken", 1),
+                       (2, "float32", "measure.py", "fill", "out/resm_0", "[MASK]"),
+                       (2, "float32", "hang"))
+    output, errors = process.communicate()
+    ended = [line for line in output.splitlines() if line.startswith("ended")]
+    assert [line.split(":")[0] for line in ended] == ["ended [2, 2]"] * 7 + ["ended [1, 0]"]
+    words = [*mistakes.values(), "of rank 0", "of rank 1", "one process does it", "1000ms"]
+    lines = errors.splitlines()
+    assert len(lines) == len(words), errors
+    for line, part in zip(lines, words, strict=True):
+        assert line.startswith("error: ") and part in line
+    assert set(Path().rglob("*")) == before
+
+
+def children(pid):
+    """{rank: pid} of the processes that a torchrun has started."""
+    found = {}
+    for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        environment = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
+        ranks = [int(entry[5:]) for entry in environment if entry.startswith(b"RANK=")]
+        found |= dict.fromkeys(ranks, int(number))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads Linux's /proc")
+@pytest.mark.parametrize("world", [2, 4] if KILLS > 1 else [2])
+def test_kills_change_nothing(place, world):
+    """SIGKILL of a random rank, every other time during the writing of a checkpoint, after which
+    torchrun starts all ranks again; then SIGTERM to torchrun, which saves. The end is bit for bit
+    that of as many ranks that nothing happened to."""
+    def wait_for(condition):
+        while not condition():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.0005)
+
+    def saving():
+        return list(run.glob(".tmp_step_*"))
+
+    command = [*PRETRAIN, f"--max_steps={20 + 6 * KILLS}", "--eval_interval=50", "--out=out/killed"]
+    every = [*command, "--checkpoint_interval=1"]
+    rng, run, seen = random.Random(), Path("out/killed"), 0
+    with subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                           f"--nproc_per_node={world}", f"--max-restarts={KILLS}",
+                           ROOT / every[0], *every[1:]], env=ENVIRONMENT, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        for number in range(KILLS):
+            wait_for(lambda seen=seen: steps_saved(run) > seen)
+            time.sleep(rng.random() * 0.2)  # somewhere in a step
+            if (number + KILLS) % 2:
+                wait_for(saving)
+                time.sleep(rng.random() * 0.003)
+            os.kill(children(process.pid)[rng.randrange(world)], signal.SIGKILL)
+            seen = steps_saved(run) + 1
+        wait_for(lambda: steps_saved(run) > seen)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate()
+    seen = steps_saved(run)
+    assert 0 < seen < 20 + 6 * KILLS and f"saved {run}/step_{seen:06d}; go on with" in output
+    finish(on_ranks((world, "float32", *every),
+                    (world, "float32", *command, "--checkpoint_interval=99", "--out=out/whole")))
+    assert_equal_runs(run, "out/whole", 0.0)
+    assert not list(run.rglob(".tmp_*"))

@@ -1,0 +1,399 @@
+"""
+Models with memory in transformers: exported ones, and memories added to its own encoders.
+"""
+import copy
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lib.for_transformers.add_memory import add_memory
+from lib.for_transformers.export import main
+from lib.training.trainer import Trainer
+from lib.weights.checkpoint import find_weights, load_model, load_run, model_file, save_files
+from lib.weights.huggingface import read_tensors, their_names
+from model import value_tables
+from pkm import LazyAdam
+from tests.helpers import ROOT, assert_near, assert_same, train
+from tests.weights.test_huggingface import saved_run, tiny_head
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules(tmp_path_factory):
+    """A folder for the code that transformers copies from models."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE",
+                      str(tmp_path_factory.mktemp("modules")))
+        patch.setattr(sys, "path", [*sys.path])
+        yield
+
+
+def batch(size=40):
+    """Ids, a mask of 0 and 1 and token types, of three padded sentences."""
+    mask = torch.arange(20) < torch.tensor([[20], [13], [5]])
+    return torch.randint(size, (3, 20)), mask.long(), torch.randint(2, (3, 20))
+
+
+def spread(model):
+    """Draw all weights so that each shows in the output."""
+    torch.manual_seed(0)
+    for name, p in model.named_parameters():
+        nn.init.normal_(p, float("norm" in name.lower() and "weight" in name), 0.4)
+    return model
+
+
+# exported models
+
+HEADS = {None: "MaskedLM", "classifier": "SequenceClassification", "span": "QuestionAnswering"}
+
+
+def exported(tmp_path, head, **settings):
+    """A model of ours with memory, whose batch norm has statistics, and its folder."""
+    pytest.importorskip("safetensors")
+    labels = ("a", "b", "c") if head == "classifier" else ()
+    model = tiny_head(head, labels, **{"memory_layers": (1, 3), "dropout": 0.0, **settings})
+    run = saved_run(tmp_path, model, labels=labels)
+    with torch.no_grad():
+        model.train()(*batch())
+    save_files(tmp_path / "trained", {
+        "model": model_file(model, labels)})
+    (tmp_path / "vocab.txt").write_text((run / "vocab.txt").read_text())
+    main([str(tmp_path / "trained"), str(tmp_path / "out")])
+    return model.eval(), tmp_path / "out"
+
+
+def load(folder, head, missing=()):
+    auto = getattr(transformers, f"AutoModelFor{HEADS[head]}")
+    model, loading = auto.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    assert set(loading["missing_keys"]) == set(missing) and not loading["mismatched_keys"]
+    return model
+
+
+def logits(model, ids, mask, types):
+    out = model(ids, attention_mask=mask, token_type_ids=types)
+    return torch.stack([out.start_logits, out.end_logits], 2) if "start_logits" in out else out[0]
+
+
+@pytest.mark.parametrize("alpha, beta", [(0.0, 0.7), (0.6, 1.5)], ids=["PKM", "ResM"])
+@pytest.mark.parametrize("head", HEADS)
+def test_an_exported_memory_gives_the_same_logits_in_transformers(tmp_path, head, alpha, beta):
+    model, folder = exported(tmp_path, head, alpha=alpha, beta=beta)
+    theirs, (ids, mask, types) = load(folder, head), batch()
+    where = ... if head == "classifier" else mask.bool()
+    with torch.no_grad():
+        ours, exact = model.double()(ids, mask, types), logits(theirs.double(), ids, mask, types)
+        assert_near(exact[where], ours[where], 1e-12)
+        model.float()
+        first = logits(theirs.float(), ids, mask, types)
+        theirs.save_pretrained(tmp_path / "again")
+        again = load(tmp_path / "again", head)
+        assert torch.equal(logits(again, ids, mask, types), first)
+    transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True).save_pretrained(
+        tmp_path / "again")
+    back = load_model(tmp_path / "again").state_dict()  # and this project reads it
+    names = [n for n in back if head == "classifier" or not n.startswith("bert.pooler.")]
+    saved = model.state_dict()
+    assert_same({n: saved[n] for n in names}, {n: back[n] for n in names})
+    assert find_weights(tmp_path / "again")
+    words = load_run(tmp_path / "again")[1].encode("w3 w5").tokens
+    assert words == ["[CLS]", "w3", "w5", "[SEP]"]
+
+
+def test_an_exported_memory_trains_in_transformers(tmp_path):
+    model, folder = exported(tmp_path, "classifier", alpha=0.5)
+    theirs, (ids, mask, types) = load(folder, "classifier"), batch()
+    labels = torch.tensor([0, 2, 1])
+    rest = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, theirs)]
+    values = [LazyAdam(value_tables(model).values(), lr=0.1), theirs.value_optimizer(lr=0.1)]
+    for _ in range(3):
+        model.train()(ids, mask, types, labels).backward()
+        theirs.train()(ids, mask, types, labels=labels).loss.backward()
+        for optimizer in (*rest, *values):
+            optimizer.step()
+            optimizer.zero_grad()
+    table = theirs.bert.encoder.layer[2].memory.values.weight
+    assert_near(table, model.bert.layers[2].memory.values.weight, 1e-5)
+    with torch.no_grad():
+        assert_near(logits(theirs.eval(), ids, mask, types), model.eval()(ids, mask, types), 1e-4)
+
+
+def test_an_exported_model_cannot_lose_its_memory(tmp_path):
+    """transformers' own classes refuse it, with a word on what to do; its own code is clean."""
+    model, folder = exported(tmp_path, None, type_vocab=0)
+    for name in ("BertForMaskedLM", "BertModel", "BertForSequenceClassification"):
+        with pytest.raises(KeyError, match="trust_remote_code=True"):
+            getattr(transformers, name).from_pretrained(folder)
+    pytest.importorskip("ruff")
+    subprocess.run([sys.executable, "-m", "ruff", "check", "--isolated", folder], check=True)
+    pipeline = transformers.pipeline("fill-mask", str(folder), trust_remote_code=True)
+    ids = torch.tensor([[2, 8, 4, 12, 3]])
+    with torch.no_grad():
+        best = model(ids)[0, 2].softmax(0).max()
+    assert pipeline("w3 [MASK] w7")[0]["score"] == pytest.approx(best.item(), rel=1e-5)
+    other = load(folder, "classifier", [f"{part}.{name}" for part in (
+        "bert.pooler.dense", "classifier") for name in ("weight", "bias")])  # random ones
+    assert_near(other.bert.encoder.layer[0].memory.keys, model.bert.layers[0].memory.keys, 0)
+
+
+# memories in transformers' encoders
+
+SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 64,
+         "num_attention_heads": 4, "max_position_embeddings": 24}
+DISTIL = {"vocab_size": 40, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64,
+          "max_position_embeddings": 24}
+MEMORY = {"n_keys": 4, "heads": 2, "topk": 3, "key_dim": 4}
+KINDS = ["BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForSequenceClassification",
+         "ElectraForPreTraining"]
+
+
+def encoder(kind, **more):
+    """A random transformers model, in float64 and in evaluation mode."""
+    name = kind.partition("For")[0]
+    sizes = DISTIL if name == "DistilBert" else SIZES
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **more})
+    return spread(getattr(transformers, kind)(config)).double().eval()
+
+
+def layers_of(model):
+    base = model.base_model
+    return base.transformer.layer if hasattr(base, "transformer") else base.encoder.layer
+
+
+def by_hand(layer, x, mask, alpha, beta):
+    """LN(x + alpha * FFN(x) + beta * PKM(x)) from a layer's own parts, x the FFN's input."""
+    if hasattr(layer, "ffn"):
+        norm = layer.output_layer_norm
+        up, down = (layer.ffn.lin1, layer.ffn.lin2) if alpha else (None, None)
+    else:
+        norm = layer.output.LayerNorm
+        up, down = (layer.intermediate.dense, layer.output.dense) if alpha else (None, None)
+    ffn = 0.0
+    if alpha:  # without the hooks
+        ffn = F.linear(F.gelu(up(x)), down.weight, down.bias)
+    read, memory = torch.zeros_like(x), layer.memory
+    for sentence, real in enumerate(mask.bool()):  # no padded token is looked up
+        slots, weights = memory.search(memory.query_norm(memory.query(x[sentence][real])))
+        read[sentence, real] = torch.einsum("thk, thkd -> td", weights,
+                                            memory.values.weight[slots.long()])
+    return norm(x + alpha * ffn + beta * read)
+
+
+@pytest.mark.parametrize("alpha, beta", [(1, 1), (0, 1), (0.6, 1.5)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_with_memory_is_the_formula(kind, alpha, beta):
+    model = encoder(kind)
+    tables = add_memory(model, (1, 3), alpha, beta, **MEMORY)
+    assert list(tables) == [1, 3] and not layers_of(model)[2].memory.query_norm.training
+    inside = [name for name, _ in layers_of(model)[0].named_parameters()
+              if name.startswith(("intermediate", "ffn"))]
+    assert bool(inside) == (alpha != 0)
+    spread(model)
+    ids, mask, _ = batch()
+    seen, layers = {}, layers_of(model)
+
+    def keep(number, name):
+        def hook(module, args, output):
+            seen[number, name] = output[0] if isinstance(output, tuple) else output
+        return hook
+
+    for n in (1, 3):
+        attention = getattr(layers[n - 1], "sa_layer_norm", layers[n - 1].attention)
+        attention.register_forward_hook(keep(n, "x"))
+        layers[n - 1].register_forward_hook(keep(n, "y"))
+    with torch.no_grad():
+        copy.deepcopy(model)  # whose hooks are not the model's
+        model(ids, attention_mask=mask)
+        for n in (1, 3):
+            expected = by_hand(layers[n - 1], seen[n, "x"], mask, alpha, beta)
+            assert_near(seen[n, "y"][mask.bool()], expected[mask.bool()], 1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_stays_out_of_the_batch_statistics(kind):
+    ids, mask, _ = batch()
+    statistics = []
+    for padding in (0, 7):
+        model = encoder(kind)
+        torch.manual_seed(1)
+        add_memory(model, (2,), **MEMORY)
+        with torch.no_grad():
+            model.train()
+            for module in model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
+            model(ids.where(mask.bool(), torch.tensor(padding)), attention_mask=mask)
+        norm = layers_of(model)[1].memory.query_norm
+        statistics.append(torch.cat([norm.running_mean, norm.running_var]))
+    assert_near(*statistics, 1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_beta_0_is_the_model_without(kind):
+    model, (ids, mask, _) = encoder(kind), batch()
+    with torch.no_grad():
+        before = model(ids, attention_mask=mask)[0]
+        assert add_memory(model, (1, 3), beta=0, **MEMORY) == {}
+        assert torch.equal(model(ids, attention_mask=mask)[0], before)
+
+
+def test_a_copy_has_hooks_of_its_own():
+    model = encoder("BertForMaskedLM")
+    add_memory(model, (2,), **MEMORY)
+    ids, mask, _ = batch()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        before = other(ids, mask)[0]
+        assert torch.equal(model(ids, mask)[0], before)
+        layers_of(model)[1].memory.values.weight.zero_()
+        assert torch.equal(other(ids, mask)[0], before)
+        assert not torch.equal(model(ids, mask)[0], before)
+
+
+def test_classes_of_the_same_layers_work_and_others_are_refused():
+    class Mine(transformers.BertPreTrainedModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.bert, self.top = transformers.BertModel(config), nn.Linear(32, 1)
+            self.post_init()
+
+        def forward(self, ids, attention_mask):
+            return self.top(self.bert(ids, attention_mask=attention_mask)[0])
+
+    ids, mask, _ = batch()
+    mine = Mine(transformers.BertConfig(**SIZES))
+    assert len(add_memory(mine, (2,), **MEMORY)) == 1 and mine(ids, mask).shape == (3, 20, 1)
+    gpt2 = transformers.GPT2Model(transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2))
+    vit = transformers.ViTModel(transformers.ViTConfig(  # pre-LN, with an output of the same name
+        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8))
+    chunked = encoder("BertForMaskedLM", chunk_size_feed_forward=4)
+    for model in (gpt2, vit, chunked, nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match=f"{type(model).__name__}: expected a model"):
+            add_memory(model)
+    for args, words in ({"layers": (4,)}, "no layer 4"), ({"alpha": 0, "beta": 0}, "neither"):
+        with pytest.raises(ValueError, match=words):
+            add_memory(encoder("BertForMaskedLM"), **{"layers": (2,), **args})
+    with pytest.raises(ValueError, match="memory already"):
+        add_memory(mine, (1,))
+    with pytest.raises(ValueError, match=r"attention_mask of shape \(3, 20, 20\)"):
+        mine(ids, mask[:, None].expand(3, 20, 20))
+
+
+# the page about it
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "results/transformers.md").read_text(), re.DOTALL)
+
+
+def run_block(word, names):
+    """Run the page's first block with this word in it, in a dict of names."""
+    exec(next(block for block in BLOCKS if word in block), names)  # noqa: S102
+    return names
+
+
+def test_the_pages_examples_run(place, capsys, monkeypatch):
+    pytest.importorskip("accelerate")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert train("--out=out/demo_resm_init", "--max_steps=1", "--eval_interval=100") == 0
+    names = run_block("load_run", {})
+    alone = names["model"](names["ids"][1:, :5])
+    assert_near(names["logits"][1, :5], alone[0], 1e-5)
+    assert names["mask"].sum() == len(names["slots"][2]) and names["slots"].keys() == {2, 3}
+    main(["out/demo_resm_init", "my_model"])
+    card = Path("my_model/README.md").read_text()
+    assert "| memory_layers" in card and "- perplexity" in card and "- layer 3: MU" in card
+    run_block("fill-mask", names)
+    assert load_run("saved")
+    sizes = {**SIZES, "num_hidden_layers": 8, "hidden_size": 8, "vocab_size": 26}
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+    bert.save_pretrained("bert-base-uncased")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"my_model/{name}", "bert-base-uncased")
+    for word in ("StepValues(Tr", "TrainingArguments(", "again"):
+        run_block(word, names)
+    trained, again = names["model"].state_dict(), names["again"].state_dict()
+    assert_same(dict(trained), dict(again))
+    moments = torch.load("out/trainer/checkpoint-4/values.pt")["state"]
+    assert [each["step"] for each in moments.values()] == [4, 4]
+    assert len(BLOCKS) == 5
+
+
+class Batches:
+    """Batches as the Trainer of training.py takes them, and as that of transformers does."""
+    unit, size, accumulation = "tokens", 60, 1
+
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        mask = np.arange(20) < np.array([[20], [13], [5]])
+        self.all = []
+        for _ in range(20):
+            labels = np.where(mask & (rng.random((3, 20)) < 0.3), rng.integers(40, size=(3, 20)), -100)
+            ids = rng.integers(1, 40, size=(3, 20))  # 0: transformers learns no padding embedding
+            self.all.append({"ids": ids, "mask": mask, "labels": labels})
+
+    def get(self, step, micro):
+        return self.all[step]
+
+    def share(self, step, micro):
+        return 1.0
+
+    def theirs(self):
+        for each in self.all:
+            each = {name: torch.from_numpy(array) for name, array in each.items()}
+            yield {"input_ids": each["ids"], "attention_mask": each["mask"].long(),
+                   "labels": each["labels"]}
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6])
+def test_trainer_does_the_steps_of_our_loop(tmp_path, monkeypatch, alpha):
+    pytest.importorskip("accelerate")
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # of our loss
+    batches, memory = Batches(), {"alpha": alpha, "beta": 1.5}
+    model, folder = exported(tmp_path, None, **memory)
+    config = SimpleNamespace(seed=0, lr=3e-3, warmup_steps=0, max_steps=20, value_lr=1e-2,
+                             weight_decay=0.1, grad_clip=1.0, compile="off")
+    ours = Trainer(config, model.double().train(), batches, torch.device("cpu"),
+                            torch.float32)
+    for step in range(20):
+        ours.step(step)
+
+    sizes = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    theirs = transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).double()
+    tables = add_memory(theirs, (1, 3), **memory, **MEMORY)
+    weights = read_tensors(folder / "model.safetensors")
+    assert not [name for name in theirs.load_state_dict(weights, strict=False).missing_keys
+                if "decoder" not in name]
+    step_values = run_block("StepValues(Tr", {})["StepValues"](
+        LazyAdam(tables.values(), lr=config.value_lr))
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "trainer"), max_steps=20, learning_rate=config.lr, adam_epsilon=1e-6,
+        weight_decay=config.weight_decay, save_strategy="no", report_to="none", use_cpu=True,
+        disable_tqdm=True)
+
+    class InOrder(transformers.Trainer):
+        def get_train_dataloader(self):
+            return list(batches.theirs())
+
+        def get_decay_parameter_names(self, model):  # none on a memory, as in adamw()
+            names = super().get_decay_parameter_names(model)
+            return [name for name in names if ".memory." not in name]
+
+    InOrder(theirs, arguments, callbacks=[step_values]).train()
+    trained = theirs.state_dict()
+    for name, w in model.state_dict().items():
+        if w.is_floating_point() and "pooler" not in name:
+            parts = [f"{'bert.' * name.startswith('bert.')}{n}"
+                     for n in their_names(name)]
+            assert_near(torch.cat([trained[n] for n in parts]) if len(parts) > 1
+                        else trained[parts[0]], w, 1e-10)
+    for number, values in value_tables(model).items():
+        assert not torch.equal(values.weight, weights[
+            f"bert.encoder.layer.{number - 1}.memory.values.weight"].double())

@@ -1,0 +1,141 @@
+"""
+bench.py: the baselines compute the same numbers, and every comparison runs.
+"""
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench
+import pkm
+from lib.common.errors import UserError, run_main
+from tests.helpers import assert_near
+
+
+def test_the_layer_equals_the_plain_baseline():
+    """bench.py's ratios compare two ways to the same numbers: outputs, gradients, SparseAdam."""
+    torch.manual_seed(0)
+    ours = pkm.PKM(16, n_keys=8, heads=2, topk=4, key_dim=8)
+    plain = bench.PlainPKM(16, n_keys=8, heads=2, topk=4, key_dim=8)
+    plain.load_state_dict(ours.state_dict())
+    sparse_adam = torch.optim.SparseAdam(plain.values.parameters(), lr=0.01)
+    lazy_adam = pkm.LazyAdam([ours.values], lr=0.01)
+    for _ in range(3):
+        x, weight = torch.randn(2, 300, 16)  # more than backward takes at once
+        outputs = [model(x) for model in (ours, plain)]
+        for output in outputs:
+            (output * weight).sum().backward()
+        assert_near(*outputs, 1e-6)
+        assert_near(ours.keys.grad, plain.keys.grad, 1e-5)
+        assert_near(ours.query.weight.grad, plain.query.weight.grad, 1e-5)
+        sparse_adam.step()
+        lazy_adam.step()
+        for to_clear in (ours, lazy_adam, plain):
+            to_clear.zero_grad()
+        assert_near(ours.values.weight, plain.values.weight, 1e-5)
+
+
+def test_flat_keys_are_all_compared():
+    memory = bench.FlatPKM(6, n_keys=5, heads=2, topk=3, key_dim=4).eval()
+    x = torch.randn(7, 6)
+    query = memory.query_norm(memory.query(x)).view(7, 2, 1, 4)
+    score, slots = (query * memory.keys).sum(3).sort(descending=True)  # (7, 2, 25)
+    found, weights = memory.search(memory.query_norm(memory.query(x)))
+    assert torch.equal(found, slots[..., :3])
+    torch.testing.assert_close(weights, score[..., :3].softmax(2))
+
+
+@pytest.mark.parametrize("args", [
+    ["--sizes", "demo", "--lengths", "8"], ["inference", "--slots", "32", "33", "--lengths", "4"],
+    ["layer", "--tokens", "6"], ["train", "--size", "demo", "--length", "16", "--batch_size", "2"],
+    ["causal", "--size", "demo", "--layers", "4", "--lengths", "8", "--length", "16"],
+    ["causal", "--slots", "32", "33", "--size", "demo", "--layers", "4", "--lengths", "8"],
+    ["against_transformers", "--size", "demo", "--lengths", "8", "--length", "16"]],
+    ids=lambda args: " ".join(args[:2]))
+def test_bench(tmp_path, monkeypatch, capsys, args):
+    if "against_transformers" in args:
+        pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(bench.SIZES, "base", bench.SIZES["demo"])  # of --slots and layer
+    monkeypatch.setitem(bench.LAYERS, "base", (2, 3))
+    n_keys = [] if "against_transformers" in args else ["--n_keys", "32"]
+    monkeypatch.setattr(sys, "argv", ["bench.py", *args, "--rounds", "2", *n_keys,
+                                      "--out", "results/x.json"])
+    bench.main()
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert json.loads(line) == json.loads(Path("results/x.json").read_text())
+    record = json.loads(line)
+    assert record["results"] and record["rounds"] == 2 and record["dtype"] == "float32"
+    if args[0] == "train":
+        assert [r["model"] for r in record["results"]] == ["demo plain", "demo +PKM", "demo +ResM"]
+    if "--slots" in args:
+        kinds = 1 if args[0] == "causal" else 2
+        assert [r["slots"] for r in record["results"]] == [1024, 1089] * kinds
+    elif args[0] == "causal":
+        names = ["4 layers", "8 layers", "4 layers, memory"]
+        assert [r["model"] for r in record["results"]] == names * 2
+
+
+def run_train(monkeypatch, *args):
+    monkeypatch.setattr(sys, "argv", ["bench.py", "train", "--size", "demo", "--length", "16",
+                                      "--rounds", "1", "--n_keys", "32", *args])
+    bench.main()
+
+
+def test_compiled_training(monkeypatch, capsys):
+    compiled = []
+
+    def compile_without_inductor(model):
+        compiled.append(model)
+        return torch_compile(model, backend="aot_eager")
+
+    torch_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_without_inductor)
+    run_train(monkeypatch, "--compile", "--batch_size", "2", "--systems", "+ResM")
+    torch._dynamo.reset()
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(compiled) == len(record["results"]) == 1
+
+
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nMore"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")])
+def test_out_of_memory_halves_the_batch_then_is_one_line(monkeypatch, capsys, error):
+    batches, step = [], bench.training_step
+
+    def failing_step(largest):
+        def training_step(*args):
+            def run():
+                batches.append(len(args[3].keywords["ids"]))
+                if batches[-1] > largest:
+                    raise error
+                function()
+            function = step(*args)
+            return run
+        return training_step
+
+    monkeypatch.setattr(bench, "training_step", failing_step(2))
+    run_train(monkeypatch, "--batch_size", "8", "--systems", "plain")
+    assert list(dict.fromkeys(batches)) == [8, 4, 2]
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["results"][0]["tokens"] == 2 * 16
+    monkeypatch.setattr(bench, "training_step", failing_step(0))
+    with pytest.raises(SystemExit) as end:
+        run_main(lambda: run_train(monkeypatch, "--batch_size", "8"))
+    said = capsys.readouterr().err.splitlines()
+    assert end.value.code == 1 and "Take a smaller batch_size" in said[-1]
+    assert not any("Traceback" in line for line in said)
+
+
+def test_float16_training_is_refused(monkeypatch):
+    monkeypatch.setattr("bench.choose_device", lambda *_: (torch.device("cpu"), torch.float16))
+    with pytest.raises(UserError, match="timed in float32 and bfloat16"):
+        run_train(monkeypatch)
+
+
+def test_what_does_not_fit_is_skipped(capsys):
+    assert bench.fits("little", 1, torch.device("cpu"))
+    assert not bench.fits("a model", 1e18, torch.device("cpu"))
+    assert "skipped: a model" in capsys.readouterr().out

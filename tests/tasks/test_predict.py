@@ -1,0 +1,126 @@
+"""
+A fine-tuned model on new text, and what fine-tuning writes of its dev split.
+"""
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import measure
+from lib.common.errors import UserError
+from lib.corpus.vocabulary import load_tokenizer
+from lib.tasks.glue import TEXTS, find_task, read_split
+from lib.tasks.predict import read_table
+from lib.weights.checkpoint import load_model
+from tests.helpers import ROOT, squad_file, tune
+
+
+def rows_of(path):
+    return [line.split("\t") for line in Path(path).read_text().removesuffix("\n").split("\n")]
+
+
+def predict(run, file):
+    measure.main(["predict", str(run), str(file), "--out", "said", "--device", "cpu"])
+    return rows_of("said.tsv")
+
+
+@torch.no_grad()
+def say(run, *texts):
+    """The logits of one example, alone and without padding."""
+    tokenizer, model = load_tokenizer(run / "vocab.txt"), load_model(run).eval()
+    tokenizer.encode_special_tokens = True
+    parts = [[*tokenizer.encode(text, add_special_tokens=False).ids, 3] for text in texts]
+    ids = [2, *itertools.chain(*parts)]
+    types = [int(n > len(parts[0])) for n in range(len(ids))]
+    return model(torch.tensor([ids]), token_types=torch.tensor([types]))[0]
+
+
+def test_classes_with_probabilities(tuned):
+    assert tune("--epochs=1") == 0
+    run, vocab = Path("out/tiny_own/seed0"), Path("tiny.txt").read_text().split()[5:]
+    texts = [" ".join(np.random.default_rng(n).choice(vocab, n)) for n in (5, 1, 30, 2)]
+    texts.insert(2, "")  # an empty text stays in its place
+    texts.append("a [SEP] cat")
+    Path("new.tsv").write_text("\n".join(["sentence", *texts]) + "\n\n")
+    header, *rows = predict("out/tiny_own", "new.tsv")
+    assert header == ["sentence", "prediction", "probability"] and len(rows) == 6
+    labels = torch.load(run / "best/model.pt", weights_only=True)["labels"]
+    for text, (said, label, probability) in zip(texts, rows, strict=True):
+        expected = say(run, text).softmax(0)
+        assert said == text and label == labels[expected.argmax()]
+        assert float(probability) == pytest.approx(expected.max().item(), abs=1e-4)
+    Path("more.tsv").write_text("id\tlabel\tsentence\n7\tnone\tcat\n")  # other columns stay
+    header, row = predict(run, "more.tsv")
+    assert header == ["id", "label", "sentence", "prediction", "probability"]
+    assert row[:3] == ["7", "none", "cat"]
+
+    out = subprocess.run([sys.executable, ROOT / "measure.py", "predict", run, "-"], check=True,
+                         input=Path("new.tsv").read_bytes(), capture_output=True)
+    assert [line.split("\t") for line in out.stdout.decode().splitlines()][1:] == rows
+
+    header, *dev = rows_of(run / "predictions_dev.tsv")
+    assert header == ["index", "sentence", "label", "prediction", "probability"]
+    assert [row[1:3] for row in dev] == rows_of("own/dev.tsv")[1:]
+    _, *again = predict(run, "own/dev.tsv")
+    assert [row[3:] for row in dev] == [row[2:] for row in again]
+    right = np.mean([label == predicted for _, _, label, predicted, _ in dev])
+    assert right == json.loads((run / "eval_results.json").read_text())["eval_accuracy"]
+
+
+@pytest.mark.parametrize("text, message", [
+    (None, r"new.tsv: no such file"),
+    ("", r"new.tsv:1: columns \[\], 0 rows: expected a header with sentence, or sentence1 and"),
+    ("text\na\n", r"new.tsv:1: columns \['text'\], 1 rows: expected a header with sentence, or"),
+    ("sentence\n", "0 rows"),
+    ("id\tsentence\n1\ta\n\n3\tc\n", "new.tsv:3: 1 fields, expected 2"),
+    ("sentence\na\tb\n", "new.tsv:2: 2 fields, expected 1")])
+def test_a_file_that_cannot_be_read(workdir, text, message):
+    if text is not None:
+        Path("new.tsv").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_table(Path("new.tsv"), TEXTS, "sentence, or sentence1 and sentence2")
+
+
+def test_scores_of_pairs(tuned):
+    assert tune("--task=pairs", "--epochs=1") == 0
+    header, *rows = predict("out/tiny_pairs", "pairs/test.tsv")
+    assert header == ["sentence1", "sentence2", "prediction"] and len(rows) == 7
+    for first, second, score in rows:
+        expected = say(Path("out/tiny_pairs/seed0"), first, second)
+        assert float(score) == pytest.approx(expected.item(), abs=1e-3)
+    header, *rows = rows_of("out/tiny_pairs/seed0/predictions_dev.tsv")
+    assert header == ["index", "sentence1", "sentence2", "label", "prediction"]
+    assert [float(row[3]) for row in rows] == read_split(find_task("pairs"), "dev")[1].tolist()
+
+
+def test_answers_with_scores(tuned):
+    args = ["--task=squad", "--max_len=24", "--doc_stride=8", "--dropout=0", "--max_steps=60"]
+    assert tune(*args) == 0
+    found = json.loads(Path("out/tiny_squad/seed0/predictions_dev.json").read_text())
+    assert found == {"q0": "cat", "q1": "cat"}
+    content = squad_file(Path("new.json"))
+    for question in content["data"][0]["paragraphs"][0]["qas"]:
+        del question["answers"]  # what one wants to know
+    Path("new.json").write_text(json.dumps(content))
+    header, *rows = predict("out/tiny_squad", "new.json")
+    assert header == ["id", "question", "prediction", "score"]
+    assert [row[:3] for row in rows] == [["q0", "no cat ?", "cat"], ["q1", "no cat ?", "cat"]]
+    contexts = ["the cat saw", "the dog saw the cat .", ""]
+    Path("new.tsv").write_text("\n".join(["context\tquestion", *(
+        f"{context}\tno cat ?" for context in contexts)]))
+    header, *table = predict("out/tiny_squad", "new.tsv")
+    assert header == ["context", "question", "prediction", "score"]
+    assert [row[0] for row in table] == contexts and table[2][2:] == ["", "-inf"]
+    for context, question, answer, score in table[:2]:
+        logits = say(Path("out/tiny_squad/seed0"), question, context)
+        first = len(logits) - 1 - len(context.split())
+        pairs = {(logits[s, 0] + logits[e, 1]).item(): (s, e) for s in range(first, len(logits) - 1)
+                 for e in range(s, len(logits) - 1)}
+        start, end = pairs[max(pairs)]
+        assert answer == " ".join(context.split()[start - first:end - first + 1])
+        assert float(score) == pytest.approx(max(pairs), abs=2e-3)

@@ -1,0 +1,557 @@
+"""
+Pretraining: where it starts, what it leaves, and that no kill, signal or full disk changes it.
+
+$ PKM_TEST_KILLS=20 python -m pytest -k killed      # more SIGKILLs than 5
+"""
+import collections
+import contextlib
+import copy
+import hashlib
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import pretrain
+from lib.common.errors import Failure, UserError
+from lib.corpus.batches import Corpus, MaskedBatches
+from lib.training.trainer import (
+    Trainer,
+    adamw,
+    check_finite,
+    compile_model,
+    flops_per_token,
+    learning_rate,
+    optimizer_groups,
+    peak_flops,
+    to_device,
+)
+from lib.weights.checkpoint import (
+    find_checkpoint,
+    init_from,
+    load_model,
+    load_optimizers,
+    save_checkpoint,
+)
+from model import Classifier, SpanReader, value_tables
+from pkm import LazyAdam
+from tests.helpers import (
+    KILLS,
+    ROOT,
+    TINY,
+    assert_same,
+    command,
+    files,
+    log,
+    save_model,
+    steps_saved,
+    tiny_bert,
+    train,
+)
+
+
+def test_optimizer_groups():
+    model = tiny_bert(memory_layers=(2, 3))
+    decayed, others = optimizer_groups(model, 0.3)
+    assert decayed["weight_decay"] == 0.3 and others["weight_decay"] == 0
+    found = collections.Counter(id(p) for group in (decayed, others) for p in group["params"])
+    for name, p in model.named_parameters():
+        assert found.pop(id(p), 0) == (0 if name.endswith("values.weight") else 1), name
+        if "norm" in name or name.endswith("bias") or ".memory." in name:
+            assert not any(p is q for q in decayed["params"]), name
+        elif not name.endswith("values.weight"):
+            assert not any(p is q for q in others["params"]), name
+    assert not found
+
+
+def test_an_older_run_keeps_its_weight_decay_and_its_moments(tmp_path, capsys):
+    """An older version had the memory's query weights and sub-keys among the decayed."""
+    model = tiny_bert(memory_layers=(2, 3))
+    tables = {id(table.weight) for table in value_tables(model).values()}
+    dense = [p for p in model.parameters() if id(p) not in tables]
+    old = torch.optim.AdamW([{"params": [p for p in dense if p.dim() > 1], "weight_decay": 0.3},
+                             {"params": [p for p in dense if p.dim() <= 1], "weight_decay": 0.0}])
+    for p in dense:
+        p.grad = torch.randn_like(p)
+    old.step()
+    values = LazyAdam(value_tables(model).values())
+    folder = save_checkpoint(tmp_path, model, old, values, {"step": 3})
+    new = adamw(model, pretrain.Config(), torch.device("cpu"))
+    assert load_optimizers(folder, model, new, values) == {"step": 3}
+    assert "with weight decay on the memory" in capsys.readouterr().out
+    for p in dense:
+        assert_same(dict(new.state[p]), dict(old.state[p]))
+    for ours, theirs in zip(new.param_groups, old.param_groups, strict=True):
+        assert ours["weight_decay"] == theirs["weight_decay"]
+        assert list(map(id, ours["params"])) == list(map(id, theirs["params"]))
+
+
+@pytest.mark.parametrize("memory", [{}, {"memory_layers": (2,)},
+                                    {"memory_layers": (2, 3), "alpha": 0.0}])
+def test_flops_are_torchs_count(memory):
+    model = tiny_bert(max_len=20, **memory)
+    ids, positions = torch.zeros(2, 20, dtype=torch.long), torch.tensor([[1, 5, 9]] * 2)  # 15%
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(ids, positions=positions, labels=positions).backward()
+    assert flops_per_token(model, 20) == pytest.approx(counter.get_total_flops() / 40)
+
+
+@pytest.mark.parametrize("card, peak", [
+    ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA L4", 121e12),
+    ("NVIDIA L40S", None), ("NVIDIA GeForce RTX 4090", 165e12)])
+def test_peak_flops_of_a_card(monkeypatch, card, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+    assert peak_flops(torch.device("cuda")) == peak
+    assert peak_flops(torch.device("cpu")) is None
+
+
+class TwoBatches:
+    """Two micro-batches a step, of random tokens."""
+
+    accumulation, size, unit = 2, 2, "examples"
+
+    def share(self, step, micro):
+        return 0.5
+
+    def get(self, step, micro):
+        rng = np.random.default_rng([step, micro])
+        return {"ids": rng.integers(40, size=(3, 10)), "labels": rng.integers(40, size=(3, 10))}
+
+
+def test_two_steps_equal_the_formulas():
+    """Mean gradient, clipping, warm-up, AdamW with Devlin et al.'s betas and epsilon, weight decay
+    on matrices outside the memory, SparseAdam's update of the rows that were read; in float64."""
+    config = pretrain.Config(lr=0.01, warmup_steps=4, max_steps=8, value_lr=0.02, grad_clip=0.05,
+                             weight_decay=0.3, dropout=0.0)
+    model = tiny_bert(memory_layers=(2,), dropout=0.0).double()
+    ours = copy.deepcopy(model)
+    trainer = Trainer(config, ours, TwoBatches(), torch.device("cpu"), torch.float32)
+    moments = {}
+    for step in range(2):
+        loss, norm = trainer.step(step)
+        table = model.bert.layers[1].memory.values
+        rows, values = [], nn.Parameter(table.weight.detach().clone())
+        table.forward = lambda slots, weights, dtype, values=values, rows=rows: (
+            rows.append(slots), (values[slots.long()] * weights[..., None]).sum((1, 2)))[1]
+        model.zero_grad()
+        losses = []
+        for micro in range(2):
+            batch = to_device(trainer.batches.get(step, micro), torch.device("cpu"))
+            logits = model(batch["ids"])
+            losses.append(F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()))
+            (losses[-1] / 2).backward()
+        assert loss.item() == pytest.approx((sum(losses) / 2).item(), rel=1e-6)
+        dense = {n: p for n, p in model.named_parameters() if p is not table.weight}
+        total = sum((p.grad**2).sum() for p in dense.values() if p.grad is not None)
+        assert norm.item() == pytest.approx(total.sqrt().item(), rel=1e-6) and norm > 0.05
+        lr = 0.01 * (step + 1) / 4
+        with torch.no_grad():
+            for name, p in [*dense.items(), ("values", values)]:
+                if p.grad is None:  # the pooler
+                    continue
+                grad = p.grad if name == "values" else p.grad * 0.05 / (norm + 1e-6)
+                m, v = moments.get(name, (0.0, 0.0))
+                m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
+                mean, square = m / (1 - 0.9**(step + 1)), v / (1 - 0.999**(step + 1))
+                if name == "values":  # epsilon before the correction; rows not read stay
+                    size = 0.02 * mean / (square.sqrt() + 1e-8 / math.sqrt(1 - 0.999**(step + 1)))
+                    read = torch.zeros(len(p), 1).index_fill(0, torch.cat(rows).flatten().long(), 1)
+                    moments[name] = [torch.where(read > 0, new, old) for new, old in
+                                     zip((m, v), moments.get(name, (0 * m, 0 * v)), strict=True)]
+                    table.weight -= size * read
+                else:
+                    decay = 0.3 if p.dim() > 1 and ".memory." not in name else 0.0
+                    p -= lr * (mean / (square.sqrt() + 1e-6) + decay * p)
+                    moments[name] = (m, v)
+        for (name, p), q in zip(model.named_parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(q, p, rtol=0, atol=1e-7, msg=f"step {step}: {name}")
+
+
+def test_dropout_is_a_function_of_seed_and_step():
+    """Another one at every step and for every seed, the same one again for a resumed run."""
+    def losses(seed, steps):
+        config = pretrain.Config(seed=seed, lr=0.0, value_lr=0.0, max_steps=9, warmup_steps=0)
+        trainer = Trainer(config, tiny_bert(dropout=0.5), batches, torch.device("cpu"),
+                                   torch.float32)
+        return [trainer.step(step)[0].item() for step in steps]
+
+    batches = TwoBatches()
+    batches.get = lambda step, micro: TwoBatches.get(batches, 0, 0)  # always the same one
+    found = losses(0, range(3))
+    assert len({*found, *losses(1, range(3))}) == 6
+    assert losses(0, [2]) == found[2:]
+
+
+@pytest.fixture
+def plain_run(tmp_path):
+    """A run with one checkpoint of a model without memory."""
+    model = tiny_bert(seed=1)
+    return model.state_dict(), save_model(tmp_path / "run", model)
+
+
+@pytest.mark.parametrize("alpha, reinit_ffn", [(1.0, False), (0.0, False), (1.0, True)],
+                         ids=["ResM", "PKM", "ResM'"])
+def test_init_from(plain_run, capsys, alpha, reinit_ffn):
+    trained, initial = plain_run
+    model = tiny_bert(memory_layers=(2,), alpha=alpha)
+    random_weights = {name: w.clone() for name, w in model.state_dict().items()}
+    init_from(model, initial, reinit_ffn)
+    for name, w in model.state_dict().items():
+        fresh = "memory" in name or reinit_ffn and name.startswith(("bert.layers.1.up",
+                                                                    "bert.layers.1.down"))
+        assert torch.equal(w, (random_weights if fresh else trained)[name]), name
+    assert ("bert.layers.1.up.weight" in model.state_dict()) == bool(alpha)
+    said = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    ffn = 8 * 16 * 2 + 8 + 16
+    memory = 16 * 8 + 2 * 2 * 4 * 2 + 8 * 8 + 8 + 2 * 8  # values, keys, query, its norm
+    expected = {f"left random memory {memory} parameters layers 2"}
+    if alpha and not reinit_ffn:
+        expected |= {f"loaded FFN {3 * ffn} parameters layers 1, 2, 3"}
+    else:
+        expected |= {f"loaded FFN {2 * ffn} parameters layers 1, 3",
+                     f"{'left random' if alpha else 'dropped'} FFN {ffn} parameters layers 2"}
+    assert said >= expected
+
+
+def test_init_from_another_shape(plain_run):
+    with pytest.raises(UserError, match="shape"):
+        init_from(tiny_bert(d_model=12), plain_run[1])
+
+
+def test_seeds_share_no_random_pooler(plain_run):
+    """Masked-LM pretraining leaves the pooler as it was drawn, and so does SQuAD, which has no use
+    for it; a Classifier's is trained."""
+    (_, initial), sizes = plain_run, tiny_bert().bert.config
+
+    def pooler(seed, start=initial):
+        torch.manual_seed(seed)
+        model = Classifier(sizes, 2)
+        init_from(model, start)
+        return model.bert.pooler.weight
+
+    assert not torch.equal(pooler(0), pooler(1)) and torch.equal(pooler(0), pooler(0))
+    reader = save_model(initial.parent / "squad", SpanReader(sizes))
+    (reader.parent / "config.json").write_text(json.dumps({"init_checkpoint": str(initial)}))
+    assert not torch.equal(pooler(0, reader), pooler(1, reader))
+    tuned = Classifier(sizes, 2)
+    start = save_model(initial.parent / "tuned", tuned)
+    assert torch.equal(pooler(0, start), tuned.bert.pooler.weight)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_loading_a_model_keeps_one_copy(tmp_path):
+    """And writing to it leaves the file as it was."""
+    model = tiny_bert(memory_layers=(2,), n_keys=512, d_model=64)  # 67 MB of values
+    file = save_model(tmp_path, model) / "model.pt"
+    before = hashlib.sha256(file.read_bytes()).digest()
+    code = ("import sys, lib.weights.checkpoint as checkpoint\n"
+            "def kb(): return next(int(line.split()[1]) for line in open('/proc/self/status') "
+            "if line.startswith('VmHWM'))\n"
+            "start = kb(); loaded = checkpoint.load_model(sys.argv[1]); peak = kb() - start\n"
+            "for p in loaded.parameters(): p.data.zero_()\n"
+            "print(peak)")
+    peak = subprocess.run([sys.executable, "-c", code, str(file.parent)], cwd=ROOT, check=True,
+                          capture_output=True, text=True).stdout
+    assert int(peak) < 1.3 * file.stat().st_size / 1024
+    assert hashlib.sha256(file.read_bytes()).digest() == before
+    assert_same(dict(load_model(file.parent).state_dict()), dict(model.state_dict()))
+
+
+def test_a_run_leaves_what_it_promises(place, capsys):
+    assert train("--checkpoint_interval=3") == 0
+    run, records = Path("out/tiny"), log()
+    assert [r["step"] for r in records if "grad_norm" in r] == [3, 6, 9, 12]
+    evaluations = [r for r in records if "perplexity" in r]
+    assert [r["step"] for r in evaluations] == [0, 1, 2, 4, 6, 12]
+    assert all({"1", "4"}.isdisjoint(r["layers"]) and len(r["layers"]) == 2 for r in evaluations)
+    assert 20 < evaluations[0]["perplexity"] < 30  # untrained, 25 tokens
+    assert evaluations[-1]["perplexity"] < evaluations[0]["perplexity"] - 0.5
+    assert sorted(p.name for p in run.iterdir()) == ["config.json", "log.jsonl", "step_000009",
+                                                     "step_000012", "usage", "vocab.txt"]
+    saved = json.loads((run / "config.json").read_text())
+    assert saved["memory_layers"] == [2, 3] and saved["lr"] == 3e-3
+    assert sorted(os.listdir(run / "usage")) == ["step_000006.npz", "step_000012.npz"]
+    for name, counts in np.load(run / "usage" / "step_000012.npz").items():
+        assert name in {f"layer{n}_{what}" for n in (2, 3) for what in ("read", "top1")}
+        topk = 4 if name.endswith("read") else 1
+        assert counts.shape == (64,) and counts.sum() == 8 * 16 * 2 * topk  # tokens, heads
+    before = files()
+    assert train("--checkpoint_interval=3") == 0 and files() == before  # the end was reached
+    assert train("--checkpoint_interval=3", "--eval_only=True") == 0 and files() == before
+    assert f"perplexity {evaluations[-1]['perplexity']:.2f}" in capsys.readouterr().out
+    assert train("--out=out/new", "--dry_run=True") == 0 and files() == before
+    assert train("--out=out/new", "--eval_only=True") == 0 and files() == before
+
+
+def losses(*args):
+    """The loss of every step of a fresh run."""
+    shutil.rmtree("out/losses", ignore_errors=True)
+    assert train("--out=out/losses", "--log_interval=1", "--eval_interval=1000", *args) == 0
+    return np.array([r["loss"] for r in log("out/losses") if "grad_norm" in r])
+
+
+def test_accumulation_is_one_larger_batch(place, monkeypatch):
+    """Without memory, whose batch norm sees a micro-batch, and without dropout."""
+    get, results = MaskedBatches.get, []
+    whole = MaskedBatches(Corpus("tiny"), pretrain.Config(
+        seq_len=16, batch_size=4, accumulation=1))
+    for size in (4, 2, 1):
+        monkeypatch.setattr(MaskedBatches, "get", lambda self, step, micro, size=size: {
+            name: part[size * micro:size * (micro + 1)]
+            for name, part in get(whole, step, 0).items()})
+        losses("--memory_layers=", "--dropout=0", "--max_steps=3", f"--batch_size={size}",
+               f"--accumulation={4 // size}")
+        results.append([r[key] for r in log("out/losses") for key in ("loss", "grad_norm")
+                        if key in r])
+    assert results[1] == pytest.approx(results[0], rel=1e-4)
+    assert results[2] == pytest.approx(results[0], rel=1e-4)
+
+
+def test_a_logged_loss_is_the_mean_since_the_last(place):
+    every = losses("--max_steps=9")
+    train("--max_steps=9")
+    means = [r["loss"] for r in log() if "grad_norm" in r]
+    assert means == pytest.approx(every.reshape(3, 3).mean(1))
+    lrs = [r["lr"] for r in log("out/losses") if "grad_norm" in r]
+    assert lrs == pytest.approx([min((n + 1) / 4, (9 - n) / 5) * 3e-3 for n in range(9)])
+
+
+def test_speed_is_since_the_last_record_and_elapsed_since_the_start(place, monkeypatch):
+    """By a clock on which a step takes a second; evaluations and checkpoints take no time."""
+    clock, step = [0.0], Trainer.step
+
+    def second(trainer, n):
+        clock[0] += 1
+        return step(trainer, n)
+
+    monkeypatch.setattr(Trainer, "step", second)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    train("--max_steps=12", "--log_interval=3", "--checkpoint_interval=2", "--eval_interval=4")
+    records = [r for r in log() if "grad_norm" in r]
+    assert [r["elapsed"] for r in records] == [3, 6, 9, 12]
+    assert {r["tokens_per_s"] for r in records} == {2 * 2 * 16}
+
+
+def test_what_a_killed_process_left_half_written_goes(place):
+    assert train("--max_steps=2") == 0
+    Path("out/tiny/.tmp_step_000009").mkdir()
+    Path("out/tiny/usage/.tmp_step_000009.npz").write_text("half")
+    assert train("--max_steps=3") == 0
+    assert not list(Path("out").rglob(".tmp_*"))
+    Path("out/new").mkdir()  # killed before its first checkpoint: all begins anew
+    Path("out/new/log.jsonl").write_text('{"step": 0, "perplexity": 9.0}\n{"step": 1, "lo')
+    assert train("--max_steps=1", "--out=out/new") == 0
+    assert [r["step"] for r in log("out/new") if "perplexity" in r] == [0, 1]
+
+
+def test_an_older_torch_compiles_no_memory(place, monkeypatch):
+    """2.11 drops what a compiled backward pass keeps for the optimizer, without a word."""
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0+cu130"))
+    for choice, device in (("on", "cpu"), ("auto", "cuda")):
+        with pytest.raises(UserError, match="2.13 or later, this is 2.11.0"):
+            compile_model(tiny_bert(memory_layers=(2,)), choice, torch.device(device))
+        compile_model(tiny_bert(), choice, torch.device(device))
+    assert train("--max_steps=1", "--compile=off") == 0
+
+
+def test_compiled_training_equals_eager(place):
+    """At a value_lr at which values that a compiled graph forgets to train show in the loss."""
+    args = ["--n_layer=2", "--memory_layers=1,2", "--dropout=0", "--max_steps=20",
+            "--accumulation=1", "--value_lr=0.03"]
+    eager, compiled = losses(*args), losses(*args, "--compile=on")
+    frozen = losses(*args, "--value_lr=0")
+    torch._dynamo.reset()
+    assert len(eager) == 20 and abs(eager - compiled).max() < 1e-3
+    assert abs(eager - frozen).max() > 1e-2
+    assert (eager != compiled).any()  # it was another program
+
+
+def test_bfloat16_follows_float32(place):
+    args = ["--max_steps=50", "--dropout=0"]
+    full, half = losses(*args), losses(*args, "--dtype=bfloat16")
+    assert (full != half).any()
+    assert abs(half[-10:].mean() / full[-10:].mean() - 1) < 0.02
+
+
+def test_float16_skips_a_step_that_overflows(place):
+    """The scaler finds an inf: nothing moves, the reads go; the next step is unscaled."""
+    config = pretrain.Config(**{**TINY, "dropout": 0.0})
+    corpus, device = Corpus("tiny"), torch.device("cpu")
+    model, _ = pretrain.start_model(config, pretrain.validate(config), corpus, None)
+    batches = MaskedBatches(corpus, config)
+    trainer = Trainer(config, model, batches, device, torch.float16)
+    before = {name: w.clone() for name, w in model.state_dict().items() if "running" not in name}
+    scale, backward = trainer.scaler.get_scale(), torch.Tensor.backward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", lambda self: backward(self * math.inf))
+        trainer.step(0)
+    after = model.state_dict()
+    assert all(torch.equal(w, after[name]) for name, w in before.items() if "tracked" not in name)
+    assert trainer.scaler.get_scale() == scale / 2
+    tables = value_tables(model).values()
+    assert not trainer.values.state and not any(table.reads for table in tables)
+    full = pretrain.start_model(config, pretrain.validate(config), corpus, None)[0]
+    full.load_state_dict(after)
+    other = Trainer(config, full, batches, device, torch.float32)
+    norms = [t.step(1)[1].item() for t in (trainer, other)]
+    assert norms[0] == pytest.approx(norms[1], rel=0.1)  # clipped after it was unscaled
+    for half, single in zip(trainer.values.state.values(), other.values.state.values(),
+                            strict=True):
+        ratio = half["exp_avg"].norm() / single["exp_avg"].norm()  # near a tie slots may differ
+        assert 0.9 < ratio < 1.1 and ratio != 1  # unscaled: not 32,768 times as large
+
+
+def assert_same_run(out, reference):
+    """The same log, but for speed, the same last weights, optimizer and value moments."""
+    def timeless(run):
+        return [{k: v for k, v in r.items() if k not in ("tokens_per_s", "elapsed")}
+                for r in log(run)]
+
+    assert_same(timeless(out), timeless(reference), "log")
+    ends = [find_checkpoint(run) for run in (out, reference)]
+    assert ends[0].name == ends[1].name
+    for name in ("model.pt", "optimizer.pt"):
+        assert_same(*(torch.load(end / name, weights_only=True) for end in ends), name)
+    values = torch.load(ends[0] / "optimizer.pt", weights_only=True)["values"]
+    assert len(values["state"]) == 2
+    assert all(v["exp_avg_sq"].abs().sum() > 0 for v in values["state"].values())
+
+
+def wait_for(condition, process):
+    """Poll until condition() is true, and return its value; the process must not end before."""
+    while not (value := condition()):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.001)
+    return value
+
+
+def saving(run):
+    """Whether the newest checkpoint, whatever its name, still lacks its last file."""
+    newest = max(run.glob("*step_*"), key=lambda path: path.name[-6:])
+    return (newest / "model.pt").exists() and not (newest / "state.pt").exists()
+
+
+def test_a_killed_run_ends_as_if_it_had_not_been(place):
+    """SIGKILL during steps and, every other time, during the writing of a checkpoint."""
+    args = ["--eval_interval=4", f"--max_steps={20 + 6 * KILLS}"]
+    rng, run, seen = random.Random(), Path("out/killed"), 0  # other moments every time
+    for number in range(KILLS):
+        with subprocess.Popen(command(*args, "--out=out/killed", "--checkpoint_interval=1"),
+                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+            first = wait_for(lambda seen=seen: max(0, steps_saved(run) - seen), process) + seen
+            start = time.perf_counter()
+            wait_for(lambda first=first: steps_saved(run) > first, process)
+            time.sleep(rng.random() * (time.perf_counter() - start))  # somewhere in a step
+            if number % 2:
+                wait_for(lambda: saving(run), process)
+                time.sleep(rng.random() * 0.003)
+            process.kill()
+        assert process.returncode == -signal.SIGKILL
+        seen = steps_saved(run)
+    assert 0 < seen < 20 + 6 * KILLS
+    assert train(*args, "--out=out/killed", "--checkpoint_interval=1") == 0
+    assert train(*args, "--out=out/whole", "--checkpoint_interval=1000") == 0
+    assert_same_run(run, "out/whole")
+    assert not list(run.rglob(".tmp_*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("at, objective", [(1, "masked"), (8, "masked"), (8, "causal"),
+                                           (12, "masked")])
+def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, at, objective):
+    step = Trainer.step
+
+    def interrupted(trainer, n):
+        if n == at - 1:
+            os.kill(os.getpid(), number)
+        return step(trainer, n)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", interrupted)
+        status = train("--out=out/a b", f"--objective={objective}")
+    assert status == (128 + number if at < 12 else 0)
+    assert steps_saved("out/a b") == at
+    said = "python pretrain.py tiny.py '--out=out/a b'" if at < 12 else "done, "
+    assert said in capsys.readouterr().out
+    assert train("--out=out/a b", f"--objective={objective}") == 0
+    assert train("--out=out/whole", f"--objective={objective}") == 0
+    assert_same_run("out/a b", "out/whole")
+
+
+def test_a_loss_that_is_no_number_stops_the_run(place, monkeypatch):
+    assert train("--max_steps=4", "--checkpoint_interval=2") == 0
+    before = files("out/tiny/step_000004")
+    rate = learning_rate
+    monkeypatch.setattr("lib.training.trainer.learning_rate", lambda n, c: 1e30 if n == 5 else rate(n, c))
+    with pytest.raises(Failure, match="^step 7: the loss is (nan|inf)"):
+        train("--checkpoint_interval=100")
+    assert files("out/tiny/step_000004") == before and steps_saved("out/tiny") == 4
+
+
+@pytest.mark.parametrize("loss, norm, dtype, stops", [
+    (1.0, 1.0, torch.float32, False), (math.nan, 1.0, torch.float32, True),
+    (1.0, math.inf, torch.float32, True), (1.0, math.inf, torch.bfloat16, True),
+    (1.0, math.inf, torch.float16, False), (math.inf, 1.0, torch.float16, True)])
+def test_what_is_no_number(loss, norm, dtype, stops):
+    """In float16 a norm may overflow, the scaler skips that step; a loss may not."""
+    steps = [(1.0, 0.5), (loss, norm), (1.0, 0.5)]
+    with pytest.raises(Failure, match="step 8") if stops else contextlib.nullcontext():
+        check_finite(9, steps, pretrain.Config(), dtype)
+
+
+def test_a_gradient_that_is_no_number_is_not_saved(place, monkeypatch):
+    """The loss of its step is fine, but the weights after it are not."""
+    clip = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda p, n: clip(p, n) * math.nan)
+    with pytest.raises(Failure, match="^step 1: "):
+        train("--checkpoint_interval=1")
+    assert not list(Path("out/tiny").glob("*step_*"))
+
+
+@pytest.mark.parametrize("file, share", [("model.pt", 0.02), ("model.pt", 0.5),
+                                         ("optimizer.pt", 0.9)])
+def test_no_space_left(place, file, share):
+    """The disk takes files up to `share` of this one."""
+    assert train("--max_steps=4") == 0
+    before = files("out/tiny/step_000004")
+    limit = int(share * len(before[f"out/tiny/step_000004/{file}"]))
+    result = subprocess.run(
+        command("--max_steps=6"), capture_output=True, text=True, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    assert result.returncode == 1, result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert files("out/tiny/step_000004") == before and steps_saved("out/tiny") == 4
+    assert train("--max_steps=6") == 0
+
+
+def test_two_processes_do_not_train_in_one_folder(place):
+    """Started at the same moment, one goes on; the other has one line and writes nothing."""
+    both = [subprocess.Popen(command("--max_steps=300", "--eval_interval=1000"), text=True,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)]
+    while all(process.poll() is None for process in both):
+        time.sleep(0.01)
+    first, second = sorted(both, key=lambda process: process.poll() is not None)
+    error = second.stderr.read()
+    assert second.returncode == 2 and error.count("\n") == 1, error
+    assert f"out/tiny: process {first.pid} trains there" in error
+    assert train("--out=out/tiny", "--dry_run=True") == 0  # what writes nothing is let in
+    first.send_signal(signal.SIGTERM)
+    first.communicate()
+    second.communicate()
+    assert first.returncode == 128 + signal.SIGTERM and steps_saved("out/tiny") > 0
+    assert [path.name for path in Path("out").iterdir()] == ["tiny"]
