@@ -6,7 +6,7 @@ Downstream tasks: GLUE, SQuAD 1.1 and your own TSV files, as token ids, and thei
 >>> examples = encode(tokenizer, texts, labels, max_len=128)
 """
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +14,48 @@ import numpy as np
 from lib.common.errors import UserError, run_script
 from lib.corpus.vocabulary import special_ids, tokenize
 
-GLUE = {  # name: folder, classes ([] for a score), metrics (the first one picks the best epoch)
-    "cola": ("CoLA", ["0", "1"], ["matthews_correlation", "accuracy"]),
-    "sst2": ("SST-2", ["0", "1"], ["accuracy"]),
-    "mrpc": ("MRPC", ["0", "1"], ["accuracy", "f1"]),
-    "stsb": ("STS-B", [], ["pearson", "spearmanr"]),
-    "qqp": ("QQP", ["0", "1"], ["accuracy", "f1"]),
-    "mnli": ("MNLI", ["contradiction", "entailment", "neutral"], ["accuracy"]),
-    "qnli": ("QNLI", ["entailment", "not_entailment"], ["accuracy"]),
-    "rte": ("RTE", ["entailment", "not_entailment"], ["accuracy"]),
+
+@dataclass(frozen=True)
+class Description:
+    """Describe an official task: its files, classes, metrics and its column in tables of scores."""
+    title: str  # the name of its folder and of its submission
+    labels: list  # classes, [] for a score
+    metrics: list  # the first one picks the best epoch
+    table_title: str
+    table_metrics: list  # keys of the dev results, without "eval_"
+    archives: list  # the files to download (lib/corpus/download.py)
+    dev: dict = field(default_factory=lambda: {"": "dev"})  # {suffix of its metrics: split}
+    test: dict | None = None  # {name of the submission: split}; None: {title: "test"}
+    scale: int = 100  # from a metric to percent
+
+
+GLUE = {  # the columns of Table 4 from left to right, then the other tasks
+    "mnli": Description("MNLI", ["contradiction", "entailment", "neutral"], ["accuracy"],
+                        "MNLI-(m/mm)", ["accuracy", "accuracy_mm"], ["MNLI.zip"],
+                        dev={"": "dev_matched", "_mm": "dev_mismatched"},
+                        test={"MNLI-m": "test_matched", "MNLI-mm": "test_mismatched"}),
+    "qqp": Description("QQP", ["0", "1"], ["accuracy", "f1"],
+                       "QQP", ["accuracy"], ["QQP-clean.zip"]),
+    "qnli": Description("QNLI", ["entailment", "not_entailment"], ["accuracy"],
+                        "QNLI", ["accuracy"], ["QNLIv2.zip"]),
+    "sst2": Description("SST-2", ["0", "1"], ["accuracy"],
+                        "SST-2", ["accuracy"], ["SST-2.zip"]),
+    "cola": Description("CoLA", ["0", "1"], ["matthews_correlation", "accuracy"],
+                        "CoLA (Matt)", ["matthews_correlation"], ["CoLA.zip"]),
+    "mrpc": Description("MRPC", ["0", "1"], ["accuracy", "f1"],
+                        "MRPC (Acc/F1)", ["accuracy", "f1"],
+                        ["msr_paraphrase_train.txt", "msr_paraphrase_test.txt",
+                         "mrpc_dev_ids.tsv"]),
+    "stsb": Description("STS-B", [], ["pearson", "spearmanr"],
+                        "STS-B (P/S)", ["pearson", "spearmanr"], ["STS-B.zip"]),
+    "rte": Description("RTE", ["entailment", "not_entailment"], ["accuracy"],
+                       "RTE", ["accuracy"], ["RTE.zip"]),
 }
+SQUAD = Description("squad", [], ["f1", "exact_match"],
+                    "SQuAD 1.1 (EM/F1)", ["exact_match", "f1"],
+                    ["train-v1.1.json", "dev-v1.1.json"], scale=1)
+TASKS = {"squad": SQUAD, **GLUE}
+
 # The columns of texts and labels in the official files
 TEXTS = (("question", "sentence"), ("question1", "question2"), ("sentence1", "sentence2"),
          ("#1 String", "#2 String"), ("sentence",))
@@ -39,6 +71,7 @@ class Task:
     metrics: list  # the first one picks the best epoch
     dev: dict  # {suffix of the metrics' names: split}
     test: dict  # {name of the submission: split}
+    scale: int  # from a metric to percent
 
     def file(self, split):
         """The TSV file of a split; of MRPC maybe as Microsoft publishes it, with dev in train."""
@@ -51,16 +84,12 @@ def find_task(name, root="data"):
     """The Task called `name`: one of GLUE ("sst2" or "SST-2"), 'squad', 'docs' (made if missing),
     or a folder of your own with train.tsv, dev.tsv and maybe test.tsv."""
     key, folder = task_name(name), Path(name or "?")
-    metrics = ["f1", "exact_match"] if key == "squad" else ["accuracy"]
-    title, labels, metrics = GLUE.get(key, (folder.name, None, metrics))
-    dev, test = {"": "dev"}, {title: "test"}
-    hint = f"expected docs, squad, {', '.join(GLUE)}, or a folder of your own"
+    own = Description(folder.name, None, ["accuracy"], folder.name, ["accuracy"], [])
+    found = TASKS.get(key, own)
+    hint = f"expected docs, {', '.join(TASKS)}, or a folder of your own"
     if key in GLUE:
-        folder, hint = Path(root, "glue", title), f"python prepare_data.py glue {title}"
-    if key == "mnli":
-        dev = {"": "dev_matched", "_mm": "dev_mismatched"}
-        test = {"MNLI-m": "test_matched", "MNLI-mm": "test_mismatched"}
-    if name == "squad":
+        folder, hint = Path(root, "glue", found.title), f"python prepare_data.py glue {found.title}"
+    if key == "squad":
         folder, hint = Path(root, "squad"), "python prepare_data.py squad"
     if name == "docs":
         folder = Path(root, "docs_task")
@@ -68,14 +97,15 @@ def find_task(name, root="data"):
             run_script("prepare_data.py", "docs_task", "--if_missing")
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder: {hint}")
-    return Task(key, folder, labels, metrics, dev, test)
+    return Task(key, folder, found.labels, found.metrics, found.dev,
+                found.test or {found.title: "test"}, found.scale)
 
 
 def task_name(task):
     """The short name of a task: "sst2" for "SST-2", the last part of a path, or "own_rte" if that
     is the name of a GLUE task."""
     key, last = (name.lower().replace("-", "") for name in (task, Path(task).name))
-    return key if key in GLUE else f"own_{last}" if last in GLUE else Path(task).name
+    return key if key in TASKS else f"own_{last}" if last in TASKS else Path(task).name
 
 
 def read_split(task, split):
@@ -98,7 +128,7 @@ def read_split(task, split):
         dev_ids = [ids for _, ids in read_lines(task.folder / "mrpc_dev_ids.tsv")]
         lines = [row for row in lines if (row[1][1:3] in dev_ids) == (split == "dev")]
     if task.labels is None and target == "score":
-        task.labels, task.metrics = [], GLUE["stsb"][2]
+        task.labels, task.metrics = [], GLUE["stsb"].metrics
     texts, labels, bad = [], [], []
     for number, fields in lines:
         row = dict(zip(columns, fields))

@@ -72,13 +72,13 @@ def rows(task, split):
 
 @pytest.mark.parametrize("name", SPLITS_OF)
 def test_official_files(tmp_path, capsys, name):
-    folder = tmp_path / "glue" / GLUE[name][0]
+    folder = tmp_path / "glue" / GLUE[name].title
     folder.mkdir(parents=True)
     for split, content, _ in SPLITS_OF[name]:
         if content:
             ending = "txt" if split.startswith("msr") else "tsv"
             (folder / f"{split}.{ending}").write_bytes(content.encode())
-    task = find_task(GLUE[name][0], tmp_path)
+    task = find_task(GLUE[name].title, tmp_path)
     assert task == find_task(name, tmp_path)
     for split, _, expected in SPLITS_OF[name]:
         if expected:
