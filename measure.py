@@ -33,7 +33,7 @@ from lib.common.files import atomic, load_file, read_json, write_text
 from lib.common.progress import Progress, markdown
 from lib.common.settings import Parser, whole_number
 from lib.corpus.batches import Corpus, causal_heldout, masked_heldout
-from lib.corpus.vocabulary import load_tokenizer, special_ids, special_tokens
+from lib.corpus.vocabulary import load_tokenizer, special_tokens
 from lib.distributed.processes import deal_batches, first_rank_first, is_distributed, run_ranks
 from lib.slot_usage.browse import collect, page
 from lib.slot_usage.contexts import open_corpus, read_corpus, trained_on
@@ -46,9 +46,10 @@ from lib.slot_usage.counts import (
     watch_reads,
 )
 from lib.slot_usage.figures import draw_bars, draw_curves
-from lib.tasks.glue import batches_by_length, find_task, read_split, task_name, tsv_text
+from lib.tasks.examples import batches_by_length
+from lib.tasks.glue import find_task, task_name, tsv_text
 from lib.tasks.predict import predict_file
-from lib.tasks.squad import load_examples
+from lib.tasks.task_data import load_examples
 from lib.training.run import NO_EFFECT, read_evaluations, read_settings, read_usage
 from lib.training.trainer import to_device
 from lib.weights.checkpoint import check_objective, find_weights, load_model, read_weights
@@ -97,8 +98,6 @@ class TaskSample:
         with first_rank_first():
             self.task = find_task(args.data or self.settings["task"])
         split = "train" if args.split == "train" else next(iter(self.task.dev.values()))
-        if split != "train" and self.task.labels is None and self.task.name != "squad":
-            read_split(self.task, "train")  # finds the labels
         lengths = [self.settings.get(key, 128) for key in ("max_len", "doc_stride")]
         self.examples = load_examples(self.task, split, self.tokenizer, *lengths)
         total = len(self.examples.ids)
@@ -121,10 +120,9 @@ class TaskSample:
         model = load_model(weights).to(self.device).eval()
         chosen = self.chosen if chosen is None else chosen
         batches = batches_by_length(self.examples.lengths[chosen], 32)
-        pad_id = special_ids(self.tokenizer)[0]
         with count_reads(model) as counts:
             for batch in deal_batches(Progress(batches, what)):
-                model.bert(**to_device(self.examples.pad(chosen[batch], pad_id), self.device))
+                model.bert(**to_device(self.examples.pad(chosen[batch]), self.device))
         return counts
 
 
@@ -324,7 +322,7 @@ def by_class(args):
     records = []
     for path in args.runs:
         sample = TaskSample(args, path)
-        classes = len(sample.task.labels or [])
+        classes = len(sample.task.labels)
         if classes != 2:
             raise UserError(f"{sample.task.name} has {classes} classes, expected two")
         halves = sample.halves()

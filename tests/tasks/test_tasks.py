@@ -12,14 +12,8 @@ import pytest
 import prepare_data
 from lib.common.errors import UserError
 from lib.corpus.vocabulary import SPECIALS, load_tokenizer, wordpiece_tokenizer
-from lib.tasks.glue import (
-    GLUE,
-    batches_by_length,
-    encode_examples,
-    find_task,
-    read_split,
-    row_names,
-)
+from lib.tasks.examples import batches_by_length, encode_examples
+from lib.tasks.glue import GLUE, find_task, read_split, row_names
 from lib.tasks.scores import METRICS, score_squad
 from lib.tasks.squad import Question, best_answers, make_windows, read_squad
 from tests.helpers import SHARED, prepare, squad_file
@@ -118,16 +112,16 @@ def test_an_official_label_is_not_learned_from_a_typing_error(tmp_path, capsys):
 def test_at_most_one_in_a_hundred_rows_is_left_out(tmp_path, good, bad):
     lines = ["a cat\tx", *["a mat\ty"] * (good - 1), *["cut off"] * bad]
     (tmp_path / "train.tsv").write_text("\n".join(["sentence\tlabel", *lines]))
-    task = find_task(str(tmp_path))
     if bad / (good + bad) <= 0.01:
-        assert len(read_split(task, "train")[0]) == good
+        assert len(read_split(find_task(str(tmp_path)), "train")[0]) == good
     else:
-        with pytest.raises(UserError, match=f"({bad} of {good + bad} rows are malformed)"):
-            read_split(task, "train")
+        with pytest.raises(UserError, match=rf"\({bad} of {good + bad} rows are malformed\)"):
+            read_split(find_task(str(tmp_path)), "train")
 
 
 def test_no_row_takes_the_place_of_an_empty_one(tmp_path):
     """An empty sentence is a row; a line with no field at all is an error, but at the end."""
+    (tmp_path / "train.tsv").write_text("sentence\tlabel\na\tx\nb\ty\n")
     task = find_task(str(tmp_path))
 
     def test_split(text):
@@ -143,8 +137,13 @@ def test_no_row_takes_the_place_of_an_empty_one(tmp_path):
 
 def test_a_folder_of_ones_own_may_have_an_official_name(tmp_path):
     (tmp_path / "rte").mkdir()
+    (tmp_path / "rte/train.tsv").write_text("sentence\tlabel\na\ty\nb\tx\nc\ty\n")
     task = find_task(str(tmp_path / "rte"), tmp_path)
-    assert task.folder == tmp_path / "rte" and task.name == "own_rte" and task.labels is None
+    assert task.folder == tmp_path / "rte" and task.name == "own_rte"
+    assert (task.labels, task.metrics) == (["x", "y"], ["accuracy"])
+    (tmp_path / "rte/train.tsv").write_text("sentence\tscore\na\t1\n")
+    task = find_task(str(tmp_path / "rte"), tmp_path)
+    assert (task.labels, task.metrics) == ([], ["pearson", "spearmanr"])
 
 
 def test_the_task_of_docs(workdir, monkeypatch):
@@ -174,7 +173,7 @@ def fox():
 def test_encode_cuts_the_longer_text(fox):
     def encoded(*texts, max_len):
         found = encode_examples(fox, [texts], np.array([0]), max_len)
-        return found.ids[0].tolist(), found.first.tolist()
+        return found.ids[0].tolist(), found.first_length.tolist()
 
     fox.encode_special_tokens = True
     cat, sat, it = (fox.token_to_id(word) for word in ("cat", "sat", "it"))
@@ -186,12 +185,14 @@ def test_encode_cuts_the_longer_text(fox):
     assert encoded("", "sat", max_len=8) == ([2, 3, sat, 3], [2])
     assert encoded("[SEP] it", max_len=9) == ([2, 1, 1, 1, it, 3], [6])  # text, not the token
     both = encode_examples(fox, [("cat", "sat it"), ("it", "sat")], np.array([0, 1]), 9)
-    batch = both.pad(np.array([1, 0]), 7, 4)
+    assert both.pad_id == 0
+    both.pad_id = 7
+    batch = both.pad(np.array([1, 0]), 4)
     assert list(batch) == ["ids", "token_types", "mask"] and batch["ids"].dtype == np.int64
     assert batch["ids"].tolist() == [[2, it, 3, sat, 3, 7, 7, 7], [2, cat, 3, sat, it, 3, 7, 7]]
     assert batch["token_types"].tolist() == [[0] * 3 + [1] * 5] * 2
     assert batch["mask"].tolist() == [[n < length for n in range(8)] for length in (5, 6)]
-    assert list(both.pad(np.array([0]), 7, 3)) == ["ids", "token_types"]  # nothing is padded
+    assert list(both.pad(np.array([0]), 3)) == ["ids", "token_types"]  # nothing is padded
 
 
 def test_batches_are_of_one_length_and_complete():
@@ -238,7 +239,7 @@ def test_a_malformed_squad_file(tmp_path):
 def begins(tokenizer, windows):
     """The index of the paragraph's token that each window begins with."""
     return [tokenizer.encode(question.context).offsets.index(tuple(offsets[0])) if len(offsets)
-            else 0 for question, offsets in zip(windows.question, windows.offsets, strict=True)]
+            else 0 for question, offsets in zip(windows.question_of_window, windows.offsets, strict=True)]
 
 
 FOX = "The Café's 1990s fox — \"Ünïcode\" — sat.  It sat on  the cat."
@@ -278,10 +279,10 @@ def test_a_window_steps_over_nothing_and_a_long_question_is_cut(fox):
     found, _ = make_windows(fox, questions, 40, 128)
     assert all(ids[:22].tolist() == [2, *[12] * 20, 3] for ids in found.ids)
     assert begins(fox, found) == [0, 17, 0]
-    assert [question.context for question in found.question] == [FOX, FOX, ""]
+    assert [question.context for question in found.question_of_window] == [FOX, FOX, ""]
     assert len(found.ids[2]) == 23
     found, _ = make_windows(fox, questions[:1], 200, 128)
-    assert found.first.tolist() == [66]  # 64 tokens of the question
+    assert found.first_length.tolist() == [66]  # 64 tokens of the question
 
 
 def max_context_by_hand(spans, position):
@@ -318,10 +319,10 @@ def test_an_answer_starts_where_it_has_most_context(fox, room, stride):
 def test_the_best_window_answers(fox):
     questions = [Question(name, "it?", FOX, [(0, "The")]) for name in "qr"]
     found, _ = make_windows(fox, questions, 12, 7)
-    of_q = [n for n, question in enumerate(found.question) if question.id == "q"]
+    of_q = [n for n, question in enumerate(found.question_of_window) if question.id == "q"]
     scores, spans = np.full(len(found.ids), -np.inf), np.zeros((len(found.ids), 2), int)
     for n, score in zip(of_q, (1.0, 3.0, 2.0), strict=False):
-        scores[n], spans[n] = score, found.first[n]  # the window's first token
+        scores[n], spans[n] = score, found.first_length[n]  # the window's first token
     texts = best_answers(found, scores, spans)
     offsets = fox.encode(FOX).offsets[begins(fox, found)[of_q[1]]]
     assert texts == {"q": FOX[slice(*offsets)], "r": ""}
