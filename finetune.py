@@ -16,7 +16,6 @@ out/<run>/seed0/best_epoch_2/    while it trains: the best epoch's weights; in t
 out/<run>/seed0/{eval_results.json,predictions_dev.tsv,submission/} of the weights in best/
 out/<run>/eval_results.json      the medians over the seeds, and each seed's
 """
-import json
 import re
 import shlex
 import sys
@@ -28,7 +27,7 @@ import torch
 
 from lib.common.device import choose_device, keep_freed_memory
 from lib.common.errors import UserError, need
-from lib.common.files import discard, lock, read_json, write_text
+from lib.common.files import lock
 from lib.common.settings import DTYPES, ON_OFF, load_settings, setting
 from lib.corpus.vocabulary import load_tokenizer
 from lib.distributed.processes import (
@@ -48,18 +47,16 @@ from lib.tasks.predict import (
     write_submissions,
 )
 from lib.tasks.task_data import TaskData, TrainingBatches
-from lib.training.run import check_same_run, open_log, write_settings
-from lib.training.trainer import Trainer, catch_signals, new_state
+from lib.training.trainer import Schedule, State, Trainer, catch_signals
 from lib.weights.checkpoint import (
     check_objective,
-    find_checkpoint,
     find_weights,
     init_from,
     load_weights,
     model_file,
     read_weights,
-    save_files,
 )
+from lib.weights.run import Run
 from model import BertConfig, build_model, value_tables
 
 
@@ -83,6 +80,7 @@ class Config:
     max_steps: int = setting(0, "0: as many as the epochs take", least=0)
     warmup: float = setting(0.06, "share of the steps", least=0)
     lr: float = setting(2e-5, "", least=0)
+    keys_lr: float = setting(1.0, "of the memory's sub-keys, as a factor of lr", least=0)
     value_lr: float = setting(1e-3, "of the value tables, constant (our reading)", least=0)
     weight_decay: float = setting(0.1, "", least=0)
     grad_clip: float = setting(1.0, "norm of all gradients but the value tables'", least=1e-9)
@@ -96,7 +94,10 @@ class Config:
     dtype: str = setting("auto", "of matrix products", choices=DTYPES)
     compile: str = setting("auto", "auto: on CUDA", choices=ON_OFF, may_change=True)
     rank_timeout: int = setting(600, "seconds to wait for a rank", least=1, may_change=True)
-    keep_checkpoints = 1  # not a setting; best/ has the best weights, too
+
+
+def warmup_steps(config):
+    return round(config.warmup * config.max_steps)
 
 
 def training_batches(config, data):
@@ -106,46 +107,35 @@ def training_batches(config, data):
                            config.train_examples, multiple)
 
 
-def train_epochs(trainer, out, state, data, predict, signals):
-    """Train to the end, and score the dev splits after each epoch. The weights of the best one are
-    in best_folder(out, state) before a checkpoint names them, and as long as one does. Returns what
-    score_dev returned for the best epoch, or None if an earlier process scored it."""
-    config, batches, best = trainer.config, trainer.batches, None
+def train_epochs(trainer, run, state, data, predict, signals):
+    """Train to the end, and score the dev splits after each epoch.
+
+    The weights of the best epoch are on disk before a checkpoint names it. Returns what score_dev
+    returned for it, or None if an earlier process scored it.
+    """
+    config, batches, task, best = trainer.config, trainer.batches, data.task, None
 
     def due(step):
         if step % batches.steps_per_epoch == 0 or step == config.max_steps:
-            return {"log", "eval", "save"}
+            return {"log", "evaluate", "save"}
         every = {"log": config.log_interval, "save": config.checkpoint_interval}
         return {what for what, n in every.items() if step % n == 0}
 
     def quality(results):
-        return np.nan_to_num(results[data.task.metrics[0]], nan=-np.inf)
+        return np.nan_to_num(results[task.metrics[0]], nan=-np.inf)
 
-    log = open_log(out, state["step"], config.tensorboard)
-    for step, todo in trainer.train(out, state, log, due, signals):
-        drop_older(out, state)  # now the checkpoint of the last evaluation is on disk
-        if "eval" in todo:
-            results, predictions = score_dev(data, predict)
-            state["last"] = {"epoch": batches.epochs(step), **results}
-            print(json.dumps({"step": step, **state["last"]}), file=log)
-            print(f"epoch {batches.epochs(step):g}: {in_percent(data.task, results)}", flush=True)
-            if state["best"] is None or quality(results) > quality(state["best"]):
-                state["best"], best = state["last"], (results, predictions)
-                model = model_file(trainer.model, data.task.labels)
-                save_files(best_folder(out, state), {"model": model})
-    drop_older(out, state)
+    def score_epoch(step):
+        nonlocal best
+        results, predictions = score_dev(data, predict)
+        state.last = {"epoch": batches.epochs(step), **results}
+        run.log({"step": step, **state.last})
+        print(f"epoch {batches.epochs(step):g}: {in_percent(task, results)}", flush=True)
+        if state.best is None or quality(results) > quality(state.best):
+            state.best, best = state.last, (results, predictions)
+            run.save_best(state.best["epoch"], model_file(trainer.model, task.labels))
+
+    trainer.train(run, state, due, score_epoch, signals)
     return best
-
-
-def best_folder(out, state):
-    return out / f"best_epoch_{state['best']['epoch']:g}"
-
-
-def drop_older(out, state):
-    """Remove the weights of epochs that are not the best one of the checkpoint on disk."""
-    for folder in out.glob("best_epoch_*"):
-        if not state["best"] or folder != best_folder(out, state):
-            discard(folder)
 
 
 def in_percent(task, results, prefix=""):
@@ -154,27 +144,30 @@ def in_percent(task, results, prefix=""):
                      for suffix in task.dev for metric in task.metrics)
 
 
-def write_results(out, state, data, scored, predict):
+def write_results(run, state, data, scored, predict):
     """Write the predictions of the best epoch's model, and its metrics as Hugging Face names them.
-    scored: what score_dev returned for it."""
+
+    scored: what score_dev returned for it.
+    """
     results, predictions = scored
-    write_dev_predictions(out, data, predictions)
-    write_submissions(out / "submission", data, predict)
+    write_dev_predictions(run.folder, data, predictions)
+    write_submissions(run.folder / "submission", data, predict)
     samples = {f"samples{suffix}": len(dev.questions if data.task.reads_spans else dev.ids)
                for suffix, dev in data.dev.items()}
     best = {f"eval_{key}": value for key, value in {**results, **samples}.items()}
-    last = {f"last_{key}": value for key, value in state["last"].items()}
-    results = {"epoch": state["best"]["epoch"], **best, **last}
-    write_text(out / "eval_results.json", json.dumps(results, indent=1))
+    last = {f"last_{key}": value for key, value in state.last.items()}
+    run.write_results({"epoch": state.best["epoch"], **best, **last})
 
 
-def fine_tune(config, out, data, sizes, initial, vocab, signals):
-    """Train a model of `sizes`, a BertConfig, from the weights `initial`, or resume. Unless a
-    signal comes, the folder `out` has an eval_results.json in the end."""
-    if (out / "config.json").exists():
-        check_same_run(config, out)
-    if (out / "eval_results.json").exists():
-        print(f"{out} is done: --out=out/NAME starts anew")
+def fine_tune(config, run, data, sizes, initial, vocab, signals):
+    """Fine-tune with one seed, or resume. Unless a signal comes, `run` has results in the end.
+
+    sizes: the BertConfig of the weights `initial`; vocab: the path of their vocab.txt.
+    """
+    if run.has_begun():
+        run.check_settings(config)
+    if run.has_results():
+        print(f"{run.folder} is done: --out=out/NAME starts anew")
         return
     torch.compiler.reset()  # what an earlier seed compiled counts towards a limit
     torch.manual_seed(config.seed)  # of the head
@@ -182,30 +175,26 @@ def fine_tune(config, out, data, sizes, initial, vocab, signals):
     model = build_model(sizes, "span" if task.reads_spans else "classifier", task.labels)
     for values in value_tables(model).values():
         values.weight.requires_grad_(config.update_memory)
-    config.warmup_steps = round(config.warmup * config.max_steps)
-    batches = training_batches(config, data)
-    trainer = Trainer(config, model, batches, device, dtype, labels=task.labels)
-    if newest := find_checkpoint(out):
+    schedule = Schedule(config.lr, warmup_steps(config), config.max_steps)
+    trainer = Trainer(config, schedule, model, training_batches(config, data), device, dtype,
+                      labels=task.labels)
+    if newest := run.newest_checkpoint():
         load_weights(model, read_weights(newest)["weights"], newest)
         state = trainer.restore(newest)
     else:
-        init_from(model, initial)
-        state = new_state(best=None, last=None)
-        write_settings(out, config, vocab, {"init_checkpoint": str(initial), "first_step": 0})
+        state = State()
+        run.begin(config, vocab, origin=init_from(model, initial))
+    run.open(state.step, state.best and state.best["epoch"], config.tensorboard)
 
     def predict(examples):
         return predict_examples(model, examples, config.batch_size, device, dtype)
 
-    scored = train_epochs(trainer, out, state, data, predict, signals)
+    scored = train_epochs(trainer, run, state, data, predict, signals)
     if any_signalled(signals):
         return
-    best, named = out / "best", best_folder(out, state)
-    with first_rank_first():
-        if named.exists():  # not if a killed process has renamed it
-            discard(best)
-            named.rename(best)
+    best = run.finish_best(state.best["epoch"])
     load_weights(model, read_weights(best)["weights"], best)
-    write_results(out, state, data, scored or score_dev(data, predict), predict)
+    write_results(run, state, data, scored or score_dev(data, predict), predict)
 
 
 def write_medians(task, out, results):
@@ -214,8 +203,7 @@ def write_medians(task, out, results):
         print(f"seed {seed}: {in_percent(task, scores, 'eval_')}; best epoch {scores['epoch']:g}")
     medians = {key: float(np.median([scores[key] for scores in results.values()]))
                for key in results[min(results)]}
-    text = json.dumps({**medians, "seeds": results}, indent=1)
-    write_text(out / "eval_results.json", text)
+    Run(out).write_results({**medians, "seeds": results})
     print(f"median of {len(results)}: {in_percent(task, medians, 'eval_')}; "
           f"{out}/eval_results.json")
 
@@ -247,22 +235,23 @@ def main(argv):
     config = replace(config, max_steps=config.max_steps or config.epochs * batches.steps_per_epoch)
     data.print_sizes()
     print(f"{len(batches.chosen):,} training examples, {config.max_steps:,} steps of "
-          f"{batches.size}, {round(config.warmup * config.max_steps):,} of them warm-up")
+          f"{batches.size}, {warmup_steps(config):,} of them warm-up")
 
-    run = vocab.parent.parent if re.fullmatch(r"seed\d+", vocab.parent.name) else vocab.parent
+    is_seed = re.fullmatch(r"seed\d+", vocab.parent.name)
+    name = (vocab.parent.parent if is_seed else vocab.parent).name
     fixed = "" if config.update_memory else "_fixed"
-    out = Path(config.out or f"out/{run.name}_{task_name(config.task)}{fixed}")
+    out = Path(config.out or f"out/{name}_{task_name(config.task)}{fixed}")
     with lock(out, "trains there"):
         max_over_ranks()  # the first one has the lock
         signals, results = catch_signals(), {}
         for seed in range(config.seed, config.seed + config.seeds):
-            folder = out / f"seed{seed}"
-            fine_tune(replace(config, seed=seed), folder, data, sizes, initial, vocab, signals)
+            run = Run(out / f"seed{seed}")
+            fine_tune(replace(config, seed=seed), run, data, sizes, initial, vocab, signals)
             if any_signalled(signals):
                 print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
                 return 128 + signals[0]
             max_over_ranks()  # the first one has written it
-            results[seed] = read_json(folder / "eval_results.json")
+            results[seed] = run.results()
         write_medians(task, out, results)
     return 0
 

@@ -20,9 +20,10 @@ from lib.corpus.batches import CausalBatches, Corpus, causal_heldout
 from lib.corpus.vocabulary import load_tokenizer
 from lib.for_transformers.export import main
 from lib.slot_usage.counts import evaluate_language_model
-from lib.training.trainer import flops_per_token
-from lib.weights.checkpoint import find_checkpoint, load_model, load_weights
+from lib.training.flops import flops_per_token
+from lib.weights.checkpoint import load_model, load_weights
 from lib.weights.huggingface import from_huggingface
+from lib.weights.run import Run
 from model import value_tables
 from tests.helpers import (
     ROOT,
@@ -160,7 +161,7 @@ def test_a_run_says_what_it_is(place):
 
 def test_an_older_checkpoint_is_a_masked_model(place):
     assert train("--max_steps=2") == 0
-    file = find_checkpoint("out/tiny") / "model.pt"
+    file = Run("out/tiny").newest_checkpoint() / "model.pt"
     saved = torch.load(file, weights_only=True)
     assert saved["config"].pop("causal") is False
     torch.save(saved, file)
@@ -303,7 +304,7 @@ def test_recipes(capsys):
     for first, *others in (PAPER, sorted(configs.keys() - set(PAPER))):
         for name in (first, *others):
             config = configs[name]
-            sizes = pretrain.validate(config)
+            sizes = pretrain.model_sizes(config)
             same = {"n_layer", "memory_layers", "alpha", "d_ff"}
             assert config.objective == "causal" and sizes["causal"]
             assert sizes["n_layer"] == {"12": 12, "24": 24}.get(name.split("_")[1], 4)

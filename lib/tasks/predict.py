@@ -16,9 +16,9 @@ from lib.tasks.examples import batches_by_length, encode_examples, padding_multi
 from lib.tasks.glue import TEXTS, find_columns, read_lines, read_split, row_names, tsv_text
 from lib.tasks.scores import score
 from lib.tasks.squad import Question, best_answers, make_windows, read_squad
-from lib.training.run import read_settings
 from lib.training.trainer import autocast, to_device
 from lib.weights.checkpoint import check_objective, find_weights, load_model, read_weights
+from lib.weights.run import Run
 from model import SpanReader
 
 
@@ -133,7 +133,7 @@ def predict_file(run, file, device):
         raise UserError(f"{run}: not a fine-tuned model: python finetune.py --init_from={run} ...")
     model, tokenizer = load_model(folder).to(device), load_tokenizer(vocab)
     tokenizer.encode_special_tokens = True  # a "[SEP]" in a text is text, not the token
-    settings = read_settings(folder.parent) if (folder / "model.pt").is_file() else {}
+    settings = Run(folder.parent).settings() if (folder / "model.pt").is_file() else {}
     max_len = settings.get("max_len", min(384, model.bert.config.max_len))
 
     if saved["head"] == "span":
