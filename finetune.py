@@ -38,7 +38,6 @@ from lib.distributed.processes import (
     run_ranks,
     set_timeout,
 )
-from lib.tasks.examples import padding_multiple
 from lib.tasks.glue import find_task, task_name
 from lib.tasks.predict import (
     predict_examples,
@@ -95,25 +94,17 @@ class Config:
     compile: str = setting("auto", "auto: on CUDA", choices=ON_OFF, may_change=True)
     rank_timeout: int = setting(600, "seconds to wait for a rank", least=1, may_change=True)
 
-
-def warmup_steps(config):
-    return round(config.warmup * config.max_steps)
-
-
-def training_batches(config, data):
-    """Return the TrainingBatches of config.seed."""
-    multiple = padding_multiple(torch.device(config.device))
-    return TrainingBatches(data.train, config.seed, config.batch_size, config.accumulation,
-                           config.train_examples, multiple)
+    @property
+    def warmup_steps(self):
+        return round(self.warmup * self.max_steps)
 
 
 def train_epochs(trainer, run, state, data, predict, signals):
     """Train to the end, and score the dev splits after each epoch.
 
-    The weights of the best epoch are on disk before a checkpoint names it. Returns what score_dev
-    returned for it, or None if an earlier process scored it.
+    The weights of the best epoch so far are on disk before a checkpoint names it.
     """
-    config, batches, task, best = trainer.config, trainer.batches, data.task, None
+    config, batches, task = trainer.config, trainer.batches, data.task
 
     def due(step):
         if step % batches.steps_per_epoch == 0 or step == config.max_steps:
@@ -125,17 +116,15 @@ def train_epochs(trainer, run, state, data, predict, signals):
         return np.nan_to_num(results[task.metrics[0]], nan=-np.inf)
 
     def score_epoch(step):
-        nonlocal best
-        results, predictions = score_dev(data, predict)
+        results = score_dev(data, predict)
         state.last = {"epoch": batches.epochs(step), **results}
         run.log({"step": step, **state.last})
         print(f"epoch {batches.epochs(step):g}: {in_percent(task, results)}", flush=True)
         if state.best is None or quality(results) > quality(state.best):
-            state.best, best = state.last, (results, predictions)
+            state.best = state.last
             run.save_best(state.best["epoch"], model_file(trainer.model, task.labels))
 
     trainer.train(run, state, due, score_epoch, signals)
-    return best
 
 
 def in_percent(task, results, prefix=""):
@@ -144,19 +133,12 @@ def in_percent(task, results, prefix=""):
                      for suffix in task.dev for metric in task.metrics)
 
 
-def write_results(run, state, data, scored, predict):
-    """Write the predictions of the best epoch's model, and its metrics as Hugging Face names them.
-
-    scored: what score_dev returned for it.
-    """
-    results, predictions = scored
-    write_dev_predictions(run.folder, data, predictions)
-    write_submissions(run.folder / "submission", data, predict)
-    samples = {f"samples{suffix}": len(dev.questions if data.task.reads_spans else dev.ids)
-               for suffix, dev in data.dev.items()}
-    best = {f"eval_{key}": value for key, value in {**results, **samples}.items()}
-    last = {f"last_{key}": value for key, value in state.last.items()}
-    run.write_results({"epoch": state.best["epoch"], **best, **last})
+def write_results(run, state, data):
+    """Write the metrics of the best and the last epoch, as Hugging Face's scripts name them."""
+    results = {("" if key == "epoch" else "eval_") + key: n for key, n in state.best.items()}
+    for suffix, dev in data.dev.items():
+        results[f"eval_samples{suffix}"] = len(dev.questions if data.task.reads_spans else dev.ids)
+    run.write_results(results | {f"last_{key}": n for key, n in state.last.items()})
 
 
 def fine_tune(config, run, data, sizes, initial, vocab, signals):
@@ -175,8 +157,8 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     model = build_model(sizes, "span" if task.reads_spans else "classifier", task.labels)
     for values in value_tables(model).values():
         values.weight.requires_grad_(config.update_memory)
-    schedule = Schedule(config.lr, warmup_steps(config), config.max_steps)
-    trainer = Trainer(config, schedule, model, training_batches(config, data), device, dtype,
+    schedule = Schedule(config.lr, config.warmup_steps, config.max_steps)
+    trainer = Trainer(config, schedule, model, TrainingBatches(data.train, config), device, dtype,
                       labels=task.labels)
     if newest := run.newest_checkpoint():
         load_weights(model, read_weights(newest)["weights"], newest)
@@ -189,12 +171,14 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     def predict(examples):
         return predict_examples(model, examples, config.batch_size, device, dtype)
 
-    scored = train_epochs(trainer, run, state, data, predict, signals)
+    train_epochs(trainer, run, state, data, predict, signals)
     if any_signalled(signals):
         return
     best = run.finish_best(state.best["epoch"])
     load_weights(model, read_weights(best)["weights"], best)
-    write_results(run, state, data, scored or score_dev(data, predict), predict)
+    write_dev_predictions(run.folder, data, predict)
+    write_submissions(run.folder / "submission", data, predict)
+    write_results(run, state, data)  # last: it says that the seed is done
 
 
 def write_medians(task, out, results):
@@ -231,11 +215,11 @@ def main(argv):
         task = find_task(config.task)
     data = TaskData(task, tokenizer, config.max_len, config.doc_stride)
     config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."))
-    batches = training_batches(config, data)
+    batches = TrainingBatches(data.train, config)
     config = replace(config, max_steps=config.max_steps or config.epochs * batches.steps_per_epoch)
     data.print_sizes()
     print(f"{len(batches.chosen):,} training examples, {config.max_steps:,} steps of "
-          f"{batches.size}, {warmup_steps(config):,} of them warm-up")
+          f"{batches.size}, {config.warmup_steps:,} of them warm-up")
 
     is_seed = re.fullmatch(r"seed\d+", vocab.parent.name)
     name = (vocab.parent.parent if is_seed else vocab.parent).name

@@ -28,7 +28,7 @@ from lib.common.settings import load_settings
 from lib.corpus.vocabulary import load_tokenizer
 from lib.tasks.glue import find_task, task_name
 from lib.tasks.predict import predict_examples, score_dev
-from lib.tasks.task_data import TaskData
+from lib.tasks.task_data import TaskData, TrainingBatches
 from lib.weights.checkpoint import find_weights, load_model
 
 
@@ -77,7 +77,7 @@ def score(model, tokenizer_file, data, config, device, dtype):
         shutil.copy(tokenizer_file, folder)
         ours = load_model(folder).to(device)
         return score_dev(data, lambda examples: predict_examples(
-            ours, examples, config.batch_size, device, dtype))[0]
+            ours, examples, config.batch_size, device, dtype))
 
 
 def main(argv):
@@ -93,7 +93,7 @@ def main(argv):
     tokenizer.encode_special_tokens = True
     task = find_task(config.task)
     data = TaskData(task, tokenizer, config.max_len, config.doc_stride)
-    steps_per_epoch = finetune.training_batches(config, data).steps_per_epoch
+    steps_per_epoch = TrainingBatches(data.train, config).steps_per_epoch
     config.max_steps = config.max_steps or config.epochs * steps_per_epoch
     settings = {key: value for key, value in vars(config).items()
                 if key not in ("seed", "seeds", "out")}
@@ -111,7 +111,7 @@ def main(argv):
         more = {} if task.reads_spans else {"num_labels": max(1, len(task.labels))}
         model = kind.from_pretrained(folder, hidden_dropout_prob=config.dropout,
                                      attention_probs_dropout_prob=config.dropout, **more)
-        batches = finetune.training_batches(config, data)
+        batches = TrainingBatches(data.train, config)
         seconds = train(model, batches, config, f"out/{folder.name}_trainer")
         each[str(seed)] = {"seconds": seconds, **score(model, vocab, data, config, device, dtype)}
         print(f"seed {seed}: {each[str(seed)]}", flush=True)

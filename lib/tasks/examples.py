@@ -63,4 +63,4 @@ def batches_by_length(lengths, size, rng=None):
 
 def padding_multiple(device):
     """Return what padded lengths are a multiple of: 8 on CUDA, for its tensor cores."""
-    return 8 if device.type == "cuda" else 1
+    return 8 if str(device).startswith("cuda") else 1

@@ -23,20 +23,11 @@ class Task:
     table_metrics: list  # metrics in that column, with the suffixes of dev
     archives: list  # files to download (lib/corpus/download.py)
     dev: dict = field(default_factory=lambda: {"": "dev"})  # {suffix of its metrics: split}
-    submissions: dict | None = None  # {name of a submission: split}; None: {title: "test"}
+    test: dict | None = None  # {name of a submission: split}; find_task makes it {title: "test"}
     scale: int = 100  # from a metric to percent
+    reads_spans: bool = False  # answers are spans of a paragraph
     name: str = ""  # find_task fills in the name and the folder
     folder: Path | None = None
-
-    @property
-    def test(self):
-        """The test splits by the name of their submission."""
-        return self.submissions or {self.title: "test"}
-
-    @property
-    def reads_spans(self):
-        """Whether answers are spans of a paragraph (SQuAD)."""
-        return self.name == "squad"
 
     def file(self, split):
         """Return the TSV file of a split. MRPC may be as Microsoft publishes it, dev in train."""
@@ -50,7 +41,7 @@ GLUE = {  # the columns of Table 4 from left to right, then the other tasks
     "mnli": Task("MNLI", ["contradiction", "entailment", "neutral"], ["accuracy"],
                  "MNLI-(m/mm)", ["accuracy", "accuracy_mm"], ["MNLI.zip"],
                  dev={"": "dev_matched", "_mm": "dev_mismatched"},
-                 submissions={"MNLI-m": "test_matched", "MNLI-mm": "test_mismatched"}),
+                 test={"MNLI-m": "test_matched", "MNLI-mm": "test_mismatched"}),
     "qqp": Task("QQP", YES_NO, ["accuracy", "f1"], "QQP", ["accuracy"], ["QQP-clean.zip"]),
     "qnli": Task("QNLI", ENTAILED, ["accuracy"], "QNLI", ["accuracy"], ["QNLIv2.zip"]),
     "sst2": Task("SST-2", YES_NO, ["accuracy"], "SST-2", ["accuracy"], ["SST-2.zip"]),
@@ -63,7 +54,7 @@ GLUE = {  # the columns of Table 4 from left to right, then the other tasks
     "rte": Task("RTE", ENTAILED, ["accuracy"], "RTE", ["accuracy"], ["RTE.zip"]),
 }
 SQUAD = Task("squad", [], ["f1", "exact_match"], "SQuAD 1.1 (EM/F1)", ["exact_match", "f1"],
-             ["train-v1.1.json", "dev-v1.1.json"], scale=1)
+             ["train-v1.1.json", "dev-v1.1.json"], scale=1, reads_spans=True)
 TASKS = {"squad": SQUAD, **GLUE}
 
 # The columns of texts and labels in the official files
@@ -78,18 +69,17 @@ def find_task(name, root="data"):
     folder of your own with train.tsv, dev.tsv and maybe test.tsv."""
     key, folder = task_name(name), Path(name or "?")
     hint = f"expected docs, {', '.join(TASKS)}, or a folder of your own"
-    if key in GLUE:
-        title = GLUE[key].title
-        folder, hint = Path(root, "glue", title), f"python prepare_data.py glue {title}"
-    if key == "squad":
-        folder, hint = Path(root, "squad"), "python prepare_data.py squad"
+    if key in TASKS:
+        command = "squad" if key == "squad" else f"glue {GLUE[key].title}"
+        folder, hint = Path(root, *command.split()), f"python prepare_data.py {command}"
     if name == "docs":
         folder = Path(root, "docs_task")
         if not folder.exists():
             run_script("prepare_data.py", "docs_task", "--if_missing")
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder: {hint}")
-    return replace(TASKS[key], name=key, folder=folder) if key in TASKS else own_task(key, folder)
+    task = TASKS[key] if key in TASKS else own_task(folder, Path(name).name)
+    return replace(task, name=key, folder=folder, test=task.test or {task.title: "test"})
 
 
 def task_name(task):
@@ -99,10 +89,9 @@ def task_name(task):
     return key if key in TASKS else f"own_{last}" if last in TASKS else Path(task).name
 
 
-def own_task(name, folder):
+def own_task(folder, title):
     """Describe a task of your own by its train.tsv: its classes, or scores as in STS-B."""
-    title = "docs" if name == "docs" else folder.name
-    task = Task(title, None, ["accuracy"], title, ["accuracy"], [], name=name, folder=folder)
+    task = Task(title, None, ["accuracy"], title, ["accuracy"], [], folder=folder)
     _, labels, _ = parse_split(task, "train")
     if isinstance(labels[0], float):
         return replace(task, labels=[], metrics=GLUE["stsb"].metrics)

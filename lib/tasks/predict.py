@@ -68,27 +68,27 @@ def best_spans(logits, starts, first, end, n=20, longest=30):
 
 
 def score_dev(data, predict):
-    """Score the dev splits of a TaskData. predict: a function of Examples, as predict_examples.
-    Returns {metric: number}, and the predictions by the suffix of their metrics."""
-    predictions = {suffix: predict(examples) for suffix, examples in data.dev.items()}
-    results = {metric + suffix: number for suffix, examples in data.dev.items()
-               for metric, number in score(data.task, examples, predictions[suffix]).items()}
-    return results, predictions
+    """Score the dev splits of a TaskData: {metric: number}.
+
+    predict: predicts for Examples, as predict_examples does; so in the functions below.
+    """
+    return {metric + suffix: number for suffix, examples in data.dev.items()
+            for metric, number in score(data.task, examples, predict(examples)).items()}
 
 
-def write_dev_predictions(folder, data, predictions):
-    """Write score_dev's predictions beside texts and labels, or as SQuAD's own script reads them."""
+def write_dev_predictions(folder, data, predict):
+    """Write predictions for dev beside texts and labels, or as SQuAD's own script reads them."""
     task = data.task
     for suffix, split in task.dev.items():
-        path = folder / f"predictions_{split}"
+        path, predictions = folder / f"predictions_{split}", predict(data.dev[suffix])
         if task.reads_spans:
-            answers = best_answers(data.dev[suffix], *predictions[suffix])
+            answers = best_answers(data.dev[suffix], *predictions)
             write_text(path.with_suffix(".json"), json.dumps(answers, indent=1))
             continue
         texts, labels = read_split(task, split)
         columns = ["sentence"] if len(texts[0]) == 1 else ["sentence1", "sentence2"]
         names = [task.labels[n] for n in labels] if task.labels else labels.tolist()
-        header, rows = prediction_table(predictions[suffix], task.labels)
+        header, rows = prediction_table(predictions, task.labels)
         table = [["index", *columns, "label", *header]]
         for n, (text, name, row) in enumerate(zip(texts, names, rows, strict=True)):
             table.append([n, *text, name, *row])

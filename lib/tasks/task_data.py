@@ -7,7 +7,7 @@ import numpy as np
 
 from lib.common.errors import UserError
 from lib.common.random_streams import ORDER
-from lib.tasks.examples import batches_by_length, encode_examples
+from lib.tasks.examples import batches_by_length, encode_examples, padding_multiple
 from lib.tasks.glue import read_split
 from lib.tasks.squad import make_windows, read_squad
 
@@ -55,18 +55,21 @@ class TaskData:
 
 
 class TrainingBatches:
-    """Training batches of one seed, for the Trainer: a function of (seed, step). train_examples:
-    how many to train on, the same for all seeds, 0 for all; multiple: see Examples.pad."""
+    """Training batches of one seed, for the Trainer: a function of (seed, step).
+
+    config: has seed, batch_size, accumulation, train_examples and device.
+    """
 
     unit = "examples"
 
-    def __init__(self, examples, seed, size, accumulation=1, train_examples=0, multiple=1):
-        self.examples, self.seed, self.size = examples, seed, size
-        self.accumulation, self.multiple = accumulation, multiple
-        order = np.random.default_rng(0).permutation(len(examples.ids))
-        self.chosen = np.sort(order[:train_examples or None])
-        self.steps_per_epoch = math.ceil(len(self.chosen) / size)
-        self.epoch = None  # the one that epoch_batches is of
+    def __init__(self, examples, config):
+        self.examples, self.seed = examples, config.seed
+        self.size, self.accumulation = config.batch_size, config.accumulation
+        self.multiple = padding_multiple(config.device)
+        order = np.random.default_rng(0).permutation(len(examples.ids))  # the same for all seeds
+        self.chosen = np.sort(order[:config.train_examples or None])
+        self.steps_per_epoch = math.ceil(len(self.chosen) / self.size)
+        self.epoch = None  # whose order epoch_batches has
 
     def epochs(self, steps):
         """Return how many epochs `steps` steps are."""

@@ -92,9 +92,9 @@ def test_the_best_epoch_counts(tuned, monkeypatch):
     score_dev, predict_examples, used, weights = finetune.score_dev, finetune.predict_examples, [], []
 
     def fake(data, predict):
-        _, predictions = score_dev(data, predict)
+        score_dev(data, predict)
         weights.append(used[-1])
-        return {"accuracy": next(values)}, predictions
+        return {"accuracy": next(values)}
 
     def recording(model, *args):
         used.append(model.head.weight.detach().clone())
@@ -106,7 +106,7 @@ def test_the_best_epoch_counts(tuned, monkeypatch):
     assert scores("out/run/seed0")["epoch"] == 3 and len(weights) == 5
     saved = read_weights("out/run/seed0/best")["weights"]["head.weight"]
     assert torch.equal(saved, weights[2]) and not torch.equal(saved, weights[4])
-    assert len(used) == 6 and torch.equal(used[5], saved)  # the test split's
+    assert len(used) == 7 and torch.equal(used[5], saved) and torch.equal(used[6], saved)
 
 
 def test_the_weights_that_were_scored_exist_whenever_it_is_killed(tuned, monkeypatch):
@@ -123,10 +123,10 @@ def test_the_weights_that_were_scored_exist_whenever_it_is_killed(tuned, monkeyp
         return predict_examples(model, *args)
 
     def fake(data, predict):
-        _, predictions = score_dev(data, predict)
+        score_dev(data, predict)
         score = rng.random()
         scored[score] = used[0]
-        return {"accuracy": score}, predictions
+        return {"accuracy": score}
 
     def killing(rename):
         def before(*args, **kwargs):
@@ -225,7 +225,7 @@ def test_warmup_is_a_share_of_the_steps(tuned):
 def test_the_order_is_a_function_of_seed_and_epoch(tuned):
     """Every epoch has every example once."""
     def epoch(seed, number):
-        batches = TrainingBatches(train, seed, 8)
+        batches = TrainingBatches(train, finetune.Config(seed=seed, batch_size=8))
         steps = range(number * 25, (number + 1) * 25)
         return [tuple(row) for step in steps for row in batches.get(step)["ids"].tolist()]
 
@@ -462,7 +462,7 @@ def test_the_weights_become_those_of_transformers_trainer(tuned):
     shutil.copy("tiny.txt", "theirs/vocab.txt")
     ours = load_model("theirs").train()
     data = TaskData(find_task("own"), load_tokenizer("theirs/vocab.txt"), config.max_len, 128)
-    examples = finetune.training_batches(config, data)
+    examples = TrainingBatches(data.train, config)
     schedule = Schedule(config.lr, warmup_steps=0, max_steps=12)
     trainer = Trainer(config, schedule, ours, examples, torch.device("cpu"), torch.float32)
     first = [p.clone() for p in ours.parameters()]
