@@ -4,6 +4,7 @@ The tasks: GLUE, SQuAD 1.1 and folders of your own; their files, classes, metric
 >>> task = find_task("sst2")                        # data/glue/SST-2
 >>> texts, labels = read_split(task, "train")
 """
+import codecs
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -181,20 +182,15 @@ def read_lines(path):
     """Yield (line number, fields) of each line of a TSV file but blank lines at its end."""
     if not path.exists() or path.is_dir():
         raise UserError(f"{path}: no such file")
-    blank = []
-    with path.open("rb") as lines:  # as bytes: a text may have line separators other than "\n"
-        for number, line in enumerate(lines, 1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path}:{number}: {line[error.start]:#04x} at byte {error.start} "
-                                "of the line is not UTF-8") from None
-            if not text:
-                blank.append((number, [""]))
-                continue
-            yield from blank
-            blank = []
-            yield number, text.split("\t")
+    lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
+    while lines and not lines[-1].rstrip(b"\r"):
+        lines.pop()
+    for number, line in enumerate(lines, 1):
+        try:
+            yield number, line.decode().rstrip("\r").split("\t")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}:{number}: {line[error.start]:#04x} at byte {error.start} "
+                            "of the line is not UTF-8") from None
 
 
 def tsv_text(rows):
