@@ -1,13 +1,14 @@
 """
-Pretrain BERT with masked language modelling: plain, or with product-key memory in some layers. Or
-the same network as a causal language model.
+Pretrain BERT by masked language modelling, with or without product-key memory in some layers.
+
+With objective = "causal" the same network predicts the next token.
 
 $ python pretrain.py configs/demo.py                  # minutes on two CPU cores, no network
 $ python pretrain.py configs/demo_resm_init.py        # after it: a residual memory added to that
 $ python pretrain.py configs/base_resm_init.py        # the paper's system, on a GPU
 
-The same command goes on where a stopped run left off; --key=value overrides any setting below. One
-process at a time trains in a folder.
+The same command goes on where a stopped run left off. --key=value overrides any setting below. Only
+one process at a time trains in a folder.
 """
 import shlex
 import sys
@@ -19,7 +20,7 @@ import torch
 
 from lib.common.device import choose_device, keep_freed_memory
 from lib.common.errors import UserError, need, run_script
-from lib.common.files import load_file, lock
+from lib.common.files import lock
 from lib.common.settings import DTYPES, ON_OFF, load_settings, setting
 from lib.corpus.batches import CausalBatches, Corpus, MaskedBatches, causal_heldout, masked_heldout
 from lib.corpus.vocabulary import read_vocab, vocab_hash
@@ -28,59 +29,59 @@ from lib.distributed.sharded_values import count_parameters
 from lib.slot_usage.counts import describe_evaluation, evaluate_language_model
 from lib.training.flops import flops_per_token
 from lib.training.trainer import Schedule, State, Trainer, catch_signals
-from lib.weights.checkpoint import find_weights, init_from, load_weights
+from lib.weights.checkpoint import find_weights, init_from, load_weights, read_weights
 from lib.weights.run import Run
 from model import SIZES, BertConfig, MaskedLM, value_tables
 
 
 @dataclass
 class Config:
-    # the run; the defaults are the paper's (section 5), or Devlin et al.'s where it is silent
-    out: str = setting("", "its folder; by default out/<name of the config file>", may_change=True)
+    # the run; defaults are the paper's (section 5), or Devlin et al.'s where the paper says nothing
+    out: str = setting("", "folder of the run; empty: out/<config file's name>", may_change=True)
     dataset: str = setting("wikibooks", "data/<dataset>, made by prepare_data.py")
-    seed: int = setting(0, "of weights, data order, masks and dropout", least=0)
-    objective: str = setting("masked", "causal: the next token", choices=("masked", "causal"))
+    seed: int = setting(0, "for weights, data order, masks and dropout", least=0)
+    objective: str = setting("masked", "what to predict", choices=("masked", "causal"))
     # model
-    model: str = setting("base", "base, large, distil or demo", choices=tuple(SIZES))
-    n_layer: int = setting(0, "0: as in the named model; so in the next three", least=0)
-    n_head: int = setting(0, "of self-attention", least=0)
+    model: str = setting("base", "sizes of this model", choices=tuple(SIZES))
+    n_layer: int = setting(0, "0: the named model's value (on each of the four)", least=0)
+    n_head: int = setting(0, "attention heads", least=0)
     d_model: int = setting(0, "width", least=0)
     d_ff: int = setting(0, "width of the FFN", least=0)
     dropout: float = setting(0.1, "of embeddings, attention and FFN")
-    memory_layers: tuple = setting((), "counted from 1: (4, 8) of 12 layers")
-    alpha: float = setting(1.0, "of the FFN: 0 replaces it by the memory (PKM)")
-    beta: float = setting(1.0, "of the memory: with alpha = 1 it is added to the FFN (ResM)")
-    n_keys: int = setting(512, "n_keys^2 slots")
-    memory_heads: int = setting(4, "heads of the memory")
-    topk: int = setting(32, "slots that a head reads")
-    key_dim: int = setting(256, "of a head: two sub-keys of half of it")
+    memory_layers: tuple = setting((), "layers with a memory, counted from 1: (4, 8) of 12")
+    alpha: float = setting(1.0, "weight of the FFN; 0: the memory replaces it (PKM)")
+    beta: float = setting(1.0, "weight of the memory; with alpha = 1: residual memory (ResM)")
+    n_keys: int = setting(512, "a memory has n_keys^2 slots")
+    memory_heads: int = setting(4, "heads of a memory")
+    topk: int = setting(32, "slots that each head reads")
+    key_dim: int = setting(256, "size of a head's key: two sub-keys of half of it")
     query_norm: bool = setting(True, "batch norm on the memory's queries")
     init_from: str = setting("", "a run, a Hugging Face folder, or a name: bert-base-uncased")
-    reinit_ffn: bool = setting(False, "with init_from: draw the FFN of memory layers anew (ResM')")
+    reinit_ffn: bool = setting(False, "with init_from: draw memory layers' FFNs anew (ResM')")
     # batch: batch_size x accumulation sequences a step
-    seq_len: int = setting(512, "tokens; of a masked model with [CLS] and [SEP]", least=3)
+    seq_len: int = setting(512, "tokens of a sequence, with [CLS] and [SEP] if masked", least=3)
     batch_size: int = setting(32, "sequences at a time on the device", least=1)
     accumulation: int = setting(32, "32 x 32 = 1,024 sequences a step", least=1)
     # optimization: AdamW; linear warm-up, then linear decay to 0
-    max_steps: int = setting(500_000, "updates", least=1, may_change=True)
-    warmup_steps: int = setting(10_000, "of max_steps", least=0)
-    lr: float = setting(1e-4, "the highest, at the end of the warm-up", least=0)
+    max_steps: int = setting(500_000, "number of updates", least=1, may_change=True)
+    warmup_steps: int = setting(10_000, "updates until the learning rate is highest", least=0)
+    lr: float = setting(1e-4, "highest learning rate", least=0)
     keys_lr: float = setting(1.0, "of the memory's sub-keys, as a factor of lr", least=0)
     value_lr: float = setting(1e-3, "of the value tables, constant (our reading)", least=0)
-    weight_decay: float = setting(0.01, "of matrices; none of biases, norms and memories", least=0)
-    grad_clip: float = setting(1.0, "norm of all gradients but the value tables'", least=1e-9)
-    # watching; eval also comes at steps 0, 1, 2, 4, 8, ... below eval_interval
-    log_interval: int = setting(10, "steps; here and below", least=1, may_change=True)
-    eval_interval: int = setting(5000, "on held-out text", least=1, may_change=True)
+    weight_decay: float = setting(0.01, "biases, norms and memories have none", least=0)
+    grad_clip: float = setting(1.0, "largest norm of the gradients, without values'", least=1e-9)
+    # watching; intervals are in steps; evaluations also come at steps 0, 1, 2, 4, 8, ...
+    log_interval: int = setting(10, "steps between log records", least=1, may_change=True)
+    eval_interval: int = setting(5000, "steps between evaluations", least=1, may_change=True)
     eval_sequences: int = setting(1024, "held-out sequences at most", least=1, may_change=True)
-    usage_interval: int = setting(100_000, "slots used; 0: never", least=0, may_change=True)
-    checkpoint_interval: int = setting(1000, "out/<run>/step_<n>", least=1, may_change=True)
-    keep_checkpoints: int = setting(2, "the newest ones", least=1, may_change=True)
+    usage_interval: int = setting(100_000, "snapshots of slots; 0: none", least=0, may_change=True)
+    checkpoint_interval: int = setting(1000, "steps between these", least=1, may_change=True)
+    keep_checkpoints: int = setting(2, "only the newest ones stay", least=1, may_change=True)
     tensorboard: bool = setting(False, "curves: tensorboard --logdir out", may_change=True)
-    dry_run: bool = setting(False, "one step; nothing is written", may_change=True)
-    eval_only: bool = setting(False, "evaluate the checkpoint, no more", may_change=True)
+    dry_run: bool = setting(False, "make one step, write nothing", may_change=True)
+    eval_only: bool = setting(False, "only evaluate the newest checkpoint", may_change=True)
     # machine
-    device: str = setting("auto", "cuda, mps, cpu", may_change=True)
+    device: str = setting("auto", "auto, cuda, mps or cpu", may_change=True)
     dtype: str = setting("auto", "of matrix products", choices=DTYPES)
     compile: str = setting("auto", "auto: on CUDA", choices=ON_OFF, may_change=True)
     rank_timeout: int = setting(600, "seconds to wait for a rank", least=1, may_change=True)
@@ -93,7 +94,7 @@ def main(argv):
     if not argv:
         raise UserError("which config? python pretrain.py configs/demo.py; --help lists settings")
     config = load_settings(Config, argv)
-    check_settings(config)
+    check_config(config)
     set_timeout(config.rank_timeout)
     names = [Path(arg).stem for arg in argv if arg.endswith(".py") and not arg.startswith("--")]
     run = Run(config.out or f"out/{(names or ['pretrain'])[0]}")
@@ -106,7 +107,7 @@ def main(argv):
 
 
 def prepare_and_train(config, run, argv):
-    """Open the corpus, make the model, and do what the settings ask for. Returns the exit status."""
+    """Prepare corpus, model and trainer, then train or try. Returns the exit status."""
     device, dtype = choose_device(config.device, config.dtype, config.seed)
     config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."))
     keep_freed_memory(device)
@@ -119,11 +120,12 @@ def prepare_and_train(config, run, argv):
         check_vocabulary(run.folder, run.folder / "vocab.txt", corpus)
         run.check_settings(config)
     model, origin = make_model(config, corpus, checkpoint)
-    batches, heldout = OBJECTIVES[config.objective]
-    trainer = Trainer(config, Schedule(config.lr, config.warmup_steps, config.max_steps), model,
-                      batches(corpus, config), device, dtype,
+    make_batches, make_heldout = OBJECTIVES[config.objective]
+    held_out = make_heldout(corpus, "val", config.seq_len, config.batch_size,
+                            config.eval_sequences)
+    schedule = Schedule(config.lr, config.warmup_steps, config.max_steps)
+    trainer = Trainer(config, schedule, model, make_batches(corpus, config), device, dtype,
                       flops_per_token(model, config.seq_len), keep=config.keep_checkpoints)
-    held_out = heldout(corpus, "val", config.seq_len, config.batch_size, config.eval_sequences)
     print_sizes(config, corpus, trainer)
 
     if config.dry_run:
@@ -138,6 +140,7 @@ def prepare_and_train(config, run, argv):
         print(f"{run.folder} is at step {state.step:,} of {config.max_steps:,}: nothing to do; "
               "--max_steps=N goes on, --out=out/NAME starts anew")
         return 0
+    run.open(state.step, tensorboard=config.tensorboard)
     run.begin(config, corpus.folder / "vocab.txt", origin)
     signals = catch_signals()
     train(config, run, trainer, held_out, state, signals)
@@ -151,7 +154,7 @@ def prepare_and_train(config, run, argv):
 
 
 def train(config, run, trainer, held_out, state, signals):
-    """Train to the end, and evaluate on the way. Everything is written to the run's folder."""
+    """Train to the end, and evaluate on the way."""
     has_memory = bool(value_tables(trainer.model))
 
     def is_due(every, step):
@@ -175,7 +178,6 @@ def train(config, run, trainer, held_out, state, signals):
         if usage_is_due(step):
             run.write_usage(step, counts)
 
-    run.open(state.step, tensorboard=config.tensorboard)
     if state.step == 0:
         evaluate(0)
     trainer.train(run, state, due, evaluate, signals)
@@ -184,12 +186,11 @@ def train(config, run, trainer, held_out, state, signals):
 def make_model(config, corpus, checkpoint):
     """Make a model with the checkpoint's weights, with init_from's, or with random ones.
 
-    Returns the model and the run's origin, a dict (see Run.begin).
+    Returns the model and the run's origin (see init_from).
     """
     model = MaskedLM(BertConfig(**{**model_sizes(config), "vocab_size": corpus.vocab_size}))
     if checkpoint:
-        weights = load_file(checkpoint / "model.pt", mmap=True)["weights"]
-        load_weights(model, weights, checkpoint)
+        load_weights(model, read_weights(checkpoint)["weights"], checkpoint)
         return model, Run(checkpoint.parent).origin()
     if not config.init_from:
         return model, {"init_checkpoint": "", "first_step": 0, "pooler_trained": False}
@@ -199,7 +200,7 @@ def make_model(config, corpus, checkpoint):
 
 
 def model_sizes(config):
-    """Return BertConfig's arguments: the named model's sizes, and the settings over them."""
+    """Return BertConfig's arguments: settings, over the sizes of the named model."""
     names = BertConfig.__dataclass_fields__.keys() & asdict(config).keys()
     given = {name: getattr(config, name) for name in names}
     own = {name: given[name] for name in ("n_layer", "n_head", "d_model", "d_ff") if given[name]}
@@ -208,14 +209,11 @@ def model_sizes(config):
 
 
 def init_std(d_model):
-    """Return the std of random weights for a width: 0.02 at 768, by 1 / sqrt(width).
-
-    model.SIZES has the measurement behind this rule.
-    """
-    return 0.02 * (768 / d_model) ** 0.5
+    """Return the standard deviation of new weights. model.SIZES tells what it is worth."""
+    return 0.02 * (768 / d_model) ** 0.5  # by 1 / sqrt(width)
 
 
-def check_settings(config):
+def check_config(config):
     """Raise UserError for settings that do not fit together, before anything is written."""
     if config.reinit_ffn and not config.init_from:
         raise UserError("reinit_ffn = True: it goes with init_from, without it every FFN is new")
@@ -236,7 +234,7 @@ def check_vocabulary(source, vocab, corpus):
 
 
 def print_sizes(config, corpus, trainer):
-    """Print what is trained, on what, and by how much: arithmetic that a person wants to check."""
+    """Print the sizes of corpus, model, batch and training, for a person to check."""
     parameters, tables = count_parameters(trainer.model), value_tables(trainer.model)
     values = get_world_size() * sum(table.weight.numel() for table in tables.values())
     tokens, per_step = corpus.meta["tokens"], trainer.batches.size

@@ -1,5 +1,5 @@
 """
-Settings from a config file and the command line.
+Read settings from a config file and the command line.
 """
 import argparse
 import ast
@@ -17,7 +17,7 @@ ON_OFF = ("auto", "on", "off")
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser that raises UserError and shows the docstring as it is written."""
+    """Parse a command line: argparse, but with UserErrors and with docstrings as they are."""
 
     def __init__(self, **settings):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
@@ -27,8 +27,10 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} ({self.prog} --help)")
 
     def commands(self, *functions):
-        """Make every function a command of the same name, args.call. Returns option("NAME NAME",
-        ...), which is add_argument(...) for all the commands named."""
+        """Make each function a command of the same name; args.call is the function then.
+
+        Returns option("NAME NAME", ...), which is add_argument(...) for all the named commands.
+        """
         subparsers, parsers = self.add_subparsers(required=True, metavar="COMMAND"), {}
         for function in functions:
             name, summary = function.__name__, function.__doc__.split("\n")[0]
@@ -42,36 +44,37 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole_number(text, least=1):
-    """argparse type: a whole number, at least `least`."""
+    """Return the whole number in a text; for argparse's `type`."""
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least {least}")
     return int(text)
 
 
 def setting(default, comment, least=None, choices=None, may_change=False):
-    """Declare a field of a settings dataclass; everything about it stands in this one line.
+    """Declare a field of a settings dataclass, in one line.
 
-    comment: shown by --help. least: the lowest value. choices: the only values. may_change: whether
-    a run may be resumed with another value.
+    The `comment` is shown by --help. `least` is the lowest value, `choices` are the only values.
+    With `may_change` a run can be resumed with another value.
     """
     about = {"comment": comment, "least": least, "choices": choices, "may_change": may_change}
     return dataclasses.field(default=default, metadata=about)
 
 
 def load_settings(defaults, argv):
-    """Read settings from `[CONFIG.py] [--key=value ...]` on top of typed defaults.
+    """Read settings from the arguments `[CONFIG.py] [--key=value ...]`.
 
-    defaults: a dataclass whose fields are made by setting(); their types are bool, int, float, str
-    or tuple (of ints). Prints and returns an instance. UserError for an unknown key, for a value of
-    another type (an int is fine where a float is expected), below the least or not among the
-    choices.
+    `defaults` is a dataclass whose fields are made by setting(): bool, int, float, str or tuple (of
+    ints). Prints and returns an instance. UserError for an unknown key, and for a value of another
+    type or out of range. An int is fine if a float is expected.
     """
     fields = {field.name: field for field in dataclasses.fields(defaults)}
     parser = Parser(description=sys.modules[defaults.__module__].__doc__,
                     usage="%(prog)s [CONFIG.py] [--setting=VALUE ...]")
     parser.add_argument("config", nargs="?", metavar="CONFIG.py")
     for key, field in fields.items():
+        choices = field.metadata["choices"]
         comment = f"({field.default}) {field.metadata['comment']}"
+        comment += f": {', '.join(choices)}" if choices else ""
         parser.add_argument(f"--{key}", metavar="VALUE", default=argparse.SUPPRESS,
                             help=comment.replace("%", "%%"))
     args, unknown = parser.parse_known_args(argv)
@@ -92,7 +95,7 @@ def load_settings(defaults, argv):
 
 
 def _read(path, fields):
-    """Run a config file. Returns {key: value} of its settings."""
+    """Run a config file. Returns {key: value} for its settings."""
     if not Path(path).is_file():
         near = difflib.get_close_matches(path, map(str, Path("configs").glob("*.py")), n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
@@ -128,7 +131,7 @@ def unknown_key(where, known, key):
 
 
 def _checked(where, fields, key, value):
-    """The value of a setting in its type, or a UserError."""
+    """Return a setting's value in its type; UserError if it is a wrong one."""
     if key not in fields:
         raise unknown_key(where, fields, key)
     value = _typed(where, key, type(fields[key].default), value)

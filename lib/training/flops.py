@@ -7,8 +7,7 @@ import torch
 
 from lib.corpus.batches import MASKED
 
-# Dense bf16/fp16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets; of an SXM card if there
-# are several kinds.
+# Dense bf16/fp16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets (for the SXM cards)
 PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12,
               "4090": 165e12}
 
@@ -23,9 +22,8 @@ def peak_flops(device):
 def flops_per_token(model, seq_len):
     """Count the floating-point operations of a training step per token, forward and backward.
 
-    They are 6 for each weight that multiplies a token (sub-keys too), 12 * seq_len * d_model a
-    layer for attention, and the head's at the predicted positions. Value reads move bytes; their
-    few operations are left out.
+    A weight that multiplies a token has 6, sub-keys too; the head only at predicted positions.
+    Attention has 12 * seq_len * d_model a layer. The few operations of value reads do not count.
     """
     config = model.bert.config
     weights = sum(p.numel() for name, p in model.bert.layers.named_parameters()

@@ -43,25 +43,25 @@ class Schedule:
 
 @dataclass
 class State:
-    """Where a run stands. A checkpoint has it as a dict."""
+    """Say where a run stands. A checkpoint has this as a dict."""
 
-    step: int = 0  # updates that were made
-    elapsed: float = 0.0  # seconds of training up to the last log record
+    step: int = 0  # how many updates were made
+    elapsed: float = 0.0  # seconds of training, up to the last log record
     seconds: float = 0.0  # seconds of training since that record
-    losses: list = field(default_factory=list)  # of each step since that record
-    best: dict | None = None  # fine-tuning: the best epoch, and its metrics
-    last: dict | None = None  # fine-tuning: the last epoch, and its metrics
+    losses: list = field(default_factory=list)  # the loss of each step since that record
+    best: dict | None = None  # fine-tuning: `epoch` and metrics of the best epoch
+    last: dict | None = None  # fine-tuning: `epoch` and metrics of the last epoch
 
 
 class Trainer:
     """Train a model.
 
-    config: has seed, keys_lr, value_lr, weight_decay, grad_clip and compile.
-    batches: batches.get(step, micro) is a micro-batch, arrays by the name of the model's argument.
-    A step has batches.accumulation micro-batches, together batches.size `batches.unit` (tokens or
-    examples). batches.share(step, micro) is the weight of a micro-batch's loss in the step's mean.
-    flops: operations of a training step per unit, for the log's mfu, or None.
-    labels: names of a Classifier's classes, for its checkpoints. keep: how many checkpoints stay.
+    `config` has seed, keys_lr, value_lr, weight_decay, grad_clip and compile.
+    `batches.get(step, micro)` is a micro-batch: arrays by the name of the model's argument.
+    A step has `batches.accumulation` micro-batches; together they are `batches.size` tokens or
+    examples, as `batches.unit` says. `batches.share(step, micro)` weights a micro-batch's loss.
+    `flops` are the operations of a training step per token, for the log's mfu. `labels` name a
+    Classifier's classes, for its checkpoints. `keep` is the number of checkpoints that stay.
     """
 
     def __init__(self, config, schedule, model, batches, device, dtype, flops=None, labels=(),
@@ -79,13 +79,14 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
     def step(self, step):
-        """Make one update; step counts from 0.
+        """Make one update; `step` counts from 0.
 
-        Returns the mean loss over the micro-batches and the norm of the dense gradients, as tensors
-        on the device: nothing waits for it.
+        Returns the mean loss of the micro-batches and the norm of the dense gradients. Both are
+        tensors on the device: nothing waits for it.
         """
         total = 0.0
         for micro in self.micro_batches:
+            # dropout depends on (seed, step, micro-batch) alone: a resumed run draws the same
             stream = np.random.SeedSequence([self.config.seed, DROPOUT, step, micro])
             torch.manual_seed(int(stream.generate_state(1)[0]))
             batch = to_device(self.batches.get(step, micro), self.device)
@@ -103,18 +104,18 @@ class Trainer:
         scale = self.scaler.get_scale()
         self.scaler.step(self.dense)
         self.scaler.update()
-        if self.scaler.get_scale() >= scale:  # a lower scale: it found an inf and skipped the step
+        if self.scaler.get_scale() >= scale:  # lower: the gradients had an inf, no step was made
             self.values.step(grad_scale=scale)
         self.dense.zero_grad()
         self.values.zero_grad()
         return total, norm
 
     def train(self, run, state, due, evaluate, signals):
-        """Make the updates that are left, and after each of them what is due.
+        """Train up to max_steps: step, then log, evaluate, save and stop if it is time to.
 
-        run: a Run that is open. state: a State, which is updated. due(step): what is due after
-        `step` updates, a set of 'log', 'evaluate' and 'save'. evaluate(step) may change the state.
-        signals: see catch_signals; the run is saved and ends when one has come.
+        `due(step)` is what to do after `step` updates: a set of 'log', 'evaluate' and 'save'.
+        `evaluate(step)` may change the State, which is then saved. `run` is an open Run. A signal
+        (see catch_signals) saves and stops.
         """
         new, start = [], time.perf_counter()  # new: (loss, norm), still on the device
         while state.step < self.schedule.max_steps:
@@ -158,10 +159,10 @@ class Trainer:
               f" | {rate:,.0f} {unit}/s{mfu} | lr {record['lr']:.2e} | eta {eta}", flush=True)
 
     def check_finite(self, step, losses):
-        """Raise Failure at the first step whose loss or gradient norm is not finite.
+        """Stop at the first step whose loss or gradient norm is not finite.
 
-        losses: (loss, gradient norm) of the steps up to `step`. In float16 only the loss counts:
-        the scaler skips a step whose norm is not finite.
+        `losses` has (loss, gradient norm) of the steps up to `step`. In float16 the norm may be
+        infinite: the scaler skips such a step.
         """
         half, before = self.dtype == torch.float16, "none"
         for n, (loss, norm) in enumerate(losses, step - len(losses) + 1):
@@ -171,8 +172,7 @@ class Trainer:
                     f"step {n}: the loss is {loss}, the gradient norm {norm}, before that {before}."
                     f" Likely cause: {cause}lr {self.schedule.learning_rate(n - 1):.1e} or "
                     f"value_lr {self.config.value_lr:.1e} is too high, or the warm-up too short. "
-                    "Checkpoints are as they were: --init_from=RUN --out=out/NAME starts from the "
-                    "last one")
+                    "--init_from=RUN --out=out/NAME starts from the last checkpoint")
             before = f"{norm:.1e}"
 
     def save(self, run, state):
@@ -196,21 +196,18 @@ def optimizer_groups(model, weight_decay, keys_lr=1.0):
     """Return AdamW's parameter groups: all parameters but the value tables.
 
     Biases, norms and memories have no weight decay (our reading: XLM trained its memory without).
-    A group's learning rate is its lr_factor times the schedule's. keys_lr is the factor of the
-    memory's sub-keys.
+    A group's learning rate is the schedule's times lr_factor, for the memory's sub-keys keys_lr.
     """
     tables = {id(table.weight) for table in value_tables(model).values()}
     decayed, others, keys = [], [], []
     for name, p in model.named_parameters():
-        if not p.requires_grad or id(p) in tables:
-            continue
-        if name.endswith(".memory.keys") and keys_lr != 1:
-            keys.append(p)
-        else:
-            (others if p.dim() <= 1 or ".memory." in name else decayed).append(p)
-    groups = [{"params": decayed, "weight_decay": weight_decay, "lr_factor": 1.0},
-              {"params": others, "weight_decay": 0.0, "lr_factor": 1.0}]
-    return groups + [{"params": keys, "weight_decay": 0.0, "lr_factor": keys_lr}] * bool(keys)
+        if p.requires_grad and id(p) not in tables:
+            slow = keys_lr != 1 and name.endswith(".memory.keys")
+            plain = p.dim() <= 1 or ".memory." in name
+            (keys if slow else others if plain else decayed).append(p)
+    groups = (decayed, weight_decay, 1.0), (others, 0.0, 1.0), (keys, 0.0, keys_lr)
+    return [{"params": parameters, "weight_decay": decay, "lr_factor": factor}
+            for parameters, decay, factor in groups if parameters]
 
 
 def to_device(batch, device):
@@ -227,10 +224,9 @@ def autocast(device, dtype):
 
 
 def compile_model(model, choice, device):
-    """Return torch.compile(model), or the model itself. choice: 'on', 'off' or 'auto'.
+    """Return torch.compile(model), or the model itself. `choice` is 'on', 'off' or 'auto'.
 
-    The mode is the default one. A CUDA graph (mode="reduce-overhead") would be replayed without
-    storing what the memory reads.
+    mode="reduce-overhead" must not be used: a replayed CUDA graph stores no reads of the memory.
     """
     on = {"on": True, "off": False, "auto": device.type == "cuda"}[choice]
     if on and value_tables(model) and torch.__version__ < "2.13":
@@ -240,10 +236,10 @@ def compile_model(model, choice, device):
 
 
 def catch_signals():
-    """Return a list that SIGINT and SIGTERM are put into from now on, for the loop to see.
+    """Return a list to which SIGINT and SIGTERM are added from now on.
 
-    A second signal ends the process at once. Under torchrun it does not: there a Ctrl-C reaches
-    each rank twice, from the terminal and from torchrun.
+    A second signal ends the process at once. Not so under torchrun: there a Ctrl-C reaches each
+    rank twice, from the terminal and from torchrun.
     """
     def on_signal(number, frame):
         signals.append(number)

@@ -21,7 +21,7 @@ from lib.distributed.sharded_values import (
     parameter_sizes,
 )
 from lib.weights.huggingface import FILES, read_folder
-from lib.weights.run import Run, numbered_paths
+from lib.weights.run import Run
 from model import HEADS, BertConfig, Classifier, build_model
 
 
@@ -39,9 +39,9 @@ def model_file(model, labels=()):
 
 
 def checkpoint_files(model, dense, values, state, labels=()):
-    """Return the content of a checkpoint's files, for Run.save_checkpoint.
+    """Return the content of a checkpoint's three files, {name: content}.
 
-    dense, values: the two optimizers. state: a dict of plain Python. labels: see model_file.
+    `dense` and `values` are the two optimizers. `state` is a dict of plain Python.
     """
     optimizers = {"dense": dense.state_dict(), "values": mark_moments(values.state_dict())}
     return {"model": model_file(model, labels), "optimizer": optimizers, "state": state}
@@ -52,7 +52,7 @@ def find_checkpoint(run):
 
 
 def find_weights(path):
-    """Find the weights that `path` names, for whatever reads weights:
+    """Find the weights that `path` names.
 
     out/<run>                 pretrained: its newest checkpoint
     out/<run>/seed1           fine-tuned: the weights of its best epoch so far
@@ -64,10 +64,8 @@ def find_weights(path):
     """
     if (Path(path) / "model.pt").is_file():
         return Path(path), Path(path).parent / "vocab.txt"
-    for folder in (Path(path), *numbered_paths(path, "seed")):
-        run = Run(folder)
-        if weights := run.best_weights() or run.newest_checkpoint():
-            return weights, folder / "vocab.txt"
+    if weights := Run(path).weights():
+        return weights, weights.parent / "vocab.txt"
     for folder in (Path(path), Path("data/weights", path)):
         files = [folder / name for name in FILES]
         if (folder / "config.json").is_file() and any(file.is_file() for file in files):
@@ -118,10 +116,7 @@ def load_run(path):
 
 
 def check_objective(path, config, causal):
-    """Raise UserError if a model is not causal, or masked, as expected.
-
-    path: where the model is. config: its settings. causal: what it should be.
-    """
+    """Raise UserError if the model at `path`, whose settings are `config`, is not as expected."""
     if config.get("causal", False) != causal:
         found, expected = ("masked", "causal") if causal else ("causal", "masked")
         raise UserError(f"{path} is a {found} language model, expected a {expected} one")
@@ -143,7 +138,7 @@ def load_weights(model, weights, source, partial=False, assign=False):
     """Copy a state dict into the model. Returns the names that were copied.
 
     Names and shapes must be the model's; with `partial` some may be missing, or unknown. With
-    `assign` the model takes the tensors themselves. source: named in error messages.
+    `assign` the model takes the tensors themselves. Error messages name `source`.
     """
     expected, weights = model.state_dict(), cut_weights(model, weights)
     for name in sorted(expected.keys() & weights.keys()):
@@ -161,12 +156,12 @@ def load_weights(model, weights, source, partial=False, assign=False):
 def init_from(model, path, reinit_ffn=False):
     """Start from the trained model at `path` (see find_weights; section 4.1 of the paper).
 
-    Copies what fits, and prints what was loaded, left random or dropped. With reinit_ffn (ResM')
-    the FFN of memory layers stays random. A task's head always does. A Classifier's pooler does, if
-    the one at `path` was never trained: otherwise all seeds would share one random pooler.
+    Copies what fits, and prints what was loaded, left random or dropped. A task's head stays
+    random; with reinit_ffn (ResM') the FFN of memory layers does, too. A Classifier gets no pooler
+    that was never trained: otherwise all seeds would share one random pooler.
 
     Returns what a run keeps as its origin: init_checkpoint, the path of the weights; first_step,
-    the steps that they were trained for, 0 if unknown; pooler_trained.
+    the steps that they were trained for, 0 if unknown; and pooler_trained.
     """
     source, _ = find_weights(path)
     saved = read_weights(source)
@@ -192,7 +187,7 @@ def init_from(model, path, reinit_ffn=False):
 
 
 def _print_loaded(model, weights, loaded):
-    """Print how many parameters of each part were loaded, left random or dropped."""
+    """Print how many parameters were loaded, left random or dropped, by part of the model."""
     parameters, groups = parameter_sizes(model), {}
     sizes = {name: w.numel() for name, w in weights.items()} | parameters
     for name in [*parameters, *sorted(weights.keys() - model.state_dict().keys())]:
@@ -208,10 +203,10 @@ def _print_loaded(model, weights, loaded):
 
 
 def pooler_is_trained(folder, saved):
-    """Whether the pooler of `saved`, the weights in `folder`, was ever trained.
+    """Return whether the pooler of `saved`, the weights in `folder`, was ever trained.
 
-    Only Google's next-sentence pretraining and classification train it. A run notes at its
-    beginning whether the weights that it starts from had such a pooler.
+    Only Google's next-sentence pretraining and classification train it. A run notes when it begins
+    whether it starts with a trained pooler.
     """
     if saved.get("head") == "classifier":
         return True

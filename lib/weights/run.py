@@ -1,16 +1,16 @@
 """
-Read and write the folder of a run. Only this file knows which files are in it.
+Read and write the folder of a run. Only this file knows what is in it.
 
 out/<run>/config.json               the settings, and where the run started
-out/<run>/vocab.txt                 the vocabulary; tokenizer.json too, if the corpus has one
+out/<run>/vocab.txt                 the vocabulary; with tokenizer.json if the corpus has one
 out/<run>/log.jsonl                 one JSON object a line: losses and evaluations
-out/<run>/step_000500/              a checkpoint: model.pt, optimizer.pt, state.pt
-out/<run>/usage/step_000500.npz     how often each slot was read in an evaluation
-out/<run>/seed0/                    a fine-tuned run has one folder per seed, and in it:
+out/<run>/step_000500/              a checkpoint: model.pt, optimizer.pt and state.pt
+out/<run>/usage/step_000500.npz     how often each slot was read during an evaluation
+out/<run>/seed0/                    a fine-tuned run has a run for each seed, and there:
 out/<run>/seed0/best_epoch_2/       model.pt of the best epoch; renamed best/ at the end
 out/<run>/seed0/eval_results.json   the scores of best/
 
-The file stands below lib/training because load_model and export read runs, too.
+Loading weights reads runs, too, and stands below training. That is why this file is here.
 """
 import json
 import os
@@ -53,10 +53,9 @@ def numbered_paths(folder, prefix):
 
 
 class Run:
-    """The folder of a run, which need not exist yet.
+    """Read and write the folder of a run. It need not exist yet.
 
-    begin() writes the settings of a new run. open() makes a run ready to train. Then log(),
-    save_checkpoint() and write_usage() add to it.
+    A new run is begun with begin(). Then open() makes it ready for log() and save_checkpoint().
     """
 
     def __init__(self, folder):
@@ -66,9 +65,8 @@ class Run:
     def begin(self, config, vocab, origin):
         """Write config.json and the tokenizer's files.
 
-        config: a settings dataclass. vocab: path of the corpus's or initial model's vocab.txt.
-        origin: {"init_checkpoint": path or '', "first_step": steps that the initial model was
-        trained for, "pooler_trained": bool}.
+        `config` is a dataclass, `vocab` the path of the corpus's or the initial model's vocab.txt,
+        `origin` what init_from() returned.
         """
         for file in (vocab, vocab.with_name("tokenizer.json")):  # the run works without its corpus
             if file.exists():
@@ -78,13 +76,13 @@ class Run:
         write_text(self.folder / "config.json", json.dumps(settings, indent=1))
 
     def has_begun(self):
-        """Whether the folder has settings."""
+        """Return whether the folder has settings."""
         return (self.folder / "config.json").is_file()
 
     def settings(self, needed=()):
-        """Read config.json: a dict of all settings and the origin that begin() was given.
+        """Read config.json: a dict of all settings, the origin, and tokenizer_hash.
 
-        UserError if it lacks a key of `needed`: a fine-tuned run has no pretraining settings.
+        UserError if a key of `needed` is missing: a fine-tuned run has no settings of pretraining.
         """
         try:
             settings = json.loads((self.folder / "config.json").read_text())
@@ -99,12 +97,12 @@ class Run:
         return settings
 
     def origin(self):
-        """Return the origin that begin() was given."""
+        """Read the origin that begin() was given."""
         settings = self.settings()
         return {key: settings[key] for key in ("init_checkpoint", "first_step", "pooler_trained")}
 
     def check_settings(self, config):
-        """Print which settings changed since the run began; UserError if one of them must not."""
+        """Print which settings changed since the run began; UserError if one must not change."""
         may_change = {field.name for field in fields(config) if field.metadata["may_change"]}
         before, now = self.settings(), json.loads(json.dumps(asdict(config)))
         for key in sorted(key for key in now if key in before and now[key] != before[key]):
@@ -117,13 +115,14 @@ class Run:
                 print(f"{key} was {before[key]!r}, is now {now[key]!r}{note}")
 
     def open(self, step, best_epoch=None, tensorboard=False):
-        """Make the folder what it was at the checkpoint of `step`, and open the log.
+        """Open the log, and remove what a killed process wrote after the checkpoint of `step`.
 
-        A killed process may have written more since: half a file, log records, usage snapshots,
-        the weights of a better epoch than the checkpoint's `best_epoch`. All of it goes.
+        That can be half a file, log records, usage snapshots, and weights of a better epoch than
+        the checkpoint's `best_epoch`.
         """
-        for temporary in (*self.folder.glob(".tmp_*"), *self.folder.glob("*/.tmp_*")):
-            discard(temporary)
+        for place in (".", "usage", "submission"):
+            for temporary in Path(self.folder, place).glob(".tmp_*"):
+                discard(temporary)
         for snapshot in self.folder.glob("usage/step_*.npz"):
             if int(snapshot.stem[5:]) > step:
                 discard(snapshot)
@@ -152,7 +151,7 @@ class Run:
             self.curves.flush()
 
     def records(self):
-        """Read log.jsonl, without a last line that is only half written: a list of dicts."""
+        """Read log.jsonl, a list of dicts. A last line that is half written does not count."""
         path, records = self.folder / "log.jsonl", []
         try:
             lines = path.read_text().split("\n")[:-1]
@@ -167,7 +166,7 @@ class Run:
         return records
 
     def evaluations(self):
-        """The log's evaluations; `step` counts the steps of the initial model, too."""
+        """Read the log's evaluations. Their `step` counts the steps of the initial model, too."""
         first = self.settings()["first_step"]
         evaluations = [{**record, "step": first + record["step"]} for record in self.records()
                        if "perplexity" in record]
@@ -176,23 +175,36 @@ class Run:
         return evaluations
 
     def evaluation_before(self, checkpoint):
-        """The last evaluation up to a checkpoint; UserError if the folder does not tell."""
+        """Return the last evaluation up to a checkpoint; UserError if the log has none."""
         step = self.settings()["first_step"] + load_file(checkpoint / "state.pt")["step"]
         return [e for e in self.evaluations() if e["step"] <= step][-1]
 
     def checkpoints(self):
-        """The paths of the checkpoints, oldest first; each is whole."""
+        """List the paths of the checkpoints, oldest first. Each checkpoint is whole."""
         return numbered_paths(self.folder, "step_")
 
     def newest_checkpoint(self):
-        """The path of the newest checkpoint, or None."""
+        """Return the path of the newest checkpoint, or None."""
         return next(reversed(self.checkpoints()), None)
 
-    def save_checkpoint(self, step, files, keep, best_epoch=None):
-        """Write step_<step>/<name>.pt for each {name: content}, whole or not at all.
+    def weights(self):
+        """Return the path of the weights to use, or None if the run has none yet.
 
-        Afterwards drop all but the `keep` newest checkpoints, and the weights of epochs that the
-        new one does not name as its best. Returns the path.
+        That is the best epoch of a seed, and the newest checkpoint of other runs. A fine-tuned run
+        has the weights of its first seed.
+        """
+        for folder in (self.folder, *numbered_paths(self.folder, "seed")):
+            epochs = [folder / "best", *numbered_paths(folder, "best_epoch_")]
+            whole = [epoch for epoch in epochs if (epoch / "model.pt").is_file()]
+            if weights := whole or Run(folder).checkpoints():
+                return weights[-1]
+        return None
+
+    def save_checkpoint(self, step, files, keep, best_epoch=None):
+        """Write a checkpoint, whole or not at all. Returns its path.
+
+        `files` is what checkpoint_files() returned. When the checkpoint is on disk, all but the
+        `keep` newest ones go, and the weights of all epochs but `best_epoch`.
         """
         if self.log_file:
             os.fsync(self.log_file.fileno())  # no checkpoint is newer than its log
@@ -204,10 +216,10 @@ class Run:
         return folder
 
     def steps_and_seed(self, checkpoint):
-        """How a checkpoint was trained: {"steps": "1,000 + 3,000", "seed": 1}.
+        """Say how a checkpoint was trained: {"steps": "1,000 + 3,000", "seed": 1}.
 
         The steps are the initial model's and the run's own. An unfinished run has "100 of 3,000".
-        Unknown numbers are "?": weights in Hugging Face layout do not tell.
+        A "?" stands for what weights in Hugging Face layout do not tell.
         """
         if not (checkpoint / "state.pt").is_file():
             return {"steps": "?", "seed": "?"}
@@ -220,9 +232,9 @@ class Run:
         return {"steps": steps, "seed": settings["seed"]}
 
     def write_usage(self, step, counts):
-        """Write a usage snapshot: layer<n>_read and layer<n>_top1, int32 (n_slots,).
+        """Write a usage snapshot of count_reads()'s counts, {layer: {"read": ..., "top1": ...}}.
 
-        counts: what count_reads() gave, {layer: {"read": ..., "top1": ...}}.
+        The file has layer<n>_read and layer<n>_top1, int32 (n_slots,).
         """
         arrays = {f"layer{n}_{name}": sums[name].astype(np.int32)
                   for n, sums in counts.items() for name in ("read", "top1")}
@@ -251,7 +263,7 @@ class Run:
         return snapshots
 
     def seeds(self):
-        """The runs of a fine-tuned run's seeds. A seed's own folder is its only seed."""
+        """List a fine-tuned run's seeds, each a Run. If this is a seed, it is the only one."""
         folders = [self.folder, *numbered_paths(self.folder, "seed")]
         return [Run(folder) for folder in folders if Run(folder)._is_fine_tuned()]
 
@@ -262,7 +274,7 @@ class Run:
             return False
 
     def save_best(self, epoch, model):
-        """Write the weights of the best epoch so far; model: what model_file() returns."""
+        """Write the weights of the best epoch so far; `model` is what model_file() returned."""
         save_files(self.folder / f"best_epoch_{epoch:g}", {"model": model})
 
     def finish_best(self, epoch):
@@ -274,23 +286,17 @@ class Run:
                 named.rename(best)
         return best
 
-    def best_weights(self):
-        """The path of the best epoch's weights, or None. A finished run has best/ alone."""
-        folders = [self.folder / "best", *numbered_paths(self.folder, "best_epoch_")]
-        whole = [folder for folder in folders if (folder / "model.pt").is_file()]
-        return whole[-1] if whole else None
-
     def _drop_epochs_but(self, epoch):
         for folder in self.folder.glob("best_epoch_*"):
             if epoch is None or folder.name != f"best_epoch_{epoch:g}":
                 discard(folder)
 
     def has_results(self):
-        """Whether fine-tuning is done: eval_results.json is there."""
+        """Return whether fine-tuning is done."""
         return (self.folder / "eval_results.json").is_file()
 
     def results(self):
-        """Read eval_results.json, a dict."""
+        """Read the scores of fine-tuning, a dict."""
         return read_json(self.folder / "eval_results.json")
 
     def write_results(self, results):

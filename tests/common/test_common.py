@@ -57,7 +57,7 @@ def test_sizes_are_settings(capsys):
     sizes = pretrain.model_sizes(config)
     assert [sizes[name] for name in ("n_layer", "n_head", "d_model", "d_ff")] == [3, 4, 96, 384]
     with pytest.raises(UserError, match="no multiple of n_head"):
-        pretrain.check_settings(dataclasses.replace(config, n_head=5))
+        pretrain.check_config(dataclasses.replace(config, n_head=5))
 
 
 def test_progress_on_a_pipe_is_a_line_now_and_then(capsys, monkeypatch):

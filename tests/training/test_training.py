@@ -1,5 +1,5 @@
 """
-Pretraining: where it starts, what it leaves, and that no kill, signal or full disk changes it.
+Pretraining: where it starts and what it leaves. No kill, signal or full disk changes that.
 
 $ PKM_TEST_KILLS=20 python -m pytest -k killed      # more SIGKILLs than 5
 """
@@ -130,8 +130,9 @@ class TwoBatches:
 
 
 def test_two_steps_equal_the_formulas():
-    """Mean gradient, clipping, warm-up, AdamW with Devlin et al.'s betas and epsilon, weight decay
-    on matrices outside the memory, SparseAdam's update of the rows that were read; in float64."""
+    """Each formula is written out here, in float64: the mean gradient, clipping, the warm-up, AdamW
+    with Devlin et al.'s betas and epsilon, and SparseAdam's update of the rows that were read.
+    Weight decay is on matrices outside the memory only."""
     config = pretrain.Config(value_lr=0.02, grad_clip=0.05, weight_decay=0.3, dropout=0.0)
     schedule = Schedule(lr=0.01, warmup_steps=4, max_steps=8)
     model = tiny_bert(memory_layers=(2,), dropout=0.0).double()
@@ -179,7 +180,7 @@ def test_two_steps_equal_the_formulas():
 
 
 def test_dropout_is_a_function_of_seed_and_step():
-    """Another one at every step and for every seed, the same one again for a resumed run."""
+    """Every step and every seed have another dropout. A resumed run has the same one again."""
     def losses(seed, steps):
         config, schedule = pretrain.Config(seed=seed, value_lr=0.0), Schedule(0.0, 0, 9)
         trainer = Trainer(config, schedule, tiny_bert(dropout=0.5), batches, torch.device("cpu"),
@@ -230,8 +231,7 @@ def test_init_from_another_shape(plain_run):
 
 
 def test_seeds_share_no_random_pooler(plain_run):
-    """Masked-LM pretraining leaves the pooler as it was drawn, and so does SQuAD, which has no use
-    for it; a Classifier's is trained."""
+    """Masked-LM pretraining and SQuAD leave the pooler as it was drawn. A Classifier trains it."""
     (_, initial), sizes = plain_run, tiny_bert().bert.config
 
     def pooler(seed, start=initial):
@@ -257,7 +257,7 @@ def test_seeds_share_no_random_pooler(plain_run):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_loading_a_model_keeps_one_copy(tmp_path):
-    """And writing to it leaves the file as it was."""
+    """Writing to the model leaves the file as it was."""
     model = tiny_bert(memory_layers=(2,), n_keys=512, d_model=64)  # 67 MB of values
     file = save_model(tmp_path, model) / "model.pt"
     before = hashlib.sha256(file.read_bytes()).digest()
@@ -334,7 +334,7 @@ def test_a_logged_loss_is_the_mean_since_the_last(place):
 
 
 def test_speed_is_since_the_last_record_and_elapsed_since_the_start(place, monkeypatch):
-    """By a clock on which a step takes a second; evaluations and checkpoints take no time."""
+    """On this clock a step takes a second. Evaluations and checkpoints take no time."""
     clock, step = [0.0], Trainer.step
 
     def second(trainer, n):
@@ -362,7 +362,7 @@ def test_what_a_killed_process_left_half_written_goes(place):
 
 
 def test_an_older_torch_compiles_no_memory(place, monkeypatch):
-    """2.11 drops what a compiled backward pass keeps for the optimizer, without a word."""
+    """torch 2.11 silently drops what a compiled backward pass keeps for the optimizer."""
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0+cu130"))
     for choice, device in (("on", "cpu"), ("auto", "cuda")):
         with pytest.raises(UserError, match="2.13 or later, this is 2.11.0"):
@@ -372,7 +372,7 @@ def test_an_older_torch_compiles_no_memory(place, monkeypatch):
 
 
 def test_compiled_training_equals_eager(place):
-    """At a value_lr at which values that a compiled graph forgets to train show in the loss."""
+    """The value_lr is so high that values which a compiled graph forgot to train would show."""
     args = ["--n_layer=2", "--memory_layers=1,2", "--dropout=0", "--max_steps=20",
             "--accumulation=1", "--value_lr=0.03"]
     eager, compiled = losses(*args), losses(*args, "--compile=on")
@@ -391,7 +391,7 @@ def test_bfloat16_follows_float32(place):
 
 
 def test_float16_skips_a_step_that_overflows(place):
-    """The scaler finds an inf: nothing moves, the reads go; the next step is unscaled."""
+    """If the scaler finds an inf, nothing moves and the reads go. The next step is unscaled."""
     config, schedule = pretrain.Config(**{**TINY, "dropout": 0.0}), Schedule(3e-3, 4, 12)
     corpus, device = Corpus("tiny"), torch.device("cpu")
     model, _ = pretrain.make_model(config, corpus, None)
@@ -419,7 +419,7 @@ def test_float16_skips_a_step_that_overflows(place):
 
 
 def assert_same_run(out, reference):
-    """The same log, but for speed, the same last weights, optimizer and value moments."""
+    """The logs are the same but for speed; weights and moments are the same at the end."""
     def timeless(run):
         return [{k: v for k, v in r.items() if k not in ("tokens_per_s", "elapsed")}
                 for r in log(run)]
@@ -435,7 +435,7 @@ def assert_same_run(out, reference):
 
 
 def wait_for(condition, process):
-    """Poll until condition() is true, and return its value; the process must not end before."""
+    """Poll until condition() is true, and return its value. The process must not end before."""
     while not (value := condition()):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.001)
@@ -443,13 +443,13 @@ def wait_for(condition, process):
 
 
 def saving(run):
-    """Whether the newest checkpoint, whatever its name, still lacks its last file."""
+    """Whether the newest checkpoint still lacks its last file, under any name."""
     newest = max(run.glob("*step_*"), key=lambda path: path.name[-6:])
     return (newest / "model.pt").exists() and not (newest / "state.pt").exists()
 
 
 def test_a_killed_run_ends_as_if_it_had_not_been(place):
-    """SIGKILL during steps and, every other time, during the writing of a checkpoint."""
+    """Half of the kills come during a step, the others while a checkpoint is written."""
     args = ["--eval_interval=4", f"--max_steps={20 + 6 * KILLS}"]
     rng, run, seen = random.Random(), Path("out/killed"), 0  # other moments every time
     for number in range(KILLS):
@@ -499,7 +499,8 @@ def test_a_loss_that_is_no_number_stops_the_run(place, monkeypatch):
     assert train("--max_steps=4", "--checkpoint_interval=2") == 0
     before = files("out/tiny/step_000004")
     rate = Schedule.learning_rate
-    monkeypatch.setattr(Schedule, "learning_rate", lambda self, n: 1e30 if n == 5 else rate(self, n))
+    monkeypatch.setattr(Schedule, "learning_rate",
+                        lambda self, n: 1e30 if n == 5 else rate(self, n))
     with pytest.raises(Failure, match="^step 7: the loss is (nan|inf)"):
         train("--checkpoint_interval=100")
     assert files("out/tiny/step_000004") == before and steps_saved("out/tiny") == 4
@@ -509,8 +510,8 @@ def test_a_loss_that_is_no_number_stops_the_run(place, monkeypatch):
     (1.0, 1.0, torch.float32, False), (math.nan, 1.0, torch.float32, True),
     (1.0, math.inf, torch.float32, True), (1.0, math.inf, torch.bfloat16, True),
     (1.0, math.inf, torch.float16, False), (math.inf, 1.0, torch.float16, True)])
-def test_what_is_no_number(loss, norm, dtype, stops):
-    """In float16 a norm may overflow, the scaler skips that step; a loss may not."""
+def test_a_loss_or_norm_that_is_no_number_stops(loss, norm, dtype, stops):
+    """In float16 a norm may overflow: the scaler skips that step. A loss may not overflow."""
     steps = [(1.0, 0.5), (loss, norm), (1.0, 0.5)]
     trainer = Trainer(pretrain.Config(), Schedule(1e-4, 0, 9), tiny_bert(), TwoBatches(),
                       torch.device("cpu"), dtype)
@@ -530,7 +531,7 @@ def test_a_gradient_that_is_no_number_is_not_saved(place, monkeypatch):
 @pytest.mark.parametrize("file, share", [("model.pt", 0.02), ("model.pt", 0.5),
                                          ("optimizer.pt", 0.9)])
 def test_no_space_left(place, file, share):
-    """The disk takes files up to `share` of this one."""
+    """The disk takes files up to this share of the named one."""
     assert train("--max_steps=4") == 0
     before = files("out/tiny/step_000004")
     limit = int(share * len(before[f"out/tiny/step_000004/{file}"]))
@@ -544,7 +545,7 @@ def test_no_space_left(place, file, share):
 
 
 def test_two_processes_do_not_train_in_one_folder(place):
-    """Started at the same moment, one goes on; the other has one line and writes nothing."""
+    """Two start at the same moment: one goes on, the other prints one line and writes nothing."""
     both = [subprocess.Popen(command("--max_steps=300", "--eval_interval=1000"), text=True,
                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)]
     while all(process.poll() is None for process in both):
