@@ -31,7 +31,7 @@ from lib.common.device import choose_device, keep_freed_memory
 from lib.common.errors import UserError, need
 from lib.common.files import discard, lock, read_json, write_text
 from lib.common.settings import at_least, load_settings
-from lib.corpus.vocabulary import load_tokenizer, special_ids
+from lib.corpus.vocabulary import special_ids, text_tokenizer
 from lib.distributed.processes import (
     any_signalled,
     first_rank_first,
@@ -340,8 +340,7 @@ def main(argv):
     device, dtype = choose_device(config.device, config.dtype, config.seed)
     keep_freed_memory(device)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
-    tokenizer = load_tokenizer(vocab)
-    tokenizer.encode_special_tokens = True  # a "[SEP]" in a text is text, not the token
+    tokenizer = text_tokenizer(vocab)
     with first_rank_first():
         task = find_task(config.task)
     data = Data(task, tokenizer, config)

@@ -44,6 +44,7 @@ class Corpus:
             tokens = [self.meta["tokens"][split] for split in SPLITS]
             whole = facts.items() <= self.meta.items() and min(tokens) >= 0 < max(tokens)
             whole = whole and (min(tokens) == 0 or self.meta["unigram_perplexity"] > 0)
+            whole = whole and self.meta["sha256"].keys() == set(SPLITS)
         except (ValueError, LookupError, TypeError, AttributeError):
             whole = False
         if not whole:
@@ -63,10 +64,8 @@ class Corpus:
 
     def split(self, which):
         """Return the ids of 'train', 'val' or 'test': a read-only np.memmap of uint16, (tokens,).
-
         UserError if the file has another size than meta.json says, or an id is outside the
-        vocabulary.
-        """
+        vocabulary."""
         file, expected = self.folder / f"{which}.bin", 2 * self.meta["tokens"][which]
         size = file.stat().st_size if file.is_file() else 0
         if size != expected:
@@ -159,11 +158,9 @@ class MaskedBatches:
 
 
 class CausalBatches(MaskedBatches):
-    """Make training batches for a causal language model, as in Lample et al. (2019).
-
-    A sequence is seq_len tokens as they stand in the text. [SEP] stands between documents, and
-    attention goes across it.
-    """
+    """Make training batches for a causal language model, as in Lample et al. (2019). A sequence is
+    seq_len tokens as they stand in the text. [SEP] stands between documents, and attention goes
+    across it."""
 
     added = 0
 
@@ -175,10 +172,8 @@ class CausalBatches(MaskedBatches):
 
 def cut_split(corpus, split, seq_len, sequences=None):
     """Cut a split into sequences [CLS] + (seq_len - 2) tokens + [SEP]: int64 (n, seq_len).
-
     sequences: at most this many full ones, evenly spread over the split. By default all of them,
-    and the rest of the split as a last one, padded.
-    """
+    and the rest of the split as a last one, padded."""
     tokens, width = corpus.split(split), seq_len - 2
     full = len(tokens) // width
     chosen = np.linspace(0, full - 1, min(sequences or full, full)).astype(np.int64)

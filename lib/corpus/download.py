@@ -94,11 +94,9 @@ def fetch(sources, folder=DOWNLOADS):
 
 
 def download(url, path, sha256=""):
-    """Download `url` to the file `path`, which is whole or absent, in up to four attempts.
-
-    The bytes that came are kept in <path>.part. The next attempt, or the next call, asks for the
-    rest. Failure if the file cannot be had or is not the one with this SHA-256.
-    """
+    """Download `url` to the file `path`, which is whole or absent, in up to four attempts. The
+    bytes that came are kept in <path>.part. The next attempt, or the next call, asks for the rest.
+    Failure if the file cannot be had or is not the one with this SHA-256."""
     requests = need("requests", "a download")
     print(f"{url}: downloading", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,11 +163,9 @@ def _reason(error):
 
 
 def fetch_from_hub(repo, *patterns, folder, kind="model", revision="main"):
-    """Download files of a repository on Hugging Face's hub to `folder`; return their paths.
-
-    These are the files whose path matches the first of `patterns` that any file matches. Failure if
-    there is none, or the hub cannot be reached.
-    """
+    """Download files of a repository on Hugging Face's hub to `folder`; return their paths. These
+    are the files whose path matches the first of `patterns` that any file matches. Failure if there
+    is none, or the hub cannot be reached."""
     hub = need("huggingface_hub", "a download from the hub")
     where = f"{repo}/{' or '.join(patterns)} on the hub"
     try:
@@ -191,10 +187,8 @@ def fetch_from_hub(repo, *patterns, folder, kind="model", revision="main"):
 
 
 def fetch_corpus(name):
-    """Fetch wikipedia, bookcorpus or pg19's test split; return the folder with its files.
-
-    For bookcorpus, return the tar, or the folder of its copy on the hub if the tar is gone.
-    """
+    """Fetch wikipedia, bookcorpus or pg19's test split; return the folder with its files. For
+    bookcorpus, return the tar, or the folder of its copy on the hub if the tar is gone."""
     if name == "bookcorpus":
         try:
             return fetch([FILES["bookcorpus.tar.bz2"]])[0]
@@ -218,10 +212,8 @@ def fetch_corpus(name):
 
 
 def unpack_once(path):
-    """Unpack an archive to data/downloads/, unless that was done; return the folder.
-
-    The folder has a name made from the archive's content: archives of one name can differ.
-    """
+    """Unpack an archive to data/downloads/, unless that was done; return the folder. The folder has
+    a name made from the archive's content: archives of one name can differ."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder = DOWNLOADS / f"{path.name.split('.')[0]}_{digest[:12]}"
@@ -231,9 +223,7 @@ def unpack_once(path):
 
 def unpack(path, folder):
     """Unpack a zip or tar to the new `folder`, and nothing outside of it; return the folder.
-
-    UserError, and no folder, if the archive is damaged or the disk is full.
-    """
+    UserError, and no folder, if the archive is damaged or the disk is full."""
     print(f"{path}: unpacking", flush=True)
     inside = {} if path.suffix == ".zip" else {"filter": "data"}  # zips are never read otherwise
     try:

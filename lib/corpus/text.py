@@ -7,7 +7,6 @@ Read text as a stream: lines with their line breaks, and None at the end of ever
 >>> source, packages = docstrings()                 # of the installed Python, torch and numpy
 """
 import ast
-import codecs
 import importlib.util
 import inspect
 import itertools
@@ -16,7 +15,6 @@ import sys
 import sysconfig
 import warnings
 import zlib
-from functools import partial
 from pathlib import Path
 
 from lib.common.errors import UserError, need
@@ -38,11 +36,9 @@ def find_files(path, *suffixes):
 
 
 def find_codecs(files, encoding):
-    """Return {file: codec} of text files.
-
-    encoding: a codec for all files, or 'auto': UTF-8, or Windows-1252 for a file that is not. Then
-    it reads all files, and prints how many have which codec.
-    """
+    """Return {file: codec} of text files. encoding: a codec for all files, or 'auto': UTF-8, or
+    Windows-1252 for a file that is not. Then it reads all files, and prints how many have which
+    codec."""
     if encoding != "auto":
         try:
             "".encode(encoding)
@@ -54,7 +50,7 @@ def find_codecs(files, encoding):
     for file in Progress(files, desc="finding encodings", unit=" files"):
         try:
             codecs_of[file] = "utf-8"
-            for _ in _decode(file, "utf-8"):
+            for _ in _lines(file, "utf-8"):
                 pass
         except UserError:
             codecs_of[file] = "cp1252"
@@ -63,37 +59,28 @@ def find_codecs(files, encoding):
     return codecs_of
 
 
-def _decode(path, codec):
-    """Yield the text of a file in pieces; UserError at the first byte that is not text."""
-    decoder, done = codecs.getincrementaldecoder(codec)(), 0
-    hint = "prepare_data.py text has --encoding NAME for other files, and --encoding auto"
-    with path.open("rb") as file:
-        for chunk in itertools.chain(iter(partial(file.read, LONGEST), b""), [b""]):
-            start = done - len(decoder.getstate()[0])  # less the bytes of an unfinished character
-            try:
-                text = decoder.decode(chunk, final=not chunk)
-                if "\0" in text:
-                    raise UnicodeError("NUL characters")
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path}: byte {start + error.start} is not {codec} text "
-                                f"({error.reason}): {hint}") from None
-            except UnicodeError as error:
-                raise UserError(f"{path}: not {codec} text ({error}): {hint}") from None
-            yield text
-            done += len(chunk)
-
-
 def _lines(path, codec):
     """Yield the lines of a text file; a very long one in pieces that end between two words."""
+    hint = "prepare_data.py text has --encoding NAME for other files, and --encoding auto"
     rest = ""
-    for text in _decode(path, codec):
-        *lines, rest = (rest + text).replace("\r\n", "\n").split("\n")
-        yield from (f"{line}\n" for line in lines)
-        if len(rest) >= LONGEST:
-            cut = BETWEEN_WORDS.search(rest, max(0, len(rest) - 1000))
-            end = cut.start() if cut else len(rest) - 1
-            yield rest[:end]
-            rest = rest[end:]
+    with path.open(encoding=codec, newline="\n") as file:
+        try:
+            while piece := file.readline(LONGEST):
+                line, rest = (rest + piece).replace("\r\n", "\n"), ""
+                if "\0" in line:
+                    raise UnicodeError("a NUL character")
+                if piece[-1] != "\n" and len(piece) == LONGEST:
+                    cut = BETWEEN_WORDS.search(line, len(line) - 1000)
+                    end = cut.start() if cut else len(line)
+                    line, rest = line[:end], line[end:]
+                elif piece[-1] != "\n":
+                    line += "\n"
+                yield line
+        except UnicodeDecodeError as error:
+            byte = file.buffer.tell() - len(error.object) + error.start
+            raise UserError(f"{path}: byte {byte} is not {codec} text: {hint}") from None
+        except UnicodeError as error:
+            raise UserError(f"{path}: not {codec} text ({error}): {hint}") from None
     if rest:
         yield f"{rest}\n"
 
@@ -156,10 +143,8 @@ def stream(path, kind, codec="utf-8"):
 
 
 def docstrings():
-    """Return the packages' versions in words, and [(package, docstrings)], one pair per file.
-
-    Each docstring comes once. Files without new docstrings are left out.
-    """
+    """Return the packages' versions in words, and [(package, docstrings)], one pair per file. Each
+    docstring comes once. Files without new docstrings are left out."""
     folders = {f"Python {sys.version.split()[0]}": sysconfig.get_path("stdlib")}
     for package in ("torch", "numpy"):
         folder = Path(importlib.util.find_spec(package).origin).parent
@@ -186,10 +171,8 @@ def docstrings():
 
 
 def _docstrings(node):
-    """Yield the docstrings of a syntax tree, in its order.
-
-    Calls such as add_newdoc(...) and fft = _add_docstr(_fft.fft_fft, '''...''') attach some.
-    """
+    """Yield the docstrings of a syntax tree, in its order. Calls such as add_newdoc(...) and fft =
+    _add_docstr(_fft.fft_fft, '''...''') attach some."""
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         yield ast.get_docstring(node) or ""
     for child in ast.iter_child_nodes(node):

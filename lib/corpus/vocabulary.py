@@ -47,10 +47,8 @@ def special_ids(tokenizer):
 
 
 def read_vocab(path):
-    """Read the tokens of a vocab.txt, or of the one in the folder `path`: a list of str, by id.
-
-    A folder that has only a tokenizer.json, as transformers 5 saves it, is read too.
-    """
+    """Read the tokens of a vocab.txt, or of the one in the folder `path`: a list of str, by id. A
+    folder that has only a tokenizer.json, as transformers 5 saves it, is read too."""
     path = Path(path, "vocab.txt") if Path(path).is_dir() else Path(path)
     saved = path.with_name("tokenizer.json")
     try:
@@ -105,11 +103,9 @@ def vocab_facts(vocab):
 
 
 def load_tokenizer(path):
-    """Load the tokenizers.Tokenizer of a vocab.txt, or of the folder that has it.
-
-    A byte-level BPE is read from the tokenizer.json beside its vocab.txt. The tokenizer adds no
-    special tokens. It encodes the name of a special token in a text as that token.
-    """
+    """Load the tokenizers.Tokenizer of a vocab.txt, or of the folder that has it. A byte-level BPE
+    is read from the tokenizer.json beside its vocab.txt. The tokenizer adds no special tokens. It
+    encodes the name of a special token in a text as that token."""
     vocab = read_vocab(path)
     if special_tokens(vocab) is SPECIALS:
         return wordpiece_tokenizer(vocab)
@@ -128,11 +124,8 @@ def text_tokenizer(path):
 
 
 def full_tokenizer(path):
-    """Load a tokenizer (see load_tokenizer) that adds special tokens and pads.
-
-    It puts [CLS] and [SEP] around a text or a pair of texts. It pads the texts of a batch to the
-    same length.
-    """
+    """Load a tokenizer (see load_tokenizer) that adds special tokens and pads. It puts [CLS] and
+    [SEP] around a text or a pair of texts. It pads the texts of a batch to the same length."""
     tokenizer = load_tokenizer(path)
     tokens, ids = special_tokens(tokenizer.get_vocab()), special_ids(tokenizer)
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -207,20 +200,16 @@ def train_vocab(read, size, vocab_size):
 
 
 def byte_characters():
-    """Return the 256 characters that stand for the bytes in tokens of byte-level BPE.
-
-    Printable characters stand for themselves, the others are numbered from 256 on (Radford et al.).
-    """
+    """Return the 256 characters that stand for the bytes in tokens of byte-level BPE. Printable
+    characters stand for themselves, the others are numbered from 256 on (Radford et al.)."""
     shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in shown else next(others)) for byte in range(256)]
 
 
 def gpt2_vocab():
-    """Return GPT-2's tokens by id, then <s>, </s>, <pad>, <mask>.
-
-    tiktoken downloads them, or reads them from TIKTOKEN_CACHE_DIR.
-    """
+    """Return GPT-2's tokens by id, then <s>, </s>, <pad>, <mask>. tiktoken downloads them, or reads
+    them from TIKTOKEN_CACHE_DIR."""
     try:
         gpt2 = need("tiktoken", "--tokenizer gpt2").get_encoding("gpt2")
     except (OSError, ValueError) as error:
@@ -246,11 +235,9 @@ def byte_level_tokenizer(vocab):
 
 
 def _merges(ids):
-    """Return the merges of a byte-level BPE vocabulary {token: id}: [(left, right)].
-
-    Ids are in the order in which the merges were learned. Applying the earlier merges to a token's
-    characters leaves two pieces, and these are the token's own merge.
-    """
+    """Return the merges of a byte-level BPE vocabulary {token: id}: [(left, right)]. Ids are in the
+    order in which the merges were learned. Applying the earlier merges to a token's characters
+    leaves two pieces, and these are the token's own merge."""
     merges = []
     for token in ids.keys() - set(GPT2_SPECIALS):
         pieces = list(token)

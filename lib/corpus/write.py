@@ -88,11 +88,9 @@ def write_corpus(name, origin, sources, vocab, val_every=0):
 
 
 def _hash_documents(sources):
-    """Read the text once: return what tells documents apart, and how many there are.
-
-    Returns the number of documents of each source; a hash of 8 bytes for every document (among 10
-    million different ones, two are equal with probability 3e-6); and the number of lines.
-    """
+    """Read the text once: return what tells documents apart, and how many there are. Returns the
+    number of documents of each source; a hash of 8 bytes for every document (among 10 million
+    different ones, two are equal with probability 3e-6); and the number of lines."""
     counts, hashes = [], bytearray()
     with Progress(desc="reading", unit=" lines") as progress:
         for source in sources:
@@ -136,11 +134,9 @@ def _heldout_sentences(sources, counts, splits):
 
 
 def _read_lines(sources, counts, splits, heldout=frozenset(), done=0):
-    """Yield (line, split) for the text after the first `done` documents.
-
-    split: of the line's document; -1 for a line to leave out, which is in a duplicate or, in train,
-    is one of the `heldout` sentences.
-    """
+    """Yield (line, split) for the text after the first `done` documents. split: of the line's
+    document; -1 for a line to leave out, which is in a duplicate or, in train, is one of the
+    `heldout` sentences."""
     document = 0
     for source, count in zip(sources, counts):
         if document + count <= done:  # a file that is done is not even opened
@@ -155,11 +151,9 @@ def _read_lines(sources, counts, splits, heldout=frozenset(), done=0):
 
 
 def _encode(work, state, lines, vocab):
-    """Append ids to work/{train,val,test}.bin, and keep `state` beside them, up to date.
-
-    lines: (line, split) for all that `state` says is not encoded yet. At the end state["sha256"]
-    has the SHA-256 of the files.
-    """
+    """Append ids to work/{train,val,test}.bin, and keep `state` beside them, up to date. lines:
+    (line, split) for all that `state` says is not encoded yet. At the end state["sha256"] has the
+    SHA-256 of the files."""
     encode, sep_id = text_encoder(vocab), vocab_facts(vocab)["sep_id"]
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(work / f"{split}.bin", "ab+")) for split in SPLITS]
@@ -183,9 +177,7 @@ def _encode(work, state, lines, vocab):
 
 def _cut_back(file, size, sha256):
     """Cut an open .bin to the `size` that state.json says; return its hashlib.sha256 to go on with.
-
-    UserError if the file is shorter, or its SHA-256 is not `sha256`.
-    """
+    UserError if the file is shorter, or its SHA-256 is not `sha256`."""
     shorter = file.tell() < size
     file.truncate(None if shorter else size)
     file.seek(0)
@@ -197,11 +189,9 @@ def _cut_back(file, size, sha256):
 
 
 def _batches(lines, documents):
-    """Yield about BATCH characters at a time: (documents, texts).
-
-    documents: how many are encoded after this batch, or 0 if it ends inside a very long one. texts:
-    a list of lines for each split, with "" at the end of a document.
-    """
+    """Yield about BATCH characters at a time: (documents, texts). documents: how many are encoded
+    after this batch, or 0 if it ends inside a very long one. texts: a list of lines for each split,
+    with "" at the end of a document."""
     texts, length = ([], [], []), 0
     for line, split in lines:
         documents += line is None
@@ -226,10 +216,8 @@ def _count_ids(file, vocab_size):
 
 def unigram_perplexity(train, heldout, special_ids):
     """Return the held-out text's perplexity for a model that knows only how frequent tokens are.
-
     train, heldout: how often each id occurs, (vocab_size,). special_ids: ids that count in neither.
-    Frequencies are those of the training text, add-one smoothed. None without training text.
-    """
+    Frequencies are those of the training text, add-one smoothed. None without training text."""
     if not train.any():
         return None
     train, heldout = (np.delete(counts, special_ids) for counts in (train + 1, heldout))

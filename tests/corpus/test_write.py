@@ -441,7 +441,7 @@ def test_wikitext2_articles_as_published(workdir):
     tokenizer = corpus.tokenizer()
     whole = tokenizer.encode(" ".join(lines)).ids  # white space is all that separates lines
     train = corpus.split("train")
-    assert train[train != corpus.sep_id].tolist() == whole
+    assert train[train != corpus.special_ids.sep].tolist() == whole
 
 
 def test_the_papers_corpora_from_files(workdir, monkeypatch):
