@@ -78,7 +78,7 @@ DATASETS = {  # on the hub: (repository, files, revision)
 PG19 = "https://storage.googleapis.com/deepmind-gutenberg/test/"  # Apache-2.0
 DOWNLOADS = Path("data/downloads")
 TIMEOUT = 30  # seconds without a byte before a download is tried again
-NO_NETWORK = "no connection: without a network give --vocab FILE or --from PATH"
+NO_NETWORK = "without a network give --vocab FILE or --from PATH"
 REFUSED = {401: "gated, private or not there (a token goes into HF_TOKEN)",
            403: "gated or private (a token goes into HF_TOKEN)", 404: "no such file"}
 
@@ -108,7 +108,7 @@ def download(url, path, sha256=""):
         except requests.RequestException as error:
             status = getattr(error.response, "status_code", None)
             if not status and not part.exists():
-                raise Failure(f"{url}: {NO_NETWORK}") from None
+                raise Failure(f"{url}: no connection: {NO_NETWORK}") from None
             if not pause or status in REFUSED:
                 raise Failure(f"{url}: {_reason(error)}") from None
             print(f"{url}: {_reason(error)}: again in {pause} s", flush=True)
@@ -129,7 +129,7 @@ def _receive(requests, url, part):
         if reply.status_code == 416 and span == f"bytes */{start}":
             return  # the part is the whole file
         if reply.status_code in (206, 416) and not span.startswith(f"bytes {start}-"):
-            discard(part)  # it is the beginning of an older file
+            part.write_bytes(b"")  # it began an older file
             raise requests.RequestException(f"it cannot go on at byte {start:,}")
         reply.raise_for_status()
         start = start if reply.status_code == 206 else 0
@@ -180,7 +180,7 @@ def fetch_from_hub(repo, *patterns, folder, kind="model", revision="main"):
     except Exception as error:
         if getattr(error, "errno", None):  # the disk is full, say
             raise
-        raise Failure(f"{where}: {NO_NETWORK} ({_reason(error)})") from None
+        raise Failure(f"{where}: {_reason(error)}: {NO_NETWORK}") from None
     if not paths:
         raise Failure(f"{where}: no such file")
     return paths
