@@ -242,10 +242,14 @@ def damaged(path, why):
 
 
 def replace_folder(folder, new):
-    """Rename `new` to `folder` in place of an older one. A call after a killed one ends its work."""
+    """Rename `new` to `folder`, then discard an older one. A killed call leaves both, and the next
+    one ends its work."""
+    old = folder.with_name(f".old_{folder.name}")
     if folder.exists():
-        discard(folder)
+        discard(old)
+        os.replace(folder, old)
     os.replace(new, folder)
+    discard(old)
 
 
 def fetch_weights(name, *wanted):
