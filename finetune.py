@@ -29,7 +29,7 @@ from lib.common.device import choose_device, keep_freed_memory
 from lib.common.errors import UserError, need
 from lib.common.files import lock
 from lib.common.settings import DTYPES, ON_OFF, load_settings, setting
-from lib.corpus.vocabulary import load_tokenizer
+from lib.corpus.vocabulary import text_tokenizer
 from lib.distributed.processes import (
     any_signalled,
     first_rank_first,
@@ -209,8 +209,7 @@ def main(argv):
 
     device, dtype = choose_device(config.device, config.dtype, config.seed)
     keep_freed_memory(device)
-    tokenizer = load_tokenizer(vocab)
-    tokenizer.encode_special_tokens = True  # a "[SEP]" in a text is text, not the token
+    tokenizer = text_tokenizer(vocab)
     with first_rank_first():
         task = find_task(config.task)
     data = TaskData(task, tokenizer, config.max_len, config.doc_stride)

@@ -25,7 +25,7 @@ from lib.common.device import choose_device, keep_freed_memory
 from lib.common.errors import UserError, run_main
 from lib.common.files import read_json, write_text
 from lib.common.settings import load_settings
-from lib.corpus.vocabulary import load_tokenizer
+from lib.corpus.vocabulary import text_tokenizer
 from lib.tasks.glue import find_task, task_name
 from lib.tasks.predict import predict_examples, score_dev
 from lib.tasks.task_data import TaskData, TrainingBatches
@@ -89,8 +89,7 @@ def main(argv):
     device, dtype = choose_device(config.device, config.dtype, config.seed)
     keep_freed_memory(device)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
-    tokenizer = load_tokenizer(vocab)
-    tokenizer.encode_special_tokens = True
+    tokenizer = text_tokenizer(vocab)
     task = find_task(config.task)
     data = TaskData(task, tokenizer, config.max_len, config.doc_stride)
     steps_per_epoch = TrainingBatches(data.train, config).steps_per_epoch

@@ -38,17 +38,17 @@ class Examples:
 def encode_examples(tokenizer, texts, labels, max_len, what="encoding"):
     """Encode tuples of one or two texts as Examples of at most max_len tokens: while there are
     more, the longer of two texts loses its last one (Devlin et al.)."""
-    pad_id, _, cls, sep, _ = special_ids(tokenizer)
+    special = special_ids(tokenizer)
     encodings = tokenize(tokenizer, [text for row in texts for text in row], what)
     ids, first_length = [], []
     for row in texts:
         pieces = [next(encodings).ids for _ in row]
         while sum(map(len, pieces)) > max_len - 1 - len(pieces):
             max(reversed(pieces), key=len).pop()  # the second, if both are equally long
-        joined = [token for piece in pieces for token in [*piece, sep]]
-        ids.append(np.array([cls, *joined], np.uint16))
+        joined = [token for piece in pieces for token in [*piece, special.sep]]
+        ids.append(np.array([special.cls, *joined], np.uint16))
         first_length.append(len(pieces[0]) + 2)
-    return Examples(ids, np.array(first_length), labels, pad_id)
+    return Examples(ids, np.array(first_length), labels, special.pad)
 
 
 def batches_by_length(lengths, size, rng=None):

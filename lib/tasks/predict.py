@@ -10,7 +10,7 @@ import torch
 
 from lib.common.errors import UserError
 from lib.common.files import write_text
-from lib.corpus.vocabulary import load_tokenizer
+from lib.corpus.vocabulary import text_tokenizer
 from lib.distributed.processes import deal_batches, sum_over_ranks
 from lib.tasks.examples import batches_by_length, encode_examples, padding_multiple
 from lib.tasks.glue import TEXTS, find_columns, read_lines, read_split, row_names, tsv_text
@@ -131,8 +131,7 @@ def predict_file(run, file, device):
     if not saved.get("head"):
         check_objective(run, saved["config"], causal=False)
         raise UserError(f"{run}: not a fine-tuned model: python finetune.py --init_from={run} ...")
-    model, tokenizer = load_model(folder).to(device), load_tokenizer(vocab)
-    tokenizer.encode_special_tokens = True  # a "[SEP]" in a text is text, not the token
+    model, tokenizer = load_model(folder).to(device), text_tokenizer(vocab)
     settings = Run(folder.parent).settings() if (folder / "model.pt").is_file() else {}
     max_len = settings.get("max_len", min(384, model.bert.config.max_len))
 

@@ -56,8 +56,8 @@ def make_windows(tokenizer, questions, max_len, stride, train=False, what="encod
     window's label is the first answer if all of it is inside, else [CLS], (0, 0) (Devlin et al.).
     With `train`, a question whose answer was not found has no window. Returns Windows, and the ids
     of questions by the status of their answers (see answer_span)."""
-    pad_id, _, cls, sep, _ = special_ids(tokenizer)
-    heads = [[cls, *encoding.ids[:min(64, max_len // 2)], sep] for encoding in
+    special = special_ids(tokenizer)
+    heads = [[special.cls, *encoding.ids[:min(64, max_len // 2)], special.sep] for encoding in
              tokenize(tokenizer, [question.text for question in questions], what)]
     contexts = list(dict.fromkeys(question.context for question in questions))
     paragraphs = {context: (encoding.ids, np.array(encoding.offsets, np.int32).reshape(-1, 2))
@@ -75,14 +75,14 @@ def make_windows(tokenizer, questions, max_len, stride, train=False, what="encod
         statuses.setdefault(status, []).append(question.id)
         best = max_context(begins, room, len(tokens))
         for n, begin in enumerate(begins if end >= 0 or not train else ()):
-            ids = np.array([*head, *tokens[begin:begin + room], sep], np.uint16)
+            ids = np.array([*head, *tokens[begin:begin + room], special.sep], np.uint16)
             shift = len(head) - begin  # from a token of the paragraph to its position in ids
             label = [start + shift, end + shift] if begin in whole else [0, 0]
             starts = np.searchsorted(best, [n, n + 1]) + shift
             rows.append((ids, len(head), label, question, offsets[begin:begin + room], starts))
     columns = zip(*rows) if rows else [()] * 6
     ids, first_length, labels, question_of_window, offsets, starts = columns
-    return Windows(ids, np.array(first_length), np.array(labels), pad_id, questions,
+    return Windows(ids, np.array(first_length), np.array(labels), special.pad, questions,
                    question_of_window, offsets, np.array(starts)), statuses
 
 
