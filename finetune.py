@@ -1,15 +1,15 @@
 """
-Fine-tune a pretrained model, with or without memory, on GLUE, SQuAD 1.1 or a task of your own.
+Fine-tune a pretrained model on GLUE, SQuAD 1.1 or a task of your own.
 
 $ python finetune.py configs/demo_finetune.py         # after configs/demo.py; minutes, no network
 $ python finetune.py configs/finetune_glue.py --task=SST-2 --init_from=out/base_resm_init --seeds=5
 $ python finetune.py configs/finetune_squad.py --init_from=out/base_resm_init
 $ torchrun --standalone --nproc_per_node=4 finetune.py CONFIG --accumulation=4
 
-A task of your own is a folder with train.tsv and dev.tsv, whose header names the columns `sentence`
-(or `sentence1` and `sentence2`) and `label` (or `score`, a number): --task=FOLDER. The same command
-goes on where a stopped run left off; --key=value overrides any setting below. One process at a
-time trains in a folder.
+A task of your own is a folder: --task=FOLDER. The header of its train.tsv and dev.tsv names the
+columns `sentence`, or `sentence1` and `sentence2`, and `label`, or `score` for a number. The same
+command goes on where a stopped run left off. --key=value overrides any setting below. One process
+at a time trains in a folder.
 
 out/<run>/seed0/{config.json,log.jsonl,vocab.txt,step_000500/}     as pretrain.py's; the newest one
 out/<run>/seed0/best_epoch_2/    while it trains: the best epoch's weights; in the end renamed best/

@@ -1,5 +1,5 @@
 """
-Encode texts as examples, pad them to batches, and draw the batches of training.
+Encode texts as examples, group them by length, and pad them to batches.
 
 >>> examples = encode_examples(tokenizer, texts, labels, max_len=128)
 >>> batch = examples.pad(batches_by_length(examples.lengths, 32)[0])
@@ -15,16 +15,16 @@ from lib.corpus.vocabulary import special_ids, tokenize
 class Examples:
     """Inputs of a model: [CLS] a [SEP], or [CLS] a [SEP] b [SEP]."""
     ids: list  # token ids of each example, uint16 (length,)
-    first_length: np.ndarray  # (n,) tokens of type 0: [CLS] a [SEP]
-    labels: np.ndarray | None  # (n,) classes or scores; SQuAD's are (n, 2), start and end
+    first_length: np.ndarray  # (n,) length of [CLS] a [SEP], which has token type 0
+    labels: np.ndarray | None  # (n,) classes or scores; (n, 2) first and last token for SQuAD
     pad_id: int
 
     def __post_init__(self):
         self.lengths = np.array([len(ids) for ids in self.ids])
 
     def pad(self, index, multiple=1):
-        """Pad the examples `index` to the longest, rounded up to a multiple. Returns arrays: ids
-        and token_types (batch, time) and, if anything is padded, mask, True at real tokens."""
+        """Pad the examples `index` to the longest, rounded up to a multiple. Returns arrays (batch,
+        time): ids, token_types and, if anything is padded, a mask that is True at real tokens."""
         lengths = self.lengths[index][:, None]
         position = np.arange(-(-lengths.max(initial=1) // multiple) * multiple)
         mask = position < lengths
@@ -36,8 +36,8 @@ class Examples:
 
 
 def encode_examples(tokenizer, texts, labels, max_len, what="encoding"):
-    """Encode tuples of one or two texts as Examples of at most max_len tokens: while there are
-    more, the longer of two texts loses its last one (Devlin et al.)."""
+    """Encode tuples of one or two texts as Examples. While there are more than max_len tokens, the
+    longer of two texts loses its last one (Devlin et al.)."""
     special = special_ids(tokenizer)
     encodings = tokenize(tokenizer, [text for row in texts for text in row], what)
     ids, first_length = [], []
@@ -52,8 +52,8 @@ def encode_examples(tokenizer, texts, labels, max_len, what="encoding"):
 
 
 def batches_by_length(lengths, size, rng=None):
-    """Group examples of similar lengths into batches, arrays of indices, sorted by length. With a
-    numpy Generator the order is random, and sorted only within 64 batches at a time."""
+    """Group examples of similar lengths into batches, as arrays of indices. They are sorted by
+    length. With a numpy Generator batches come in random order, sorted within 64 at a time."""
     n = len(lengths)
     order, bucket = (np.arange(n), n) if rng is None else (rng.permutation(n), 64 * size)
     order = order[np.lexsort((lengths[order], np.arange(n) // bucket))]

@@ -1,5 +1,5 @@
 """
-The tasks: GLUE, SQuAD 1.1 and folders of your own; their files, classes, metrics and TSV rows.
+Describe the tasks, GLUE, SQuAD 1.1 and folders of your own, and read their TSV files.
 
 >>> task = find_task("sst2")                        # data/glue/SST-2
 >>> texts, labels = read_split(task, "train")
@@ -18,13 +18,13 @@ from lib.common.errors import UserError, run_script
 class Task:
     """Describe a task: what is official about it, and where its files are."""
     title: str  # the name of its folder and of its submission
-    labels: list | None  # classes, [] for a score; None before own_task has read them
+    labels: list | None  # classes; [] for a score or a span; None until own_task has read them
     metrics: list  # the first one picks the best epoch
-    table_title: str  # of its column in tables of scores
-    table_metrics: list  # metrics in that column, with the suffixes of dev
-    archives: list  # files to download (lib/corpus/download.py)
-    dev: dict = field(default_factory=lambda: {"": "dev"})  # {suffix of its metrics: split}
-    test: dict | None = None  # {name of a submission: split}; find_task makes it {title: "test"}
+    table_title: str  # the title of its column in tables of scores
+    table_metrics: list  # the metrics in that column
+    archives: list  # the files to download (lib/corpus/download.py)
+    dev: dict = field(default_factory=lambda: {"": "dev"})  # {suffix of the metrics' names: split}
+    test: dict | None = None  # {name of the submission: split}; None: {title: "test"}
     scale: int = 100  # from a metric to percent
     reads_spans: bool = False  # answers are spans of a paragraph
     name: str = ""  # find_task fills in the name and the folder
@@ -66,8 +66,8 @@ COLA = ["source", "label", "star", "sentence"]  # its train.tsv and dev.tsv have
 
 
 def find_task(name, root="data"):
-    """Find a Task by name: "sst2" or "SST-2", 'docs' (made if it is missing), or the path of a
-    folder of your own with train.tsv, dev.tsv and maybe test.tsv."""
+    """Find a Task by its name or folder; UserError if it is not there. name: "sst2" or "SST-2" and
+    so on, "docs" (made if missing), or a folder with train.tsv, dev.tsv and maybe test.tsv."""
     key, folder = task_name(name), Path(name or "?")
     hint = f"expected docs, {', '.join(TASKS)}, or a folder of your own"
     if key in TASKS:
@@ -103,8 +103,8 @@ def own_task(folder, title):
 
 
 def read_split(task, split):
-    """Read the rows of a split: a list of tuples of one or two texts, and an array of classes or
-    scores, None for a test split. Prints whether training rows were left out."""
+    """Read the texts of a split, tuples of one or two, and its labels. The labels are an array of
+    classes or scores, None for a test split. Prints how many training rows were left out."""
     texts, labels, left_out = parse_split(task, split)
     if left_out:
         print(left_out)
@@ -116,12 +116,12 @@ def read_split(task, split):
 
 
 def parse_split(task, split):
-    """Parse the rows of a split; quotes are ordinary characters. Returns texts, labels by name (or
-    floats, or Nones for a test split), and a line about rows that were left out.
+    """Parse the rows of a split. Returns the texts, the labels as names or scores (None in a test
+    split), and a line about the rows that were left out. Quotes are ordinary characters.
 
     A malformed row is a UserError with file and line. A blank line between rows is malformed too:
     without it later rows would have other numbers. In training data up to one row in a hundred may
-    be malformed (some of QQP's are), and is left out."""
+    be malformed, as a few of QQP's are, and is left out."""
     path, is_test = task.file(split), split.startswith("test")
     lines = read_lines(path)
     columns = COLA if task.name == "cola" and not is_test else next(lines, (1, []))[1]
@@ -161,7 +161,7 @@ def find_columns(header, choices=TEXTS):
 
 
 def parse_label(text, classes):
-    """Parse a label: a score if classes is [], any name if it is None, else one of them."""
+    """Parse a label: one of the classes. If classes is [], a number; if it is None, any name."""
     if classes == [] and np.isfinite(float(text)):
         return float(text)
     if text in (classes or ()) or (classes is None and text.strip()):
@@ -171,15 +171,15 @@ def parse_label(text, classes):
 
 
 def row_names(task, split):
-    """Return how a submission names the rows of a test split: by its column `index` (in QQP `id`),
-    else by their numbers from 0."""
+    """Return how a submission names the rows of a test split. The names are in its column `index`,
+    or `id` in QQP; without one they are the numbers from 0."""
     (_, columns), *lines = read_lines(task.file(split))
     own = next((columns.index(name) for name in ("index", "id") if name in columns), None)
     return [str(n) if own is None else fields[own] for n, (_, fields) in enumerate(lines)]
 
 
 def read_lines(path):
-    """Yield (line number, fields) of each line of a TSV file but blank lines at its end."""
+    """Yield (line number, fields) of a TSV file, without blank lines at its end."""
     if not path.exists() or path.is_dir():
         raise UserError(f"{path}: no such file")
     lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")

@@ -24,9 +24,9 @@ from model import SpanReader
 
 @torch.no_grad()
 def predict_examples(model, examples, batch_size, device, dtype=torch.float32):
-    """Predict for Examples with a Classifier, or for Windows with a SpanReader. Returns an array of
-    probabilities (n, classes), or of scores (n,) of a regression. For Windows returns the scores
-    (n,) and the positions (n, 2) of their best spans."""
+    """Predict for Examples with a Classifier, or for Windows with a SpanReader. A Classifier gives
+    an array of probabilities (n, classes), or of scores (n,) if it has one output. A SpanReader
+    gives the scores (n,) and positions (n, 2) of the windows' best spans."""
     was_training, n = model.training, len(examples.ids)
     reads_spans, n_classes = isinstance(model, SpanReader), model.head.out_features
     scores = np.zeros((n, n_classes) if n_classes > 1 and not reads_spans else n)
@@ -48,11 +48,12 @@ def predict_examples(model, examples, batch_size, device, dtype=torch.float32):
 
 
 def best_spans(logits, starts, first, end, n=20, longest=30):
-    """Choose the best span of each window as Devlin et al. do: of the pairs of one of the n best
-    starts and one of the n best ends, at most `longest` tokens long, the one with the highest sum
-    of logits. logits: (batch, time, 2). Starts lie in Windows.starts, numpy (batch, 2), ends in the
-    paragraph, from `first` to end - 1, (batch,). Returns scores (batch,), -inf if there is no span,
-    and positions (batch, 2)."""
+    """Choose the span of each window with the highest sum of two logits, as Devlin et al. do. It
+    joins one of the n best starts to one of the n best ends, and has at most `longest` tokens.
+
+    logits: (batch, time, 2). starts: (batch, 2), see Windows. first, end: (batch,): the paragraph
+    is in positions first to end - 1. Returns scores (batch,) and positions (batch, 2). A window
+    without a span scores -inf."""
     position = np.arange(logits.shape[1])
     is_start = (starts[:, :1] <= position) & (position < starts[:, 1:])  # (batch, time)
     is_end = (first[:, None] <= position) & (position < end[:, None])
@@ -68,16 +69,14 @@ def best_spans(logits, starts, first, end, n=20, longest=30):
 
 
 def score_dev(data, predict):
-    """Score the dev splits of a TaskData: {metric: number}.
-
-    predict: predicts for Examples, as predict_examples does; so in the functions below.
-    """
+    """Score the dev splits of a TaskData: {metric: number}. predict: predict_examples, as a
+    function of Examples only."""
     return {metric + suffix: number for suffix, examples in data.dev.items()
             for metric, number in score(data.task, examples, predict(examples)).items()}
 
 
 def write_dev_predictions(folder, data, predict):
-    """Write predictions for dev beside texts and labels, or as SQuAD's own script reads them."""
+    """Write predictions_DEV.tsv with texts and labels, or for SQuAD its official .json."""
     task = data.task
     for suffix, split in task.dev.items():
         path, predictions = folder / f"predictions_{split}", predict(data.dev[suffix])
@@ -100,7 +99,7 @@ def write_submissions(folder, data, predict):
     task = data.task
     for name, examples in data.test.items():
         predictions = predict(examples)
-        if not task.labels:  # scores in the range of the training data's
+        if not task.labels:  # GLUE wants scores in the range of the labels
             predictions = predictions.clip(data.train.labels.min(), data.train.labels.max())
         _, rows = prediction_table(predictions, task.labels)
         table = [["index", "prediction"]]
@@ -110,7 +109,7 @@ def write_submissions(folder, data, predict):
 
 
 def prediction_table(predictions, labels):
-    """Return the header and rows of a table: class and probability, or score, of each example."""
+    """Return the header and rows of a table of classes with probabilities, or of scores."""
     if not labels:
         return ["prediction"], [[f"{number:.3f}"] for number in predictions]
     best = predictions.argmax(1)
@@ -119,13 +118,14 @@ def prediction_table(predictions, labels):
 
 
 def predict_file(run, file, device):
-    """Predict for a file of new texts with the fine-tuned model of `run` (see find_weights).
+    """Predict for a file of new texts with a fine-tuned model. run: see find_weights.
 
-    file: a TSV file whose header names the columns of texts: sentence, or sentence1 and sentence2
-    (or GLUE's names), for SQuAD question and context. Other columns may be there, and texts may be
-    empty. For SQuAD it may also be a .json as SQuAD's. Returns the header and rows of a table: the
-    file's columns, the prediction, and a class's probability or an answer's score (the sum of two
-    logits). Regression scores may leave the label range; only submissions are clipped."""
+    file: a TSV file with the columns of training: sentence, or sentence1 and sentence2 (or GLUE's
+    names). For SQuAD it has question and context, or it is a .json as SQuAD's. Other columns may be
+    there, and texts may be empty. Returns the header and rows of a
+    table. It has the file's columns and the prediction, then a class's probability or an answer's
+    score, the sum of two logits. Regression scores may leave the label range; only submissions are
+    clipped."""
     folder, vocab = find_weights(run)
     saved = read_weights(folder)
     if not saved.get("head"):
@@ -157,7 +157,7 @@ def answer_table(windows, scores, spans):
 
 
 def read_questions(file):
-    """Read questions to answer: the header and rows of a table that shows them, and Questions."""
+    """Read new Questions. Returns a table of the questions, header and rows, and the Questions."""
     if file.suffix == ".json":
         questions = read_squad(file, answered=False)
         return ["id", "question"], [[q.id, q.text] for q in questions], questions
@@ -166,8 +166,8 @@ def read_questions(file):
 
 
 def read_table(path, choices, expected):
-    """Read a TSV file that has one of the `choices`, tuples of columns of texts. Returns the
-    header, the rows, and the texts of each row; UserError, with `expected`, if it has none."""
+    """Read a TSV file of texts: its header, its rows, and the texts of each row. These are in one
+    of `choices`, tuples of columns; `expected` says in a UserError what these are."""
     (_, header), *lines = list(read_lines(path)) or [(1, [])]
     needed = find_columns(header, choices)
     if needed is None or not lines:

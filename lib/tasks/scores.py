@@ -1,5 +1,5 @@
 """
-The official scores of the tasks.
+Compute the official scores of the tasks.
 """
 import re
 import string
@@ -19,8 +19,8 @@ def score(task, examples, predictions):
 
 
 def score_squad(questions, predictions):
-    """Compute exact match and F1 in percent as the official evaluate-v1.1.py does, each with the
-    answer that gives the most. predictions: {question id: text}."""
+    """Compute exact match and F1 in percent, as the official evaluate-v1.1.py does. Each counts the
+    reference answer that fits best. predictions: {question id: text}."""
     exact = f1 = 0.0
     for question in questions:
         predicted = normalized_words(predictions[question.id])

@@ -1,5 +1,5 @@
 """
-SQuAD 1.1: its questions, windows of its paragraphs, and answers from predicted spans.
+Read SQuAD 1.1, cut its paragraphs into windows, and turn predicted spans into answers.
 """
 import json
 from dataclasses import dataclass
@@ -47,15 +47,15 @@ class Windows(Examples):
     """Overlapping windows of paragraphs: [CLS] question [SEP] tokens of the paragraph [SEP]."""
     questions: list  # all Questions of the split
     question_of_window: list  # the Question of each window
-    offsets: list  # first and last + 1 character of each window's paragraph tokens, (tokens, 2)
-    starts: np.ndarray  # (n, 2) an answer may start from the first position to before the last
+    offsets: list  # characters of each window's paragraph tokens: (tokens, 2), begin and end
+    starts: np.ndarray  # (n, 2) an answer may start at starts[n, 0] to starts[n, 1] - 1
 
 
 def make_windows(tokenizer, questions, max_len, stride, train=False, what="encoding"):
     """Cut paragraphs into windows of up to max_len tokens that begin `stride` tokens apart. A
-    window's label is the first answer if all of it is inside, else [CLS], (0, 0) (Devlin et al.).
-    With `train`, a question whose answer was not found has no window. Returns Windows, and the ids
-    of questions by the status of their answers (see answer_span)."""
+    window's label is the first answer, or (0, 0), which is [CLS], if not all of it is inside
+    (Devlin et al.). With `train`, a question without its answer in the paragraph has no window.
+    Returns Windows, and {status of an answer, see answer_span: ids of the questions}."""
     special = special_ids(tokenizer)
     heads = [[special.cls, *encoding.ids[:min(64, max_len // 2)], special.sep] for encoding in
              tokenize(tokenizer, [question.text for question in questions], what)]
@@ -87,10 +87,10 @@ def make_windows(tokenizer, questions, max_len, stride, train=False, what="encod
 
 
 def max_context(begins, room, total):
-    """Choose for each of `total` tokens the window that has most context for it. As in Devlin et
-    al.'s run_squad.py it has the highest min(tokens to the left, to the right) + 0.01 * length, and
-    is the first of equals. Windows hold `room` tokens from each of `begins`. Returns the windows'
-    numbers (total,), in ascending order."""
+    """Choose for each of `total` tokens the window that has most context for it. The context is
+    min(tokens to the left, tokens to the right) + 0.01 * length, as in Devlin et al.'s
+    run_squad.py; the first of equal windows wins. Windows hold `room` tokens from each of `begins`.
+    Returns the windows' numbers (total,), in ascending order."""
     position, begin = np.arange(total), np.array(begins)[:, None]
     end = np.minimum(begin + room, total)
     context = np.minimum(position - begin, end - 1 - position) + 0.01 * (end - begin)
@@ -112,9 +112,9 @@ def answer_span(context, offsets, at, answer):
 
 
 def best_answers(windows, scores, spans):
-    """Answer each question with the best span over its windows: {question id: text}, '' if there
-    is none. scores: (n,), of each window's span, -inf for none; spans: (n, 2), its start and end in
-    the window's ids."""
+    """Answer each question with the best span over its windows: {question id: text}. scores: (n,),
+    of the windows' spans, -inf without one; spans: (n, 2), their first and last position. Without
+    a span the text is ''."""
     texts = {question.id: "" for question in windows.questions}
     for n in np.argsort(scores, kind="stable"):  # the best one comes last
         if scores[n] > -np.inf:

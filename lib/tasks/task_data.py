@@ -1,5 +1,5 @@
 """
-The data of a task: its splits as token ids, and the batches of training.
+Load the splits of a task as token ids, and draw the batches of training.
 """
 import math
 
@@ -26,7 +26,7 @@ def load_examples(task, split, tokenizer, max_len, stride):
 
 
 class TaskData:
-    """All splits of a task: train, dev by the suffix of its metrics, test by its submission."""
+    """The splits of a task: train, {suffix of metrics: dev}, {name of submission: test}."""
 
     def __init__(self, task, tokenizer, max_len, stride):
         def load(split):
@@ -55,7 +55,7 @@ class TaskData:
 
 
 class TrainingBatches:
-    """Training batches of one seed, for the Trainer: a function of (seed, step).
+    """The training batches of one seed, as a function of the step.
 
     config: has seed, batch_size, accumulation, train_examples and device.
     """

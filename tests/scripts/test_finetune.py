@@ -47,8 +47,8 @@ def test_a_fine_tuned_run_leaves_what_it_promises(tuned, capsys):
     assert tune("--seeds=3", "--out=out/run") == 0
     run = Path("out/run/seed1")
     assert sorted(p.name for p in run.iterdir()) == [
-        "best", "config.json", "eval_results.json", "log.jsonl", "predictions_dev.tsv", "step_000075",
-        "submission", "vocab.txt"]
+        "best", "config.json", "eval_results.json", "log.jsonl", "predictions_dev.tsv",
+        "step_000075", "submission", "vocab.txt"]
     each = [scores(f"out/run/seed{n}") for n in range(3)]
     assert len({str(result) for result in each}) > 1  # seeds matter
     for seed, result in enumerate(each):
@@ -87,9 +87,10 @@ def test_a_fine_tuned_run_leaves_what_it_promises(tuned, capsys):
 
 
 def test_the_best_epoch_counts(tuned, monkeypatch):
-    """Of equals the first; nan is worse than any. Each epoch is scored once."""
+    """The first of equal epochs is the best; nan is worse than any number."""
     values = iter([math.nan, 0.5, 0.7, 0.7, 0.6])
-    score_dev, predict_examples, used, weights = finetune.score_dev, finetune.predict_examples, [], []
+    score_dev, predict_examples = finetune.score_dev, finetune.predict_examples
+    used, weights = [], []
 
     def fake(data, predict):
         score_dev(data, predict)
@@ -302,6 +303,15 @@ def test_an_answer_has_at_most_30_tokens():
     assert (score.item(), spans.tolist()) == (17, [[5, 34]])
 
 
+def test_the_20_best_starts_are_tried():
+    """Nineteen starts with higher logits are too far from the end."""
+    logits = torch.zeros(1, 80, 2)
+    logits[0, 3:22, 0] = torch.arange(40, 21, -1.0)
+    logits[0, 50, 0], logits[0, 70, 1] = 9, 90
+    _, spans = best_spans(logits, np.array([[3, 79]]), np.array([3]), np.array([79]))
+    assert spans.tolist() == [[50, 70]]
+
+
 def test_predictions_are_without_dropout(tuned):
     sizes = load_file(Path("out/tiny/step_000004/model.pt"))["config"]
     model = Classifier(BertConfig(**{**sizes, "dropout": 0.5}), 1).train()
@@ -338,7 +348,7 @@ def test_a_submission_has_the_indices_of_its_file(tuned):
 
 
 def test_padding_changes_no_prediction_and_no_loss(tuned):
-    """Neither the loss of classes nor that of spans, in training mode, nor what is learned."""
+    """The losses and gradients of a training step stay the same, too."""
     train = own_data("squad", max_len=24, stride=8).train
     sizes = load_file(Path("out/tiny/step_000004/model.pt"))["config"]
     lengths = train.lengths
@@ -446,8 +456,8 @@ def test_other_settings_are_another_fine_tuning(tuned):
 
 
 def test_the_weights_become_those_of_transformers_trainer(tuned):
-    """From the same weights, on the same batches, without dropout and without the warm-up, which
-    begins at 0 there: embeddings, layers, pooler and head, after 12 steps."""
+    """Both start from the same weights and see the same batches, without dropout. The warm-up is
+    off, as theirs begins at 0. After 12 steps embeddings, layers, pooler and head are the same."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     from results import trainer as peer

@@ -1,6 +1,7 @@
 """
 Downstream tasks: their official files, SQuAD's windows, and scores as officially computed.
 """
+import argparse
 import collections
 import json
 import math
@@ -12,10 +13,11 @@ import pytest
 import prepare_data
 from lib.common.errors import UserError
 from lib.corpus.vocabulary import SPECIALS, load_tokenizer, wordpiece_tokenizer
-from lib.tasks.examples import batches_by_length, encode_examples
+from lib.tasks.examples import Examples, batches_by_length, encode_examples
 from lib.tasks.glue import GLUE, find_task, read_split, row_names
 from lib.tasks.scores import METRICS, score_squad
 from lib.tasks.squad import Question, best_answers, make_windows, read_squad
+from lib.tasks.task_data import TrainingBatches
 from tests.helpers import SHARED, prepare, squad_file
 
 MRPC = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"
@@ -120,7 +122,7 @@ def test_at_most_one_in_a_hundred_rows_is_left_out(tmp_path, good, bad):
 
 
 def test_no_row_takes_the_place_of_an_empty_one(tmp_path):
-    """An empty sentence is a row; a line with no field at all is an error, but at the end."""
+    """An empty sentence is a row. A line without a field is an error, except at the end."""
     (tmp_path / "train.tsv").write_text("sentence\tlabel\na\tx\nb\ty\n")
     task = find_task(str(tmp_path))
 
@@ -210,10 +212,26 @@ def test_batches_are_of_one_length_and_complete():
 
 
 def test_batches_are_sorted_within_64_at_a_time():
-    """128 batches of 16 different lengths: of every second length, as they are of half the data."""
+    """A batch of 16 has every second length: it is cut from half of the 128 batches' examples."""
     lengths = np.arange(128 * 16)
     found = batches_by_length(lengths, 16, np.random.default_rng(0))
     assert np.mean([np.ptp(lengths[batch]) for batch in found]) == pytest.approx(2 * 15, abs=2)
+
+
+def test_a_step_is_split_evenly_and_every_example_counts_once(workdir):
+    """Three micro-batches of 8 examples; of the last 2 examples one micro-batch has none."""
+    examples = Examples([np.array([2, n, 3]) for n in range(10)], np.full(10, 3), np.arange(10), 0)
+    config = argparse.Namespace(seed=1, batch_size=8, accumulation=3, train_examples=0, device="cpu")
+    batches = TrainingBatches(examples, config)
+    assert [batches.loss_weight(0, n) for n in range(3)] == [3 / 8, 3 / 8, 2 / 8]
+    assert [batches.loss_weight(1, n) for n in range(3)] == [1 / 2, 1 / 2, 0]
+    counted = [label for step in (0, 1) for n in range(3) if batches.loss_weight(step, n)
+               for label in batches.get(step, n)["labels"].tolist()]
+    assert sorted(counted) == list(range(10)) and len(batches.get(1, 2)["ids"]) == 1
+    config.train_examples = 4
+    chosen = TrainingBatches(examples, config).chosen.tolist()
+    config.seed = 2
+    assert chosen == TrainingBatches(examples, config).chosen.tolist() and len(chosen) == 4
 
 
 def test_a_malformed_squad_file(tmp_path):
@@ -239,7 +257,8 @@ def test_a_malformed_squad_file(tmp_path):
 def begins(tokenizer, windows):
     """The index of the paragraph's token that each window begins with."""
     return [tokenizer.encode(question.context).offsets.index(tuple(offsets[0])) if len(offsets)
-            else 0 for question, offsets in zip(windows.question_of_window, windows.offsets, strict=True)]
+            else 0 for question, offsets in zip(windows.question_of_window, windows.offsets,
+                                                strict=True)]
 
 
 FOX = "The Café's 1990s fox — \"Ünïcode\" — sat.  It sat on  the cat."
@@ -250,7 +269,7 @@ FOX = "The Café's 1990s fox — \"Ünïcode\" — sat.  It sat on  the cat."
     ("cat", "exact"), ("It sat on  the", "exact"), (FOX, "in no window whole"),
     ("1990s f", "cuts a token"), ("99", "cuts a token"), ("  ", "without a token")])
 def test_answers_come_back_through_windows(fox, answer, fate):
-    """Of 13 tokens, 7 of them the paragraph's, beginning 2 apart; the last one holds its end."""
+    """Windows have 13 tokens, 7 of the paragraph, and begin 2 apart; the last one has its end."""
     question = Question("q", "it sat?", FOX, [(FOX.index(answer), answer)])
     found, fates = make_windows(fox, [question], 13, 2)
     tokens = fox.encode(FOX).ids
@@ -330,8 +349,8 @@ def test_the_best_window_answers(fox):
 
 @pytest.mark.skipif(not (SHARED / "squad").is_dir(), reason="no SQuAD on this machine")
 def test_squad_gold_answers_come_back():
-    """Scored, dev's first answers are all right; labelled in windows and mapped back, they and a
-    tenth of train's are the text, but for those that end inside a token."""
+    """Dev's first answers score 100. Labelled in windows and mapped back they are the same text,
+    and so is a tenth of train's, unless an answer ends inside a token."""
     tokenizer = load_tokenizer(SHARED / "bert-vocab/vocab.txt")
     for split, every, n_windows in (("dev", 1, 10833), ("train", 10, None)):
         questions = read_squad(SHARED / f"squad/{split}-v1.1.json")
@@ -362,7 +381,7 @@ def official_words(answer):
 
 
 def official_scores(prediction, references):
-    """An article is a word of its own, so without a letter, digit or _ at its sides."""
+    """Score by hand. An article has no letter, digit or _ beside it."""
     def words(answer):
         found = []
         for word in official_words(answer):
@@ -407,7 +426,7 @@ def test_squad_scores(prediction, references):
 
 
 def test_squad_scores_are_means():
-    """Known numbers: F1 of 2 words against 3 with 2 in common is 80, and of none 0."""
+    """Known numbers: the F1 of 2 words against 3, with 2 in common, is 80; of none it is 0."""
     questions = [Question(n, "?", "", [(0, "big red dog")]) for n in "abcd"]
     said = {"a": "a big red dog.", "b": "red dog", "c": "", "d": "cat"}
     assert score_squad(questions, said) == pytest.approx({"exact_match": 25, "f1": 45})
@@ -420,7 +439,7 @@ def test_squad_scores_are_means():
 
 
 def class_pairs():
-    """(labels, predictions): random ones, and those that have no correlation or no class 1."""
+    """Pairs of labels and predictions: random, without correlation, and without class 1."""
     rng = np.random.default_rng(0)
     pairs = [rng.integers(0, 2, (2, n)) for n in (1, 2, 3, 7, 40, 500) for _ in range(5)]
     pairs += [(rng.integers(0, 2, 50), np.full(50, n)) for n in (0, 1)]
@@ -440,9 +459,14 @@ def test_class_metrics_equal_scikit_learns():
             assert found == pytest.approx(expected, abs=1e-12), ours
 
 
+def test_equal_numbers_share_their_mean_rank():
+    labels, predictions = np.array([1, 2, 2, 3]), np.array([1, 2, 3, 4])
+    assert METRICS["spearmanr"](labels, predictions) == pytest.approx(0.9 ** 0.5)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_correlations_equal_scipys():
-    """Also with ties, in constant input, and in values that rounding makes almost constant."""
+    """Also with ties, constant input, and input that is almost constant after rounding."""
     stats = pytest.importorskip("scipy.stats")
     rng = np.random.default_rng(0)
     pairs = [rng.normal(size=(2, n)) for n in (2, 3, 10, 300)]
