@@ -27,10 +27,8 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} ({self.prog} --help)")
 
     def commands(self, *functions):
-        """Make each function a command of the same name; args.call is the function then.
-
-        Returns option("NAME NAME", ...), which is add_argument(...) for all the named commands.
-        """
+        """Make each function a command of the same name; args.call is the function then. Returns
+        option("NAME NAME", ...), which is add_argument(...) for all the named commands."""
         subparsers, parsers = self.add_subparsers(required=True, metavar="COMMAND"), {}
         for function in functions:
             name, summary = function.__name__, function.__doc__.split("\n")[0]
@@ -51,22 +49,18 @@ def whole_number(text, least=1):
 
 
 def setting(default, comment, least=None, choices=None, may_change=False):
-    """Declare a field of a settings dataclass, in one line.
-
-    The `comment` is shown by --help. `least` is the lowest value, `choices` are the only values.
-    With `may_change` a run can be resumed with another value.
-    """
+    """Declare a field of a settings dataclass, in one line. The `comment` is shown by --help.
+    `least` is the lowest value, `choices` are the only values. With `may_change` a run can be
+    resumed with another value."""
     about = {"comment": comment, "least": least, "choices": choices, "may_change": may_change}
     return dataclasses.field(default=default, metadata=about)
 
 
 def load_settings(defaults, argv):
-    """Read settings from the arguments `[CONFIG.py] [--key=value ...]`.
-
-    `defaults` is a dataclass whose fields are made by setting(): bool, int, float, str or tuple (of
-    ints). Prints and returns an instance. UserError for an unknown key, and for a value of another
-    type or out of range. An int is fine if a float is expected.
-    """
+    """Read settings from the arguments `[CONFIG.py] [--key=value ...]`. `defaults` is a dataclass
+    whose fields are made by setting(): bool, int, float, str or tuple (of ints). Prints and returns
+    an instance. UserError for an unknown key, and for a value of another type or out of range. An
+    int is fine if a float is expected."""
     fields = {field.name: field for field in dataclasses.fields(defaults)}
     parser = Parser(description=sys.modules[defaults.__module__].__doc__,
                     usage="%(prog)s [CONFIG.py] [--setting=VALUE ...]")
