@@ -184,10 +184,8 @@ def train(config, run, trainer, held_out, state, signals):
 
 
 def make_model(config, corpus, checkpoint):
-    """Make a model with the checkpoint's weights, with init_from's, or with random ones.
-
-    Returns the model and the run's origin (see init_from).
-    """
+    """Make a model with the checkpoint's weights, with init_from's, or with random ones. Returns
+    the model and the run's origin (see init_from)."""
     model = MaskedLM(BertConfig(**{**model_sizes(config), "vocab_size": corpus.vocab_size}))
     if checkpoint:
         load_weights(model, read_weights(checkpoint)["weights"], checkpoint)

@@ -20,11 +20,9 @@ def peak_flops(device):
 
 
 def flops_per_token(model, seq_len):
-    """Count the floating-point operations of a training step per token, forward and backward.
-
-    A weight that multiplies a token has 6, sub-keys too; the head only at predicted positions.
-    Attention has 12 * seq_len * d_model a layer. The few operations of value reads do not count.
-    """
+    """Count the floating-point operations of a training step per token, forward and backward. A
+    weight that multiplies a token has 6, sub-keys too; the head only at predicted positions.
+    Attention has 12 * seq_len * d_model a layer. The few operations of value reads do not count."""
     config = model.bert.config
     weights = sum(p.numel() for name, p in model.bert.layers.named_parameters()
                   if p.dim() > 1 and not name.endswith("values.weight"))

@@ -79,11 +79,8 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
     def step(self, step):
-        """Make one update; `step` counts from 0.
-
-        Returns the mean loss of the micro-batches and the norm of the dense gradients. Both are
-        tensors on the device: nothing waits for it.
-        """
+        """Make one update; `step` counts from 0. Returns the mean loss of the micro-batches and the
+        norm of the dense gradients. Both are tensors on the device: nothing waits for it."""
         total = 0.0
         for micro in self.micro_batches:
             # dropout depends on (seed, step, micro-batch) alone: a resumed run draws the same
@@ -112,11 +109,9 @@ class Trainer:
 
     def train(self, run, state, due, evaluate, signals):
         """Train up to max_steps: step, then log, evaluate, save and stop if it is time to.
-
         `due(step)` is what to do after `step` updates: a set of 'log', 'evaluate' and 'save'.
         `evaluate(step)` may change the State, which is then saved. `run` is an open Run. A signal
-        (see catch_signals) saves and stops.
-        """
+        (see catch_signals) saves and stops."""
         new, start = [], time.perf_counter()  # new: (loss, norm), still on the device
         while state.step < self.schedule.max_steps:
             new.append(self.step(state.step))
@@ -159,11 +154,9 @@ class Trainer:
               f" | {rate:,.0f} {unit}/s{mfu} | lr {record['lr']:.2e} | eta {eta}", flush=True)
 
     def check_finite(self, step, losses):
-        """Stop at the first step whose loss or gradient norm is not finite.
-
-        `losses` has (loss, gradient norm) of the steps up to `step`. In float16 the norm may be
-        infinite: the scaler skips such a step.
-        """
+        """Stop at the first step whose loss or gradient norm is not finite. `losses` has (loss,
+        gradient norm) of the steps up to `step`. In float16 the norm may be infinite: the scaler
+        skips such a step."""
         half, before = self.dtype == torch.float16, "none"
         for n, (loss, norm) in enumerate(losses, step - len(losses) + 1):
             if not (math.isfinite(loss) and (math.isfinite(norm) or half)):
@@ -193,11 +186,9 @@ class Trainer:
 
 
 def optimizer_groups(model, weight_decay, keys_lr=1.0):
-    """Return AdamW's parameter groups: all parameters but the value tables.
-
-    Biases, norms and memories have no weight decay (our reading: XLM trained its memory without).
-    A group's learning rate is the schedule's times lr_factor, for the memory's sub-keys keys_lr.
-    """
+    """Return AdamW's parameter groups: all parameters but the value tables. Biases, norms and
+    memories have no weight decay (our reading: XLM trained its memory without). A group's learning
+    rate is the schedule's times lr_factor, for the memory's sub-keys keys_lr."""
     tables = {id(table.weight) for table in value_tables(model).values()}
     decayed, others, keys = [], [], []
     for name, p in model.named_parameters():
@@ -225,9 +216,7 @@ def autocast(device, dtype):
 
 def compile_model(model, choice, device):
     """Return torch.compile(model), or the model itself. `choice` is 'on', 'off' or 'auto'.
-
-    mode="reduce-overhead" must not be used: a replayed CUDA graph stores no reads of the memory.
-    """
+    mode="reduce-overhead" must not be used: a replayed CUDA graph stores no reads of the memory."""
     on = {"on": True, "off": False, "auto": device.type == "cuda"}[choice]
     if on and value_tables(model) and torch.__version__ < "2.13":
         raise UserError(f"compile = {choice!r}: to train a compiled memory takes torch 2.13 or "
@@ -236,11 +225,9 @@ def compile_model(model, choice, device):
 
 
 def catch_signals():
-    """Return a list to which SIGINT and SIGTERM are added from now on.
-
-    A second signal ends the process at once. Not so under torchrun: there a Ctrl-C reaches each
-    rank twice, from the terminal and from torchrun.
-    """
+    """Return a list to which SIGINT and SIGTERM are added from now on. A second signal ends the
+    process at once. Not so under torchrun: there a Ctrl-C reaches each rank twice, from the
+    terminal and from torchrun."""
     def on_signal(number, frame):
         signals.append(number)
         if not under_torchrun():

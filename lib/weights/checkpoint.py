@@ -26,11 +26,8 @@ from model import HEADS, BertConfig, Classifier, build_model
 
 
 def model_file(model, labels=()):
-    """Return the content of model.pt: a dict of config and weights.
-
-    Classifier and SpanReader also have a `head`, and a Classifier the `labels` of its classes,
-    which are none for a regression.
-    """
+    """Return the content of model.pt: a dict of config and weights. Classifier and SpanReader also
+    have a `head`, and a Classifier the `labels` of its classes, which are none for a regression."""
     saved = {"config": asdict(model.bert.config),
              "weights": mark_weights(model, model.state_dict())}
     if head := next(head for head, kind in HEADS.items() if type(model) is kind):
@@ -39,10 +36,8 @@ def model_file(model, labels=()):
 
 
 def checkpoint_files(model, dense, values, state, labels=()):
-    """Return the content of a checkpoint's three files, {name: content}.
-
-    `dense` and `values` are the two optimizers. `state` is a dict of plain Python.
-    """
+    """Return the content of a checkpoint's three files, {name: content}. `dense` and `values` are
+    the two optimizers. `state` is a dict of plain Python."""
     optimizers = {"dense": dense.state_dict(), "values": mark_moments(values.state_dict())}
     return {"model": model_file(model, labels), "optimizer": optimizers, "state": state}
 
@@ -76,10 +71,8 @@ def find_weights(path):
 
 
 def read_weights(path):
-    """Read the weights that `path` names (see find_weights), as model_file() returns them.
-
-    A Hugging Face folder gives the weights that it has, under our names.
-    """
+    """Read the weights that `path` names (see find_weights), as model_file() returns them. A
+    Hugging Face folder gives the weights that it has, under our names."""
     folder, _ = find_weights(path)
     if (folder / "model.pt").is_file():
         return load_file(folder / "model.pt", mmap=True)
@@ -87,11 +80,9 @@ def read_weights(path):
 
 
 def load_model(path):
-    """Load the MaskedLM, Classifier or SpanReader that `path` names (see find_weights).
-
-    In a single process the model maps a checkpoint's file: there is no second copy in memory.
-    Writing to the model does not change the file.
-    """
+    """Load the MaskedLM, Classifier or SpanReader that `path` names (see find_weights). In a single
+    process the model maps a checkpoint's file: there is no second copy in memory. Writing to the
+    model does not change the file."""
     folder, _ = find_weights(path)
     saved = read_weights(folder)
     weights = saved["weights"]
@@ -109,9 +100,7 @@ def load_model(path):
 
 def load_run(path):
     """Load the model that `path` names (see find_weights), in evaluation mode, and its tokenizer.
-
-    Returns (model, tokenizers.Tokenizer). The tokenizer adds [CLS] and [SEP] and pads a batch.
-    """
+    Returns (model, tokenizers.Tokenizer). The tokenizer adds [CLS] and [SEP] and pads a batch."""
     return load_model(path).eval(), full_tokenizer(find_weights(path)[1])
 
 
@@ -135,11 +124,9 @@ def load_optimizers(checkpoint, dense, values):
 
 
 def load_weights(model, weights, source, partial=False, assign=False):
-    """Copy a state dict into the model. Returns the names that were copied.
-
-    Names and shapes must be the model's; with `partial` some may be missing, or unknown. With
-    `assign` the model takes the tensors themselves. Error messages name `source`.
-    """
+    """Copy a state dict into the model. Returns the names that were copied. Names and shapes must
+    be the model's; with `partial` some may be missing, or unknown. With `assign` the model takes
+    the tensors themselves. Error messages name `source`."""
     expected, weights = model.state_dict(), cut_weights(model, weights)
     for name in sorted(expected.keys() & weights.keys()):
         if expected[name].shape != weights[name].shape:
@@ -203,11 +190,9 @@ def _print_loaded(model, weights, loaded):
 
 
 def pooler_is_trained(folder, saved):
-    """Return whether the pooler of `saved`, the weights in `folder`, was ever trained.
-
-    Only Google's next-sentence pretraining and classification train it. A run notes when it begins
-    whether it starts with a trained pooler.
-    """
+    """Return whether the pooler of `saved`, the weights in `folder`, was ever trained. Only
+    Google's next-sentence pretraining and classification train it. A run notes when it begins
+    whether it starts with a trained pooler."""
     if saved.get("head") == "classifier":
         return True
     if not (folder / "model.pt").is_file():  # in Hugging Face layout

@@ -45,29 +45,27 @@ def save_files(folder, files):
                       "checkpoints are untouched") from None
 
 
-def numbered_paths(folder, prefix):
-    """The paths <folder>/<prefix><number>, the lowest number first."""
-    numbers = {path: path.name.removeprefix(prefix) for path in Path(folder).glob(f"{prefix}*")}
-    return sorted((path for path, number in numbers.items()
-                   if re.fullmatch(r"\d+(\.\d+)?", number)), key=lambda path: float(numbers[path]))
+def numbered(folder, prefix, suffix=""):
+    """Find <folder>/<prefix><number><suffix>. Returns {number: path}, the lowest number first."""
+    paths = {}
+    for path in Path(folder).glob(f"{prefix}*{suffix}"):
+        number = path.name.removeprefix(prefix).removesuffix(suffix)
+        if re.fullmatch(r"\d+(\.\d+)?", number):
+            paths[int(number) if number.isdigit() else float(number)] = path
+    return dict(sorted(paths.items()))
 
 
 class Run:
-    """Read and write the folder of a run. It need not exist yet.
-
-    A new run is begun with begin(). Then open() makes it ready for log() and save_checkpoint().
-    """
+    """Read and write the folder of a run. It need not exist yet. A new run is begun with begin().
+    Then open() makes it ready for log() and save_checkpoint()."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
         self.log_file = self.curves = None
 
     def begin(self, config, vocab, origin):
-        """Write config.json and the tokenizer's files.
-
-        `config` is a dataclass, `vocab` the path of the corpus's or the initial model's vocab.txt,
-        `origin` what init_from() returned.
-        """
+        """Write config.json and the tokenizer's files. `config` is a dataclass, `vocab` the path of
+        the corpus's or the initial model's vocab.txt, `origin` what init_from() returned."""
         for file in (vocab, vocab.with_name("tokenizer.json")):  # the run works without its corpus
             if file.exists():
                 with atomic(self.folder / file.name) as temporary:
@@ -80,17 +78,12 @@ class Run:
         return (self.folder / "config.json").is_file()
 
     def settings(self, needed=()):
-        """Read config.json: a dict of all settings, the origin, and tokenizer_hash.
-
-        UserError if a key of `needed` is missing: a fine-tuned run has no settings of pretraining.
-        """
-        try:
-            settings = json.loads((self.folder / "config.json").read_text())
-            if not {"tokenizer_hash", "init_checkpoint", "first_step"} <= settings.keys():
-                raise ValueError("not pretrain.py's")
-        except (OSError, ValueError, AttributeError) as error:
-            raise UserError(f"{self.folder}/config.json: not readable ({error}): "
-                            f"is {self.folder} a run?") from None
+        """Read config.json: a dict of all settings, the origin, and tokenizer_hash. UserError if a
+        key of `needed` is missing: a fine-tuned run has no settings of pretraining."""
+        settings = read_json(self.folder / "config.json")
+        if not {"tokenizer_hash", "init_checkpoint", "first_step"} <= settings.keys():
+            raise UserError(f"{self.folder}/config.json: not of pretrain.py or finetune.py: "
+                            f"is {self.folder} a run?")
         if lacking := [key for key in needed if key not in settings]:
             raise UserError(f"{self.folder}: a fine-tuned run has no {lacking[0]}: "
                             "expected one of pretraining")
@@ -98,8 +91,8 @@ class Run:
 
     def origin(self):
         """Read the origin that begin() was given."""
-        settings = self.settings()
-        return {key: settings[key] for key in ("init_checkpoint", "first_step", "pooler_trained")}
+        names = {"init_checkpoint", "first_step", "pooler_trained"}
+        return {key: value for key, value in self.settings().items() if key in names}
 
     def check_settings(self, config):
         """Print which settings changed since the run began; UserError if one must not change."""
@@ -115,16 +108,14 @@ class Run:
                 print(f"{key} was {before[key]!r}, is now {now[key]!r}{note}")
 
     def open(self, step, best_epoch=None, tensorboard=False):
-        """Open the log, and remove what a killed process wrote after the checkpoint of `step`.
-
-        That can be half a file, log records, usage snapshots, and weights of a better epoch than
-        the checkpoint's `best_epoch`.
-        """
+        """Open the log, and remove what a killed process wrote after the checkpoint of `step`. That
+        can be half a file, log records, usage snapshots, and weights of a better epoch than the
+        checkpoint's `best_epoch`."""
         for place in (".", "usage", "submission"):
             for temporary in Path(self.folder, place).glob(".tmp_*"):
                 discard(temporary)
-        for snapshot in self.folder.glob("usage/step_*.npz"):
-            if int(snapshot.stem[5:]) > step:
+        for number, snapshot in numbered(self.folder / "usage", "step_", ".npz").items():
+            if number > step:
                 discard(snapshot)
         self._drop_epochs_but(best_epoch)
         if first_rank():
@@ -175,37 +166,34 @@ class Run:
         return evaluations
 
     def evaluation_before(self, checkpoint):
-        """Return the last evaluation up to a checkpoint; UserError if the log has none."""
+        """Return the last evaluation up to a checkpoint, or None."""
         step = self.settings()["first_step"] + load_file(checkpoint / "state.pt")["step"]
-        return [e for e in self.evaluations() if e["step"] <= step][-1]
+        earlier = [result for result in self.evaluations() if result["step"] <= step]
+        return earlier[-1] if earlier else None
 
     def checkpoints(self):
         """List the paths of the checkpoints, oldest first. Each checkpoint is whole."""
-        return numbered_paths(self.folder, "step_")
+        return list(numbered(self.folder, "step_").values())
 
     def newest_checkpoint(self):
         """Return the path of the newest checkpoint, or None."""
         return next(reversed(self.checkpoints()), None)
 
     def weights(self):
-        """Return the path of the weights to use, or None if the run has none yet.
-
-        That is the best epoch of a seed, and the newest checkpoint of other runs. A fine-tuned run
-        has the weights of its first seed.
-        """
-        for folder in (self.folder, *numbered_paths(self.folder, "seed")):
-            epochs = [folder / "best", *numbered_paths(folder, "best_epoch_")]
+        """Return the path of the weights to use, or None if the run has none yet. That is the best
+        epoch of a seed, and the newest checkpoint of other runs. A fine-tuned run has the weights
+        of its first seed."""
+        for folder in (self.folder, *numbered(self.folder, "seed").values()):
+            epochs = [folder / "best", *numbered(folder, "best_epoch_").values()]
             whole = [epoch for epoch in epochs if (epoch / "model.pt").is_file()]
             if weights := whole or Run(folder).checkpoints():
                 return weights[-1]
         return None
 
     def save_checkpoint(self, step, files, keep, best_epoch=None):
-        """Write a checkpoint, whole or not at all. Returns its path.
-
-        `files` is what checkpoint_files() returned. When the checkpoint is on disk, all but the
-        `keep` newest ones go, and the weights of all epochs but `best_epoch`.
-        """
+        """Write a checkpoint, whole or not at all. Returns its path. `files` is what
+        checkpoint_files() returned. When the checkpoint is on disk, all but the `keep` newest ones
+        go, and the weights of all epochs but `best_epoch`."""
         if self.log_file:
             os.fsync(self.log_file.fileno())  # no checkpoint is newer than its log
         folder = self.folder / f"step_{step:06d}"
@@ -216,11 +204,9 @@ class Run:
         return folder
 
     def steps_and_seed(self, checkpoint):
-        """Say how a checkpoint was trained: {"steps": "1,000 + 3,000", "seed": 1}.
-
-        The steps are the initial model's and the run's own. An unfinished run has "100 of 3,000".
-        A "?" stands for what weights in Hugging Face layout do not tell.
-        """
+        """Say how a checkpoint was trained: {"steps": "1,000 + 3,000", "seed": 1}. The steps are
+        the initial model's and the run's own. An unfinished run has "100 of 3,000". A "?" stands
+        for what weights in Hugging Face layout do not tell."""
         if not (checkpoint / "state.pt").is_file():
             return {"steps": "?", "seed": "?"}
         settings = self.settings(["max_steps", "seed"])
@@ -233,9 +219,7 @@ class Run:
 
     def write_usage(self, step, counts):
         """Write a usage snapshot of count_reads()'s counts, {layer: {"read": ..., "top1": ...}}.
-
-        The file has layer<n>_read and layer<n>_top1, int32 (n_slots,).
-        """
+        The file has layer<n>_read and layer<n>_top1, int32 (n_slots,)."""
         arrays = {f"layer{n}_{name}": sums[name].astype(np.int32)
                   for n, sums in counts.items() for name in ("read", "top1")}
         path = self.folder / "usage" / f"step_{step:06d}.npz"
@@ -247,24 +231,22 @@ class Run:
         layers = self.settings(["memory_layers"])["memory_layers"]
         if not layers:
             raise UserError(f"{self.folder}: a run without memory has no usage snapshots")
-        files = {int(path.stem[5:]): path for path in self.folder.glob("usage/step_*.npz")}
-        if not files:
-            raise UserError(f"{self.folder}/usage: no snapshot yet: there is one every "
-                            "usage_interval steps")
         snapshots = {}
-        for step in sorted(files):
+        for step, path in numbered(self.folder / "usage", "step_", ".npz").items():
             try:
-                snapshots[step] = dict(np.load(files[step]))
+                snapshots[step] = dict(np.load(path))
                 for layer in layers:
                     snapshots[step][f"layer{layer}_top1"]  # raises if it is not in the file
             except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
-                raise UserError(
-                    f"{files[step]}: damaged ({type(error).__name__}): remove it") from None
+                raise UserError(f"{path}: damaged ({type(error).__name__}): remove it") from None
+        if not snapshots:
+            raise UserError(f"{self.folder}/usage: no snapshot yet: there is one every "
+                            "usage_interval steps")
         return snapshots
 
     def seeds(self):
         """List a fine-tuned run's seeds, each a Run. If this is a seed, it is the only one."""
-        folders = [self.folder, *numbered_paths(self.folder, "seed")]
+        folders = [self.folder, *numbered(self.folder, "seed").values()]
         return [Run(folder) for folder in folders if Run(folder)._is_fine_tuned()]
 
     def _is_fine_tuned(self):

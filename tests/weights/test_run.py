@@ -70,7 +70,7 @@ def test_curves_without_the_package(place, monkeypatch):
 
 
 def test_what_a_killed_process_wrote_after_its_checkpoint_goes(tmp_path):
-    """The best epoch that the checkpoint names stays, and so does what others put there."""
+    """The best epoch that the checkpoint names stays. Files of other people stay, too."""
     run, counts = Run(tmp_path / "run"), {2: {"read": np.ones(4), "top1": np.ones(4)}}
     run.folder.mkdir()
     run.open(0)
@@ -78,6 +78,7 @@ def test_what_a_killed_process_wrote_after_its_checkpoint_goes(tmp_path):
         run.log({"step": step, "loss": 1.0})
         run.write_usage(step, counts)
         run.save_best(step / 2, {"weights": step})
+    (run.folder / "usage/step_000009 (copy).npz").write_text("of a person")
     for name in ("", "usage/", "notes/"):
         Path(run.folder, name).mkdir(exist_ok=True)
         Path(run.folder, name, ".tmp_half").write_text("half")
@@ -88,7 +89,7 @@ def test_what_a_killed_process_wrote_after_its_checkpoint_goes(tmp_path):
     assert again.records() == [{"step": 3, "loss": 1.0}]
     left = {str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file()}
     assert left == {"log.jsonl", "usage/step_000003.npz", "best_epoch_1.5/model.pt",
-                    "notes/.tmp_half"}
+                    "usage/step_000009 (copy).npz", "notes/.tmp_half"}
 
 
 def test_the_newest_checkpoints_stay_by_number(tmp_path):
