@@ -10,7 +10,6 @@ A vocabulary is a list of tokens, by id. It is BERT's (WordPiece) or GPT-2's (by
 import collections
 import hashlib
 import itertools
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -142,20 +141,10 @@ def tokenize(tokenizer, texts, what):
         yield from tokenizer.encode_batch(texts[start:start + 8192], add_special_tokens=False)
 
 
-def text_encoder(vocab):
-    """Return a function from texts to lists of ids, on all cores. A "[SEP]" in a text is text."""
-    if special_tokens(vocab) is SPECIALS:
-        tokenizer = wordpiece_tokenizer(vocab)
-        tokenizer.encode_special_tokens = True
-        return lambda texts: [encoding.ids for encoding in tokenizer.encode_batch_fast(
-            texts, add_special_tokens=False)]
-    bytes_of = {character: byte for byte, character in enumerate(byte_characters())}
-    ranks = {bytes(bytes_of[c] for c in token): rank for rank, token in enumerate(vocab)
-             if token not in GPT2_SPECIALS}
-    gpt2 = need("tiktoken", "--tokenizer gpt2").Encoding("gpt2", pat_str=(
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"),
-        mergeable_ranks=ranks, special_tokens={})
-    return lambda texts: gpt2.encode_ordinary_batch(texts, num_threads=os.cpu_count())
+def encode(tokenizer, texts):
+    """Return the ids of each text, without special tokens: a list of lists. On all cores."""
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
 
 
 def wordpiece_tokenizer(vocab):

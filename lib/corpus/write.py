@@ -21,7 +21,15 @@ from lib.common.files import discard, write_text
 from lib.common.progress import Progress
 from lib.corpus.batches import MASKED, SPLITS, Corpus
 from lib.corpus.download import replace_folder
-from lib.corpus.vocabulary import read_vocab, text_encoder, train_vocab, vocab_facts, write_vocab
+from lib.corpus.vocabulary import (
+    encode,
+    read_vocab,
+    special_ids,
+    text_tokenizer,
+    train_vocab,
+    vocab_facts,
+    write_vocab,
+)
 
 BATCH = 2**21  # characters encoded at once, or ids read at once: some 100 MB
 LOSS_STD = 2.7  # of the loss over masked tokens (configs/demo.py after 200 steps, 10,240 tokens)
@@ -70,13 +78,13 @@ def write_corpus(name, origin, sources, vocab, val_every=0):
     vocab = read_vocab(work)
     lines = Progress(_read_lines(sources, counts, splits, heldout, state["documents"]),
                      desc=f"encoding {name}", total=n_lines, initial=state["lines"], unit=" lines")
-    _encode(work, state, lines, vocab)
+    _encode(work, state, lines)
     facts = vocab_facts(vocab)
     ids = {split: _count_ids(work / f"{split}.bin", len(vocab)) for split in SPLITS}
-    special_ids = [facts[f"{use}_id"] for use in ("pad", "cls", "sep", "mask")]
+    no_words = [facts[key] for key in ("pad_id", "cls_id", "sep_id", "mask_id")]
     write_text(work / "meta.json", json.dumps({
         "name": name, "source": origin, **facts, "duplicates": int((splits < 0).sum()),
-        "unigram_perplexity": unigram_perplexity(ids["train"], ids["val"], special_ids),
+        "unigram_perplexity": unigram_perplexity(ids["train"], ids["val"], no_words),
         "documents": {split: int(count[facts["sep_id"]]) for split, count in ids.items()},
         "tokens": {split: int(count.sum()) for split, count in ids.items()},
         "unknown": {split: int(count[facts["unk_id"]]) for split, count in ids.items()},
@@ -150,11 +158,12 @@ def _read_lines(sources, counts, splits, heldout=frozenset(), done=0):
             document += line is None
 
 
-def _encode(work, state, lines, vocab):
+def _encode(work, state, lines):
     """Append ids to work/{train,val,test}.bin, and keep `state` beside them, up to date. lines:
     (line, split) for all that `state` says is not encoded yet. At the end state["sha256"] has the
     SHA-256 of the files."""
-    encode, sep_id = text_encoder(vocab), vocab_facts(vocab)["sep_id"]
+    tokenizer = text_tokenizer(work)
+    sep_id = special_ids(tokenizer).sep
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(work / f"{split}.bin", "ab+")) for split in SPLITS]
         hashes = [_cut_back(*file_state)
@@ -162,7 +171,7 @@ def _encode(work, state, lines, vocab):
         for documents, texts in _batches(lines, state["documents"]):
             for file, sha256, split_texts in zip(files, hashes, texts):
                 ids = ((sep_id,) if text == "" else ids
-                       for text, ids in zip(split_texts, encode(split_texts)))
+                       for text, ids in zip(split_texts, encode(tokenizer, split_texts)))
                 written = np.fromiter(itertools.chain.from_iterable(ids), "<u2").tobytes()
                 file.write(written)
                 file.flush()
