@@ -79,7 +79,7 @@ PG19 = "https://storage.googleapis.com/deepmind-gutenberg/test/"  # Apache-2.0
 DOWNLOADS = Path("data/downloads")
 TIMEOUT = 30  # seconds without a byte before a download is tried again
 NO_NETWORK = "without a network give --vocab FILE or --from PATH"
-REFUSED = {401: "gated, private or not there (a token goes into HF_TOKEN)",
+REFUSED = {401: "gated, private or not there (a token goes into HF_TOKEN)",  # by HTTP status
            403: "gated or private (a token goes into HF_TOKEN)", 404: "no such file"}
 
 
@@ -225,7 +225,7 @@ def unpack(path, folder):
     """Unpack a zip or tar to the new `folder`, and nothing outside of it; return the folder.
     UserError, and no folder, if the archive is damaged or the disk is full."""
     print(f"{path}: unpacking", flush=True)
-    inside = {} if path.suffix == ".zip" else {"filter": "data"}  # zips are never read otherwise
+    inside = {} if path.suffix == ".zip" else {"filter": "data"}  # zips need no filter
     try:
         with atomic(folder) as temporary:
             temporary.mkdir()
@@ -282,9 +282,10 @@ def fetch_weights(name, *wanted):
 def fetch_task(folder, names, path=None, force=False, check=None):
     """Fetch a task's official files to `folder`.
 
-    names: its archive, or its files, as keys of FILES. path: the archive, or a folder that has the
-    downloads, or the files that they unpack to, or a folder named after the task with these. force:
-    replace `folder`. check: called with each file first; it may raise a UserError.
+    names: of its archive, or of its files, in FILES. path: the archive, or a folder with the
+    downloads or with the files that they unpack to. These may also lie in a folder in it that is
+    named after the task. force: replace `folder`. check: is called with each file first, and may
+    raise a UserError.
     """
     if folder.exists() and not force:
         print(f"{folder} exists already (--force replaces it)")

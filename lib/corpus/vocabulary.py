@@ -46,8 +46,8 @@ def special_ids(tokenizer):
 
 
 def read_vocab(path):
-    """Read the tokens of a vocab.txt, or of the one in the folder `path`: a list of str, by id. A
-    folder that has only a tokenizer.json, as transformers 5 saves it, is read too."""
+    """Read the tokens of a vocab.txt, or of a folder that has it: a list of str, by id. A folder
+    that has only a tokenizer.json, as transformers 5 saves it, is read too."""
     path = Path(path, "vocab.txt") if Path(path).is_dir() else Path(path)
     saved = path.with_name("tokenizer.json")
     try:
@@ -97,7 +97,8 @@ def vocab_hash(vocab):
 
 def vocab_facts(vocab):
     """Return what meta.json holds about a vocabulary: its size, special ids and hash."""
-    ids = {f"{use}_id": vocab.index(token) for use, token in special_tokens(vocab)._asdict().items()}
+    specials = special_tokens(vocab)._asdict()
+    ids = {f"{use}_id": vocab.index(token) for use, token in specials.items()}
     return {"vocab_size": len(vocab), **ids, "tokenizer_hash": vocab_hash(vocab)}
 
 
@@ -136,7 +137,7 @@ def full_tokenizer(path):
 
 
 def tokenize(tokenizer, texts, what):
-    """Yield the tokenizers.Encoding of each text, without special tokens. what: named in the bar."""
+    """Yield each text's tokenizers.Encoding, without special tokens. what: named in the bar."""
     for start in Progress(range(0, len(texts), 8192), what):
         yield from tokenizer.encode_batch(texts[start:start + 8192], add_special_tokens=False)
 

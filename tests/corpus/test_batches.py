@@ -1,5 +1,5 @@
 """
-What models read: vocabularies, a corpus, its batches, its held-out text, and masks.
+Vocabularies, a corpus, its training batches, its held-out text, and masks.
 """
 import dataclasses
 import hashlib
@@ -178,7 +178,7 @@ def test_heldout_covers_the_split_once(place):
         last = masked_heldout(corpus, "test", length, 8)[-1]
         if "mask" in last:
             ids, mask = last["ids"], last["mask"]
-            assert (ids[~mask] == corpus.special_ids.pad).all() and (ids[mask] != corpus.special_ids.pad).all()
+            assert np.array_equal(ids != corpus.special_ids.pad, mask)
             assert (last["labels"] != -100).sum() == max(1, round(0.15 * mask.sum()))
     short = masked_heldout(corpus, "test", len(tokens) + 4, 8)  # less than one sequence
     assert len(short) == 1 and short[0]["mask"].sum() == len(tokens) + 2
