@@ -37,6 +37,7 @@ PAPER = {  # the paper's corpora: (name, where documents end, official split)
 GLUE_ARCHIVES = {task: [f"{task}.zip"] for task in ("CoLA", "SST-2", "STS-B", "MNLI", "RTE")} | {
     "QQP": ["QQP-clean.zip"], "QNLI": ["QNLIv2.zip"],
     "MRPC": ["msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "mrpc_dev_ids.tsv"]}
+SQUAD_FILES = ["train-v1.1.json", "dev-v1.1.json"]
 
 
 def parse_arguments():
@@ -208,8 +209,7 @@ def prepare_glue(args):
 def prepare_squad(args):
     """Fetch SQuAD's official files to data/squad/."""
     with lock(Path("data/squad"), "fetches it", wait=True):
-        download.fetch_task(Path("data/squad"), download.SQUAD, args.path, args.force,
-                            check=read_squad)
+        download.fetch_task(Path("data/squad"), SQUAD_FILES, args.path, args.force, read_squad)
 
 
 def prepare_weights(args):

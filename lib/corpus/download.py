@@ -69,7 +69,6 @@ for name, *facts in map(str.split, FILES_BY_SERVER.strip().splitlines()):
         server = name
     else:
         FILES[name] = (server + name, facts[0])
-SQUAD = ["train-v1.1.json", "dev-v1.1.json"]
 BERT_VOCAB = "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3"  # SHA-256
 DATASETS = {  # on the hub: (repository, files, revision)
     "wikipedia": ("wikimedia/wikipedia", "20231101.en/*.parquet", "main"),  # CC BY-SA 4.0
@@ -163,27 +162,27 @@ def _reason(error):
 
 
 def fetch_from_hub(repo, *patterns, folder, kind="model", revision="main"):
-    """Download files of a repository on Hugging Face's hub to `folder`; return their paths. These
-    are the files whose path matches the first of `patterns` that any file matches. Failure if there
-    is none, or the hub cannot be reached."""
+    """Download files of a repository on Hugging Face's hub to `folder`; return their names. They
+    are the files that match the first of `patterns` which any file matches. Failure if there is
+    none, or the hub cannot be reached."""
     hub = need("huggingface_hub", "a download from the hub")
     where = f"{repo}/{' or '.join(patterns)} on the hub"
     try:
         info = hub.HfApi().repo_info(repo, repo_type=kind, revision=revision)
-        names = [file.rfilename for file in info.siblings]
-        matches = (fnmatch.filter(names, pattern) for pattern in patterns)
-        paths = [Path(hub.hf_hub_download(repo, name, repo_type=kind, revision=info.sha,
-                                          local_dir=folder))
-                 for name in next(filter(None, matches), [])]
+        everything = [file.rfilename for file in info.siblings]
+        matches = (fnmatch.filter(everything, pattern) for pattern in patterns)
+        names = next(filter(None, matches), [])
+        for name in names:
+            hub.hf_hub_download(repo, name, repo_type=kind, revision=info.sha, local_dir=folder)
     except hub.errors.HfHubHTTPError as error:
         raise Failure(f"{where}: {_reason(error)}") from None
     except Exception as error:
         if getattr(error, "errno", None):  # the disk is full, say
             raise
         raise Failure(f"{where}: {_reason(error)}: {NO_NETWORK}") from None
-    if not paths:
+    if not names:
         raise Failure(f"{where}: no such file")
-    return paths
+    return names
 
 
 def fetch_corpus(name):
@@ -199,8 +198,7 @@ def fetch_corpus(name):
     listing = folder / "files.json"  # with it, a complete folder needs no network
     files = json.loads(listing.read_text()) if listing.exists() else [""]
     if not all((folder / file).is_file() for file in files):
-        paths = fetch_from_hub(repo, pattern, folder=folder, kind="dataset", revision=revision)
-        files = [str(path.relative_to(folder.resolve())) for path in paths]
+        files = fetch_from_hub(repo, pattern, folder=folder, kind="dataset", revision=revision)
         write_text(listing, json.dumps(files))
     if name == "pg19":
         books = folder / files[0]
@@ -268,7 +266,7 @@ def fetch_weights(name, *wanted):
     for choices in [[file] for file in wanted] or everything:
         if any((folder / choice).exists() for choice in choices):
             continue
-        file, = fetch_from_hub(PRETRAINED.get(name, name), *choices, folder=folder)
+        file = folder / fetch_from_hub(PRETRAINED.get(name, name), *choices, folder=folder)[0]
         if name in PRETRAINED and file.name == "vocab.txt":
             _check(file, f"{name}/vocab.txt", BERT_VOCAB)
         if file.name == "config.json":  # before the weights, which are large
