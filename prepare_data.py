@@ -9,10 +9,10 @@ $ python prepare_data.py check wikibooks                   # are the files as th
 $ python prepare_data.py weights bert-base-uncased         # to data/weights/, for init_from
 $ python prepare_data.py glue SST-2 RTE                    # to data/glue/; squad: to data/squad/
 
-The .bin files are flat little-endian uint16 token ids. Every document ends with [SEP], none starts
-with [CLS]. vocab.txt is BERT's (WordPiece), a trained one, or GPT-2's (--tokenizer gpt2), which has
-tokenizer.json beside it. lib.corpus.batches.Corpus reads it all. A command that was stopped goes on
-where it was.
+The .bin files are flat little-endian uint16 token ids. Every document ends with [SEP]; none starts
+with [CLS]. vocab.txt is BERT's (WordPiece), a trained one, or GPT-2's (--tokenizer gpt2), which
+comes with a tokenizer.json. lib.corpus.batches.Corpus reads all of it. A command that was stopped
+goes on where it was.
 """
 import hashlib
 import zipfile
@@ -22,17 +22,8 @@ from pathlib import Path
 from lib.common.errors import Failure, UserError, run_main
 from lib.common.files import atomic, discard, lock, write_text
 from lib.common.settings import Parser, whole_number
+from lib.corpus import download
 from lib.corpus.batches import SPLITS, Corpus
-from lib.corpus.download import (
-    FILES,
-    PRETRAINED,
-    damaged,
-    fetch,
-    fetch_corpus,
-    fetch_task,
-    fetch_weights,
-    unpack_once,
-)
 from lib.corpus.text import docstrings, find_codecs, find_files, stream
 from lib.corpus.vocabulary import gpt2_vocab, read_vocab
 from lib.corpus.write import Source, write_corpus
@@ -45,6 +36,7 @@ PAPER = {  # the paper's corpora: (name, where documents end, official split)
     "wikibooks": [("wikipedia", "blank", None), ("bookcorpus", "sentences", None)],
     "pg19": [("pg19", "file", "test")]}
 GLUE_ARCHIVES = {task.title: task.archives for task in GLUE.values()}
+SQUAD_FILES = SQUAD.archives
 
 
 def parse_arguments():
@@ -83,7 +75,7 @@ def parse_arguments():
     text.add_argument("name", help="the corpus is data/NAME")
     text.add_argument("paths", nargs="+", metavar="PATH", help="a text file or a folder of *.txt")
     text.add_argument("--encoding", default="utf-8", metavar="NAME",
-                      help="of the files: %(default)s, another, or auto: UTF-8 or else Windows-1252")
+                      help="of the files: %(default)s, another, or auto: UTF-8, else Windows-1252")
     text.add_argument("--split", choices=("blank", "file"), default="blank",
                       help="documents end at blank lines (default) or with their file")
     helps = {"wikipedia": "English Wikipedia of 2023-11-01", "bookcorpus": "BookCorpus",
@@ -103,7 +95,7 @@ def parse_arguments():
     add("check", check, "is data/NAME as it was written?").add_argument("name", metavar="NAME")
     weights = add("weights", prepare_weights, "trained models, for init_from")
     weights.add_argument("names", nargs="+", metavar="NAME",
-                         help=f"{', '.join(PRETRAINED)}, or ORG/NAME of the hub: any BERT")
+                         help=f"{', '.join(download.PRETRAINED)}, or ORG/NAME of the hub: any BERT")
     return parser.parse_args()
 
 
@@ -116,8 +108,8 @@ def choose_vocab(args, default):
     vocab = args.vocab or args.vocab_size or default
     if isinstance(vocab, int):
         return vocab
-    if vocab in PRETRAINED and not Path(vocab).exists():
-        vocab = fetch_weights(vocab, "vocab.txt")
+    if vocab in download.PRETRAINED and not Path(vocab).exists():
+        vocab = download.fetch_weights(vocab, "vocab.txt")
     return read_vocab(vocab)
 
 
@@ -164,8 +156,8 @@ def prepare_wikitext(args):
     """Prepare WikiText in its official splits, from a folder or zip on disk, or downloaded."""
     vocab = choose_vocab(args, 8192)
     kind = args.command.removeprefix("wikitext") + "-raw" * args.raw
-    download = FILES[f"wikitext-{kind}-v1.zip"]
-    path = args.path or fetch([download])[0]
+    source = download.FILES[f"wikitext-{kind}-v1.zip"]
+    path = args.path or download.fetch([source])[0]
     if not path.is_dir() and not zipfile.is_zipfile(path):
         raise UserError(f"{path}: neither a folder nor a whole zip file")
     top = path if path.is_dir() else zipfile.Path(str(path))
@@ -178,9 +170,9 @@ def prepare_wikitext(args):
             raise UserError(f"{path}: no {' or '.join(names)} in it")
         sources.append(Source(files[0], partial(stream, files[0], "wikitext"), split))
     try:
-        write_corpus(args.name, str(args.path or download[0]), sources, vocab)
+        write_corpus(args.name, str(args.path or source[0]), sources, vocab)
     except zipfile.BadZipFile as error:
-        raise damaged(path, error) from None
+        raise download.damaged(path, error) from None
 
 
 def prepare_paper(args):
@@ -191,9 +183,9 @@ def prepare_paper(args):
     vocab = choose_vocab(args, "bert-base-uncased")
     sources, origins = [], []
     for (name, ends, split), path in zip(PAPER[args.command], args.path or [None, None]):
-        path = path or fetch_corpus(name)
+        path = path or download.fetch_corpus(name)
         if path.name.endswith(".tar.bz2"):
-            path = unpack_once(path)
+            path = download.unpack_once(path)
         sources += [Source(file, partial(stream, file, ends), split, ends == "sentences")
                     for file in find_files(path, ".parquet", ".txt")]
         origins.append(f"{name}: {path}")
@@ -208,20 +200,21 @@ def prepare_glue(args):
     if path and len(names) > 1 and (path.is_file() or (path / "train.tsv").exists()):
         raise UserError(f"{path} has the files of one task: give one TASK")
     for name in names:
-        with lock(Path("data/glue", name), "fetches it", wait=True):
-            fetch_task(Path("data/glue", name), GLUE_ARCHIVES[name], path, args.force)
+        folder = Path("data/glue", name)
+        with lock(folder, "fetches it", wait=True):
+            download.fetch_task(folder, GLUE_ARCHIVES[name], path, args.force)
 
 
 def prepare_squad(args):
     """Fetch SQuAD's official files to data/squad/."""
     with lock(Path("data/squad"), "fetches it", wait=True):
-        fetch_task(Path("data/squad"), SQUAD.archives, args.path, args.force, check=read_squad)
+        download.fetch_task(Path("data/squad"), SQUAD_FILES, args.path, args.force, read_squad)
 
 
 def prepare_weights(args):
     """Fetch trained weights to data/weights/NAME/."""
     for name in args.names:
-        print(f"{fetch_weights(name)}: there")
+        print(f"{download.fetch_weights(name)}: there")
 
 
 def check(args):

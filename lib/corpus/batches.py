@@ -1,5 +1,5 @@
 """
-Read a prepared corpus, cut it into sequences, and make batches of them.
+Read a prepared corpus, cut it into sequences, and mask and batch these.
 
 >>> corpus = Corpus("docs")                         # data/docs, made by prepare_data.py docs
 >>> batches = MaskedBatches(corpus, config)         # for training
@@ -48,8 +48,8 @@ class Corpus:
         except (ValueError, LookupError, TypeError, AttributeError):
             whole = False
         if not whole:
-            raise UserError(f"{file}: damaged, or made with another vocab.txt than the one beside it "
-                            f"(hash {facts['tokenizer_hash'][:12]}): prepare the corpus again")
+            raise UserError(f"{file}: damaged, or made with another vocabulary than the vocab.txt "
+                            "beside it: prepare the corpus again")
         self.vocab_size, self.tokenizer_hash = facts["vocab_size"], facts["tokenizer_hash"]
         self.special_ids = Specials(*(facts[f"{use}_id"] for use in Specials._fields))
 
@@ -172,8 +172,10 @@ class CausalBatches(MaskedBatches):
 
 def cut_split(corpus, split, seq_len, sequences=None):
     """Cut a split into sequences [CLS] + (seq_len - 2) tokens + [SEP]: int64 (n, seq_len).
-    sequences: at most this many full ones, evenly spread over the split. By default all of them,
-    and the rest of the split as a last one, padded."""
+
+    sequences: how many full ones at most, evenly spread over the split. By default the whole split
+    is cut, and its last sequence is padded.
+    """
     tokens, width = corpus.split(split), seq_len - 2
     full = len(tokens) // width
     chosen = np.linspace(0, full - 1, min(sequences or full, full)).astype(np.int64)
@@ -192,9 +194,9 @@ def cut_split(corpus, split, seq_len, sequences=None):
 def masked_heldout(corpus, split, seq_len, batch_size, sequences=None, masking=0):
     """Return masked batches of a split: dicts of ids, positions, labels (see mask_tokens).
 
-    sequences: see cut_split. A padded last sequence is a batch of its own, which also has `mask`,
-    True at real tokens; 15% of these are masked. Masks depend only on the seed `masking`, the text
-    and the vocabulary.
+    sequences: see cut_split. A padded last sequence makes a separate batch. This has `mask` too,
+    True at real tokens, of which 15% are masked. Which tokens are masked depends only on the seed
+    `masking`, the text and the vocabulary.
     """
     ids, rng = cut_split(corpus, split, seq_len, sequences), np.random.default_rng([0, masking])
     real = ids != corpus.special_ids.pad

@@ -78,7 +78,7 @@ PG19 = "https://storage.googleapis.com/deepmind-gutenberg/test/"  # Apache-2.0
 DOWNLOADS = Path("data/downloads")
 TIMEOUT = 30  # seconds without a byte before a download is tried again
 NO_NETWORK = "without a network give --vocab FILE or --from PATH"
-REFUSED = {401: "gated, private or not there (a token goes into HF_TOKEN)",
+REFUSED = {401: "gated, private or not there (a token goes into HF_TOKEN)",  # by HTTP status
            403: "gated or private (a token goes into HF_TOKEN)", 404: "no such file"}
 
 
@@ -162,27 +162,27 @@ def _reason(error):
 
 
 def fetch_from_hub(repo, *patterns, folder, kind="model", revision="main"):
-    """Download files of a repository on Hugging Face's hub to `folder`; return their paths. These
-    are the files whose path matches the first of `patterns` that any file matches. Failure if there
-    is none, or the hub cannot be reached."""
+    """Download files of a repository on Hugging Face's hub to `folder`; return their names. They
+    are the files that match the first of `patterns` which any file matches. Failure if there is
+    none, or the hub cannot be reached."""
     hub = need("huggingface_hub", "a download from the hub")
     where = f"{repo}/{' or '.join(patterns)} on the hub"
     try:
         info = hub.HfApi().repo_info(repo, repo_type=kind, revision=revision)
-        names = [file.rfilename for file in info.siblings]
-        matches = (fnmatch.filter(names, pattern) for pattern in patterns)
-        paths = [Path(hub.hf_hub_download(repo, name, repo_type=kind, revision=info.sha,
-                                          local_dir=folder))
-                 for name in next(filter(None, matches), [])]
+        everything = [file.rfilename for file in info.siblings]
+        matches = (fnmatch.filter(everything, pattern) for pattern in patterns)
+        names = next(filter(None, matches), [])
+        for name in names:
+            hub.hf_hub_download(repo, name, repo_type=kind, revision=info.sha, local_dir=folder)
     except hub.errors.HfHubHTTPError as error:
         raise Failure(f"{where}: {_reason(error)}") from None
     except Exception as error:
         if getattr(error, "errno", None):  # the disk is full, say
             raise
         raise Failure(f"{where}: {_reason(error)}: {NO_NETWORK}") from None
-    if not paths:
+    if not names:
         raise Failure(f"{where}: no such file")
-    return paths
+    return names
 
 
 def fetch_corpus(name):
@@ -198,8 +198,7 @@ def fetch_corpus(name):
     listing = folder / "files.json"  # with it, a complete folder needs no network
     files = json.loads(listing.read_text()) if listing.exists() else [""]
     if not all((folder / file).is_file() for file in files):
-        paths = fetch_from_hub(repo, pattern, folder=folder, kind="dataset", revision=revision)
-        files = [str(path.relative_to(folder.resolve())) for path in paths]
+        files = fetch_from_hub(repo, pattern, folder=folder, kind="dataset", revision=revision)
         write_text(listing, json.dumps(files))
     if name == "pg19":
         books = folder / files[0]
@@ -224,7 +223,7 @@ def unpack(path, folder):
     """Unpack a zip or tar to the new `folder`, and nothing outside of it; return the folder.
     UserError, and no folder, if the archive is damaged or the disk is full."""
     print(f"{path}: unpacking", flush=True)
-    inside = {} if path.suffix == ".zip" else {"filter": "data"}  # zips are never read otherwise
+    inside = {} if path.suffix == ".zip" else {"filter": "data"}  # zips need no filter
     try:
         with atomic(folder) as temporary:
             temporary.mkdir()
@@ -267,7 +266,7 @@ def fetch_weights(name, *wanted):
     for choices in [[file] for file in wanted] or everything:
         if any((folder / choice).exists() for choice in choices):
             continue
-        file, = fetch_from_hub(PRETRAINED.get(name, name), *choices, folder=folder)
+        file = folder / fetch_from_hub(PRETRAINED.get(name, name), *choices, folder=folder)[0]
         if name in PRETRAINED and file.name == "vocab.txt":
             _check(file, f"{name}/vocab.txt", BERT_VOCAB)
         if file.name == "config.json":  # before the weights, which are large
@@ -281,9 +280,10 @@ def fetch_weights(name, *wanted):
 def fetch_task(folder, names, path=None, force=False, check=None):
     """Fetch a task's official files to `folder`.
 
-    names: its archive, or its files, as keys of FILES. path: the archive, or a folder that has the
-    downloads, or the files that they unpack to, or a folder named after the task with these. force:
-    replace `folder`. check: called with each file first; it may raise a UserError.
+    names: of its archive, or of its files, in FILES. path: the archive, or a folder with the
+    downloads or with the files that they unpack to. These may also lie in a folder in it that is
+    named after the task. force: replace `folder`. check: is called with each file first, and may
+    raise a UserError.
     """
     if folder.exists() and not force:
         print(f"{folder} exists already (--force replaces it)")

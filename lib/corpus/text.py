@@ -1,5 +1,5 @@
 """
-Read text as a stream: lines with their line breaks, and None at the end of every document.
+Read text as a stream: lines with line breaks, and None where a document ends.
 
 >>> files = find_files(Path("books"), ".txt")
 >>> codecs = find_codecs(files, "auto")             # UTF-8 or Windows-1252
@@ -86,7 +86,7 @@ def _lines(path, codec):
 
 
 def _rows(path, between):
-    """Yield the lines in column `text` of a .parquet file, and the lines `between` after each row."""
+    """Yield the lines in the column `text` of a .parquet file, and `between` after each row."""
     parquet = need("pyarrow.parquet", f"{path}")
     try:
         with parquet.ParquetFile(path) as file:
@@ -106,14 +106,14 @@ def _rows(path, between):
 def stream(path, kind, codec="utf-8"):
     """Yield the lines of a file, and None where a document ends. Blank lines are left out.
 
-    kind: documents end at a 'blank' line, with the 'file', before a title in 'wikitext', or as
-    below in 'sentences'. A .parquet row is a document; with 'sentences', a line.
+    kind: documents end at a 'blank' line, with the 'file', or before a title in 'wikitext'. For
+    'sentences' see below. A .parquet row is a document; with 'sentences', a line.
 
-    'sentences' is for BookCorpus, which has a sentence a line, no book boundaries, and a third of
-    its books more than once (Bandy and Vincent, 2021). A document ends at a blank line, or where
-    the hash of two lines says so, after SENTENCES lines in the mean. A second copy of a book is
-    then cut at the same places. Its documents are duplicates of the first copy's, except the first
-    and the last, which it shares with its neighbours.
+    'sentences' is for BookCorpus. It has a sentence a line and no book boundaries, and a third of
+    its books are in it more than once (Bandy and Vincent, 2021). A document ends at a blank line,
+    or where the hash of two lines says so, after SENTENCES lines in the mean. A second copy of a
+    book is then cut at the same places. Its documents are duplicates of the first copy's, except
+    the first and the last, which it shares with its neighbours.
     """
     if path.suffix == ".parquet":
         lines = _rows(path, [] if kind == "sentences" else [""])

@@ -10,7 +10,6 @@ A vocabulary is a list of tokens, by id. It is BERT's (WordPiece) or GPT-2's (by
 import collections
 import hashlib
 import itertools
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,8 +46,8 @@ def special_ids(tokenizer):
 
 
 def read_vocab(path):
-    """Read the tokens of a vocab.txt, or of the one in the folder `path`: a list of str, by id. A
-    folder that has only a tokenizer.json, as transformers 5 saves it, is read too."""
+    """Read the tokens of a vocab.txt, or of a folder that has it: a list of str, by id. A folder
+    that has only a tokenizer.json, as transformers 5 saves it, is read too."""
     path = Path(path, "vocab.txt") if Path(path).is_dir() else Path(path)
     saved = path.with_name("tokenizer.json")
     try:
@@ -98,7 +97,8 @@ def vocab_hash(vocab):
 
 def vocab_facts(vocab):
     """Return what meta.json holds about a vocabulary: its size, special ids and hash."""
-    ids = {f"{use}_id": vocab.index(token) for use, token in special_tokens(vocab)._asdict().items()}
+    specials = special_tokens(vocab)._asdict()
+    ids = {f"{use}_id": vocab.index(token) for use, token in specials.items()}
     return {"vocab_size": len(vocab), **ids, "tokenizer_hash": vocab_hash(vocab)}
 
 
@@ -137,25 +137,15 @@ def full_tokenizer(path):
 
 
 def tokenize(tokenizer, texts, what):
-    """Yield the tokenizers.Encoding of each text, without special tokens. what: named in the bar."""
+    """Yield each text's tokenizers.Encoding, without special tokens. what: named in the bar."""
     for start in Progress(range(0, len(texts), 8192), what):
         yield from tokenizer.encode_batch(texts[start:start + 8192], add_special_tokens=False)
 
 
-def text_encoder(vocab):
-    """Return a function from texts to lists of ids, on all cores. A "[SEP]" in a text is text."""
-    if special_tokens(vocab) is SPECIALS:
-        tokenizer = wordpiece_tokenizer(vocab)
-        tokenizer.encode_special_tokens = True
-        return lambda texts: [encoding.ids for encoding in tokenizer.encode_batch_fast(
-            texts, add_special_tokens=False)]
-    bytes_of = {character: byte for byte, character in enumerate(byte_characters())}
-    ranks = {bytes(bytes_of[c] for c in token): rank for rank, token in enumerate(vocab)
-             if token not in GPT2_SPECIALS}
-    gpt2 = need("tiktoken", "--tokenizer gpt2").Encoding("gpt2", pat_str=(
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"),
-        mergeable_ranks=ranks, special_tokens={})
-    return lambda texts: gpt2.encode_ordinary_batch(texts, num_threads=os.cpu_count())
+def encode(tokenizer, texts):
+    """Return the ids of each text, without special tokens: a list of lists. On all cores."""
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
 
 
 def wordpiece_tokenizer(vocab):

@@ -19,9 +19,9 @@ import numpy as np
 from lib.common.errors import UserError
 from lib.common.files import discard, write_text
 from lib.common.progress import Progress
+from lib.corpus import vocabulary
 from lib.corpus.batches import MASKED, SPLITS, Corpus
 from lib.corpus.download import replace_folder
-from lib.corpus.vocabulary import read_vocab, text_encoder, train_vocab, vocab_facts, write_vocab
 
 BATCH = 2**21  # characters encoded at once, or ids read at once: some 100 MB
 LOSS_STD = 2.7  # of the loss over masked tokens (configs/demo.py after 200 steps, 10,240 tokens)
@@ -38,9 +38,10 @@ class Source(NamedTuple):
 def write_corpus(name, origin, sources, vocab, val_every=0):
     """Write data/<name>/, whole or not at all, in place of an older one; print what is in it.
 
-    origin: where the text is from, in words. sources: a list of Source. vocab: the tokens by id,
-    or how many to learn from the training documents. val_every: of this many documents one is for
-    val and one for test, and only the first of equal documents is kept; 0: the official splits.
+    origin: where the text is from, in words. sources: a list of Source.
+    vocab: the tokens by id, or how many to learn from the training documents.
+    val_every: one document of this many is for val, one for test, and only the first of equal
+    documents is kept. With 0 the sources have their official splits, and all documents are kept.
     UserError for a source without text. Unfinished work is in data/.part_<name>/. The next call
     with the same text goes on from there, and writes the same bytes.
     """
@@ -65,18 +66,18 @@ def write_corpus(name, origin, sources, vocab, val_every=0):
             def read_train():
                 lines = _read_lines(sources, counts, splits, heldout)
                 return (line for line, split in lines if split == 0 and line)
-            vocab = train_vocab(read_train, n_lines, vocab)
-        write_vocab(work, vocab)
-    vocab = read_vocab(work)
+            vocab = vocabulary.train_vocab(read_train, n_lines, vocab)
+        vocabulary.write_vocab(work, vocab)
+    vocab = vocabulary.read_vocab(work)
     lines = Progress(_read_lines(sources, counts, splits, heldout, state["documents"]),
                      desc=f"encoding {name}", total=n_lines, initial=state["lines"], unit=" lines")
-    _encode(work, state, lines, vocab)
-    facts = vocab_facts(vocab)
+    _encode(work, state, lines)
+    facts = vocabulary.vocab_facts(vocab)
     ids = {split: _count_ids(work / f"{split}.bin", len(vocab)) for split in SPLITS}
-    special_ids = [facts[f"{use}_id"] for use in ("pad", "cls", "sep", "mask")]
+    no_words = [facts[key] for key in ("pad_id", "cls_id", "sep_id", "mask_id")]
     write_text(work / "meta.json", json.dumps({
         "name": name, "source": origin, **facts, "duplicates": int((splits < 0).sum()),
-        "unigram_perplexity": unigram_perplexity(ids["train"], ids["val"], special_ids),
+        "unigram_perplexity": unigram_perplexity(ids["train"], ids["val"], no_words),
         "documents": {split: int(count[facts["sep_id"]]) for split, count in ids.items()},
         "tokens": {split: int(count.sum()) for split, count in ids.items()},
         "unknown": {split: int(count[facts["unk_id"]]) for split, count in ids.items()},
@@ -88,9 +89,9 @@ def write_corpus(name, origin, sources, vocab, val_every=0):
 
 
 def _hash_documents(sources):
-    """Read the text once: return what tells documents apart, and how many there are. Returns the
-    number of documents of each source; a hash of 8 bytes for every document (among 10 million
-    different ones, two are equal with probability 3e-6); and the number of lines."""
+    """Read the text once, and count and hash its documents. Returns the number of documents of each
+    source; every document's hash of 8 bytes (among 10 million documents, two different ones have
+    the same with probability 3e-6); and the number of lines."""
     counts, hashes = [], bytearray()
     with Progress(desc="reading", unit=" lines") as progress:
         for source in sources:
@@ -125,7 +126,7 @@ def _assign_splits(sources, counts, hashes, val_every):
 
 
 def _heldout_sentences(sources, counts, splits):
-    """Return the set of lines in val and test, from sources whose train must not repeat them."""
+    """Return the lines of val and test that train must not repeat: a set, held in memory."""
     drops = [source.drop_heldout for source in sources]
     documents = splits[np.repeat(drops, counts)]
     sources, counts = (list(itertools.compress(items, drops)) for items in (sources, counts))
@@ -150,11 +151,12 @@ def _read_lines(sources, counts, splits, heldout=frozenset(), done=0):
             document += line is None
 
 
-def _encode(work, state, lines, vocab):
+def _encode(work, state, lines):
     """Append ids to work/{train,val,test}.bin, and keep `state` beside them, up to date. lines:
     (line, split) for all that `state` says is not encoded yet. At the end state["sha256"] has the
     SHA-256 of the files."""
-    encode, sep_id = text_encoder(vocab), vocab_facts(vocab)["sep_id"]
+    tokenizer = vocabulary.text_tokenizer(work)
+    sep_id = vocabulary.special_ids(tokenizer).sep
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(work / f"{split}.bin", "ab+")) for split in SPLITS]
         hashes = [_cut_back(*file_state)
@@ -162,7 +164,7 @@ def _encode(work, state, lines, vocab):
         for documents, texts in _batches(lines, state["documents"]):
             for file, sha256, split_texts in zip(files, hashes, texts):
                 ids = ((sep_id,) if text == "" else ids
-                       for text, ids in zip(split_texts, encode(split_texts)))
+                       for text, ids in zip(split_texts, vocabulary.encode(tokenizer, split_texts)))
                 written = np.fromiter(itertools.chain.from_iterable(ids), "<u2").tobytes()
                 file.write(written)
                 file.flush()
@@ -215,9 +217,9 @@ def _count_ids(file, vocab_size):
 
 
 def unigram_perplexity(train, heldout, special_ids):
-    """Return the held-out text's perplexity for a model that knows only how frequent tokens are.
-    train, heldout: how often each id occurs, (vocab_size,). special_ids: ids that count in neither.
-    Frequencies are those of the training text, add-one smoothed. None without training text."""
+    """Return the held-out perplexity of a model that knows only how frequent tokens are. It has the
+    frequencies of the training text, add-one smoothed. train, heldout: how often each id occurs,
+    (vocab_size,). special_ids: ids to leave out. None without training text."""
     if not train.any():
         return None
     train, heldout = (np.delete(counts, special_ids) for counts in (train + 1, heldout))

@@ -1,5 +1,5 @@
 """
-What models read: vocabularies, a corpus, its batches, its held-out text, and masks.
+Vocabularies, a corpus, its training batches, its held-out text, and masks.
 """
 import dataclasses
 import hashlib
@@ -16,7 +16,7 @@ import pretrain
 from lib.common.errors import UserError
 from lib.corpus import vocabulary
 from lib.corpus.batches import Corpus, MaskedBatches, mask_tokens, masked_heldout
-from lib.corpus.vocabulary import Specials, load_tokenizer, read_vocab
+from lib.corpus.vocabulary import Specials, load_tokenizer, read_vocab, text_tokenizer
 from tests.helpers import PIECES, SHARED, TINY, byte_level_bpe, prepare_sample, texts_of
 
 TRICKY = ["Café déjà-vu, naïve!", "北京 is 中文 and かな", "don't  e.g. U.S.A.\t(x_1) <unk> @-@",
@@ -56,14 +56,16 @@ def test_ids_of_gpt2(workdir, gpt2_files):
     assert vocabulary._merges(numbers) == [tuple(line.split()) for line in lines if line]
     with open(SHARED / "wikipedia.txt", encoding="utf-8") as file:
         texts = [*TRICKY, "  two  spaces\n\n\ttabs \r\n", *itertools.islice(file, 3000)]
-    ours = vocabulary.text_encoder(vocab)(texts)
-    assert ours == [encoding.ids for encoding in reference.encode_batch(texts)]
     Path("vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
     with pytest.raises(UserError, match="tokenizer.json: no tokenizer"):
         load_tokenizer("vocab.txt")
-    vocabulary.byte_level_tokenizer(vocab).save("tokenizer.json")
+    vocabulary.write_vocab(Path(), vocab)
+    ours = vocabulary.encode(text_tokenizer("vocab.txt"), texts)
+    assert ours == [encoding.ids for encoding in reference.encode_batch(texts)]
     tokenizer = load_tokenizer("vocab.txt")
     assert [encoding.ids for encoding in tokenizer.encode_batch(texts)] == ours
+    text = "a </s> b<mask>"  # of a special token, the characters
+    assert text_tokenizer("vocab.txt").encode(text).ids == reference.encode(text).ids
     assert tokenizer.decode(ours[-1]) == texts[-1]
     marked = tokenizer.encode("<s>a <mask> b</s>").ids  # the mask has the space before it
     assert [vocab[i] for i in marked] == ["<s>", "a", "<mask>", "\u0120b", "</s>"]
@@ -176,7 +178,7 @@ def test_heldout_covers_the_split_once(place):
         last = masked_heldout(corpus, "test", length, 8)[-1]
         if "mask" in last:
             ids, mask = last["ids"], last["mask"]
-            assert (ids[~mask] == corpus.special_ids.pad).all() and (ids[mask] != corpus.special_ids.pad).all()
+            assert np.array_equal(ids != corpus.special_ids.pad, mask)
             assert (last["labels"] != -100).sum() == max(1, round(0.15 * mask.sum()))
     short = masked_heldout(corpus, "test", len(tokens) + 4, 8)  # less than one sequence
     assert len(short) == 1 and short[0]["mask"].sum() == len(tokens) + 2

@@ -287,7 +287,7 @@ def test_encodings(workdir, capsys):
         codec = "cp1252" if n in (1, 3) else "utf-8"
         Path(f"t/{n}.txt").write_bytes(f"{'mat ' * n}{LATIN}".encode(codec))
     before = files()
-    with pytest.raises(UserError, match="^t/1.txt: byte 7 is not utf-8 text: .*--encoding") as error:
+    with pytest.raises(UserError, match="^t/1.txt: byte 7 is not utf-8 text: .*--enc") as error:
         prepare("text", "t", "t", "--vocab", "vocab.txt")
     assert "\n" not in str(error.value) and files() == before
     prepare("text", "t", "t", "--encoding", "auto", "--vocab", "vocab.txt")
@@ -539,7 +539,8 @@ def test_docs_from_source(workdir, monkeypatch):
     assert rows["train"][1:4] == ["Number 0.\tPython", "Same.\tPython", "Number 1.\tPython"]
     with pytest.raises(UserError, match="data/docs_task exists already"):
         prepare("docs_task")
-    (library / "m38.py").write_text('"Number 38.\\n\\nMore."\ndef f():\n    "Number 0.\\n\\nMore."\n')
+    (library / "m38.py").write_text('"Number 38.\\n\\nMore."\ndef f():\n    '
+                                    '"Number 0.\\n\\nMore."\n')
     (library / "m39.py").write_text('"Number 0.\\n\\nAgain."\n')
     shutil.rmtree("data/docs_task")
     prepare("docs_task")  # "Number 0." is in train

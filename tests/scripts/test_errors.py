@@ -25,7 +25,7 @@ from lib.common.settings import load_settings
 from lib.corpus import vocabulary
 from lib.corpus.batches import Corpus
 from lib.corpus.vocabulary import GPT2_SPECIALS, SPECIALS
-from lib.tasks.glue import SQUAD, find_task, read_split
+from lib.tasks.glue import find_task, read_split
 from tests.helpers import (
     PIECES,
     ROOT,
@@ -209,8 +209,9 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         *[("text new sample.txt --vocab vocab.txt",
            written("vocab.txt", "\n".join([*GPT2_SPECIALS, *more])), "the 256 bytes")
           for more in ("abc", [*vocabulary.byte_characters(), "\u5317"])],
-        ("squad --from .", lambda: [squad_file(Path(name)) and halved(name)() for name in
-                                    SQUAD.archives], "train-v1.1.json: not a file of SQuAD 1.1"),
+        ("squad --from .", lambda: [squad_file(Path(name)) and halved(name)()
+                                    for name in prepare_data.SQUAD_FILES],
+         "train-v1.1.json: not a file of SQuAD 1.1"),
         ("wikipedia --from wiki --vocab vocab.txt", parquet(lambda whole: whole[:-100]),
          "wiki/a.parquet: damaged"),
         ("wikipedia --from wiki --vocab vocab.txt", parquet(lambda whole: b""),
@@ -341,7 +342,6 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("tiny.py --init_from=out/base", None, "out/base", "python pretrain.py configs/base.py"),
         ("tiny.py --seq_len=2", None, "seq_len"), ("tiny.py --dropout=1.5", None, "dropout"),
         ("tiny.py --seed=-1", None, "seed"), ("tiny.py --lr=-1", None, "lr"),
-        ("tiny.py --keys_lr=-1", None, "keys_lr", "at least 0"),
         ("tiny.py --key_dim=0", None, "key_dim"),
         ("tiny.py --memory_heads=0", None, "memory_heads"),
         ("tiny.py --lr={[]}", None, "lr", "expected float")],
