@@ -39,22 +39,10 @@ from lib.distributed.processes import (
     set_timeout,
 )
 from lib.tasks.glue import find_task, task_name
-from lib.tasks.predict import (
-    predict_examples,
-    score_dev,
-    write_dev_predictions,
-    write_submissions,
-)
+from lib.tasks.predict import predict_examples, score_dev, write_dev_predictions, write_submissions
 from lib.tasks.task_data import TaskData, TrainingBatches
 from lib.training.trainer import Schedule, State, Trainer, catch_signals
-from lib.weights.checkpoint import (
-    check_objective,
-    find_weights,
-    init_from,
-    load_weights,
-    model_file,
-    read_weights,
-)
+from lib.weights import checkpoint
 from lib.weights.run import Run
 from model import BertConfig, build_model, value_tables
 
@@ -122,7 +110,7 @@ def train_epochs(trainer, run, state, data, predict, signals):
         print(f"epoch {batches.epochs(step):g}: {in_percent(task, results)}", flush=True)
         if state.best is None or quality(results) > quality(state.best):
             state.best = state.last
-            run.save_best(state.best["epoch"], model_file(trainer.model, task.labels))
+            run.save_best(state.best["epoch"], checkpoint.model_file(trainer.model, task.labels))
 
     trainer.train(run, state, due, score_epoch, signals)
 
@@ -161,11 +149,11 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     trainer = Trainer(config, schedule, model, TrainingBatches(data.train, config), device, dtype,
                       labels=task.labels)
     if newest := run.newest_checkpoint():
-        load_weights(model, read_weights(newest)["weights"], newest)
+        checkpoint.load_weights(model, checkpoint.read_weights(newest)["weights"], newest)
         state = trainer.restore(newest)
     else:
         state = State()
-        run.begin(config, vocab, origin=init_from(model, initial))
+        run.begin(config, vocab, origin=checkpoint.init_from(model, initial))
     run.open(state.step, state.best and state.best["epoch"], config.tensorboard)
 
     def predict(examples):
@@ -175,7 +163,7 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     if any_signalled(signals):
         return
     best = run.finish_best(state.best["epoch"])
-    load_weights(model, read_weights(best)["weights"], best)
+    checkpoint.load_weights(model, checkpoint.read_weights(best)["weights"], best)
     write_dev_predictions(run.folder, data, predict)
     write_submissions(run.folder / "submission", data, predict)
     write_results(run, state, data)  # last: it says that the seed is done
@@ -201,9 +189,9 @@ def main(argv):
                         "python finetune.py configs/demo_finetune.py starts from out/demo")
     set_timeout(config.rank_timeout)
     my_micro_batches(config.accumulation)  # raises a UserError before anything is read
-    initial, vocab = find_weights(config.init_from)
-    sizes = BertConfig(**{**read_weights(initial)["config"], "dropout": config.dropout})
-    check_objective(initial, vars(sizes), causal=False)
+    initial, vocab = checkpoint.find_weights(config.init_from)
+    sizes = BertConfig(**{**checkpoint.read_weights(initial)["config"], "dropout": config.dropout})
+    checkpoint.check_objective(initial, vars(sizes), causal=False)
     if config.max_len > sizes.max_len:
         raise UserError(f"max_len = {config.max_len}: there are {sizes.max_len} positions")
 

@@ -22,9 +22,10 @@ class Examples:
     def __post_init__(self):
         self.lengths = np.array([len(ids) for ids in self.ids])
 
-    def pad(self, index, multiple=1):
-        """Pad the examples `index` to the longest, rounded up to a multiple. Returns arrays (batch,
-        time): ids, token_types and, if anything is padded, a mask that is True at real tokens."""
+    def pad(self, index, device="cpu"):
+        """Pad the examples `index` to the longest. Returns arrays (batch, time): ids, token_types
+        and, if anything is padded, a mask that is True at real tokens."""
+        multiple = 8 if str(device).startswith("cuda") else 1  # tensor cores want multiples of 8
         lengths = self.lengths[index][:, None]
         position = np.arange(-(-lengths.max(initial=1) // multiple) * multiple)
         mask = position < lengths
@@ -59,8 +60,3 @@ def batches_by_length(lengths, size, rng=None):
     order = order[np.lexsort((lengths[order], np.arange(n) // bucket))]
     batches = np.split(order, range(size, n, size))
     return batches if rng is None else [batches[i] for i in rng.permutation(len(batches))]
-
-
-def padding_multiple(device):
-    """Return what padded lengths are a multiple of: 8 on CUDA, for its tensor cores."""
-    return 8 if str(device).startswith("cuda") else 1

@@ -12,7 +12,7 @@ from lib.common.errors import UserError
 from lib.common.files import write_text
 from lib.corpus.vocabulary import text_tokenizer
 from lib.distributed.processes import deal_batches, sum_over_ranks
-from lib.tasks.examples import batches_by_length, encode_examples, padding_multiple
+from lib.tasks.examples import batches_by_length, encode_examples
 from lib.tasks.glue import TEXTS, find_columns, read_lines, read_split, row_names, tsv_text
 from lib.tasks.scores import score
 from lib.tasks.squad import Question, best_answers, make_windows, read_squad
@@ -33,7 +33,7 @@ def predict_examples(model, examples, batch_size, device, dtype=torch.float32):
     spans = np.zeros((n, 2), int)
     model.eval()  # not the compiled model, which would be compiled again
     for index in deal_batches(batches_by_length(examples.lengths, batch_size)):
-        batch = to_device(examples.pad(index, padding_multiple(device)), device)
+        batch = to_device(examples.pad(index, device), device)
         with autocast(device, dtype):
             logits = model(**batch).float().cpu()
         if reads_spans:

@@ -7,7 +7,7 @@ import numpy as np
 
 from lib.common.errors import UserError
 from lib.common.random_streams import ORDER
-from lib.tasks.examples import batches_by_length, encode_examples, padding_multiple
+from lib.tasks.examples import batches_by_length, encode_examples
 from lib.tasks.glue import read_split
 from lib.tasks.squad import make_windows, read_squad
 
@@ -65,7 +65,7 @@ class TrainingBatches:
     def __init__(self, examples, config):
         self.examples, self.seed = examples, config.seed
         self.size, self.accumulation = config.batch_size, config.accumulation
-        self.multiple = padding_multiple(config.device)
+        self.device = config.device
         order = np.random.default_rng(0).permutation(len(examples.ids))  # the same for all seeds
         self.chosen = np.sort(order[:config.train_examples or None])
         self.steps_per_epoch = math.ceil(len(self.chosen) / self.size)
@@ -95,4 +95,4 @@ class TrainingBatches:
         """Return a micro-batch: the arguments of a model, as arrays."""
         batches = self.micro_batches(step)
         index = batches[micro] if len(batches[micro]) else batches[0][:1]  # its loss weighs 0
-        return {**self.examples.pad(index, self.multiple), "labels": self.examples.labels[index]}
+        return {**self.examples.pad(index, self.device), "labels": self.examples.labels[index]}

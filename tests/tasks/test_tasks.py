@@ -189,12 +189,12 @@ def test_encode_cuts_the_longer_text(fox):
     both = encode_examples(fox, [("cat", "sat it"), ("it", "sat")], np.array([0, 1]), 9)
     assert both.pad_id == 0
     both.pad_id = 7
-    batch = both.pad(np.array([1, 0]), 4)
+    batch = both.pad(np.array([1, 0]), "cuda")
     assert list(batch) == ["ids", "token_types", "mask"] and batch["ids"].dtype == np.int64
     assert batch["ids"].tolist() == [[2, it, 3, sat, 3, 7, 7, 7], [2, cat, 3, sat, it, 3, 7, 7]]
     assert batch["token_types"].tolist() == [[0] * 3 + [1] * 5] * 2
     assert batch["mask"].tolist() == [[n < length for n in range(8)] for length in (5, 6)]
-    assert list(both.pad(np.array([0]), 3)) == ["ids", "token_types"]  # nothing is padded
+    assert list(both.pad(np.array([0]))) == ["ids", "token_types"]  # nothing is padded
 
 
 def test_batches_are_of_one_length_and_complete():
