@@ -27,14 +27,14 @@ import torch
 from torch import nn
 
 import pkm
-from lib.common.device import WAITING, choose_device, keep_freed_memory
+from lib.common.device import choose_device, keep_freed_memory
 from lib.common.errors import UserError, need, out_of_memory
 from lib.common.files import write_text
 from lib.common.progress import Progress, markdown
 from lib.common.settings import Parser, whole_number
 from lib.common.torchrun import first_rank
 from lib.corpus.batches import mask_tokens
-from lib.distributed.gradients import prepare_batch_norms, sum_gradients
+from lib.distributed.gradients import distribute, sum_gradients
 from lib.distributed.processes import get_world_size, is_distributed, run_ranks
 from lib.distributed.sharded_values import count_parameters
 from lib.training.trainer import flops_per_token, optimizer_groups, peak_flops, to_device
@@ -378,7 +378,7 @@ def train(args):
     models, tables = {}, {}
     for system in args.systems:
         models[system] = build(MaskedLM, args.size, system, args.device, args.n_keys, args.dropout)
-        prepare_batch_norms(models[system])
+        distribute(models[system])
         tables = tables or value_tables(models[system])
         if SYSTEMS[system]:
             for n, table in tables.items():  # shared, so that all systems fit
@@ -505,7 +505,9 @@ def main():
     if is_distributed() and args.command != "train":
         raise UserError(f"{args.command}: one process does it: python bench.py; torchrun is for "
                         "train")
-    args.device, args.dtype = choose_device(args.device, args.dtype)
+    args.device, args.dtype, line = choose_device(args.device, args.dtype)
+    print(line)
+    torch.manual_seed(0)
     if args.dtype == torch.float16 and args.command in ("train", "causal", "against_transformers"):
         raise UserError("dtype = 'float16': training is timed in float32 and bfloat16")
     args.autocast = torch.autocast(args.device.type, args.dtype, args.dtype != torch.float32)
@@ -519,9 +521,8 @@ def main():
         machine = f"{cpu}, {torch.get_num_threads()} threads"
     if is_distributed():
         machine += f", {get_world_size()} ranks"
-    waiting = [f"{name}={os.environ[name]}" for name in WAITING if name in os.environ]
     facts = {"command": " ".join(["python bench.py", *argv]), "machine": machine,
-             "waiting": ", ".join(waiting) or "default", "torch": torch.__version__,
+             "waiting": os.environ.get("OMP_WAIT_POLICY", "default"), "torch": torch.__version__,
              "dtype": str(args.dtype)[6:], "rounds": args.rounds}
     print(", ".join(f"{key}: {value}" for key, value in facts.items()))
     results = args.call(args)

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.common.device import choose_device, keep_freed_memory
+from lib.common.device import choose_device, cpu_advice, keep_freed_memory
 from lib.common.errors import UserError, need
 from lib.common.files import discard, lock, read_json, write_text
 from lib.common.settings import at_least, load_settings
@@ -51,6 +51,7 @@ from lib.weights.checkpoint import (
     find_checkpoint,
     find_weights,
     init_from,
+    load_model,
     load_weights,
     model_file,
     read_weights,
@@ -239,7 +240,7 @@ def write_predictions(trainer, out, state, evaluated):
         if named.exists():  # not if a killed process has renamed it
             discard(best)
             named.rename(best)
-    load_weights(trainer.model, read_weights(best)["weights"], best)
+    trainer.model = load_model(best).to(trainer.device)  # whole on every rank
     results, found = evaluated or evaluate(trainer)
     for name, split in data.task.dev.items():
         path, predicted = out / f"predictions_{split}", found[name]
@@ -289,13 +290,16 @@ def run_seed(config, out, data, sizes, initial, vocab, signals):
     model = build_model(sizes, "span" if data.is_squad else "classifier", data.task.labels)
     for values in value_tables(model).values():
         values.weight.requires_grad_(config.update_memory)
-    trainer = Trainer(config, model, data, torch.device(config.device),
-                      getattr(torch, config.dtype), labels=data.task.labels)
-    if newest := find_checkpoint(out):
+    newest = find_checkpoint(out)
+    if newest:
         load_weights(model, read_weights(newest)["weights"], newest)
-        state = trainer.restore(newest)
     else:
         init_from(model, initial)
+    trainer = Trainer(config, model, data, torch.device(config.device),
+                      getattr(torch, config.dtype), labels=data.task.labels)
+    if newest:
+        state = trainer.restore(newest)
+    else:
         state = new_state(best=None, last=None)
         write_settings(out, config, vocab, {"init_checkpoint": str(initial), "first_step": 0})
     evaluated = train(trainer, out, state, signals)
@@ -337,7 +341,10 @@ def main(argv):
     run = vocab.parent.parent if is_seed else vocab.parent
     name = f"{run.name}_{task_name(config.task)}"
     out = Path(config.out or f"out/{name}{'' if config.update_memory else '_fixed'}")
-    device, dtype = choose_device(config.device, config.dtype, config.seed)
+    device, dtype, line = choose_device(config.device, config.dtype)
+    print(line)
+    if advice := cpu_advice(device):
+        print(advice)
     keep_freed_memory(device)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
     tokenizer = load_tokenizer(vocab)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from lib.common.device import choose_device, keep_freed_memory
+from lib.common.device import choose_device, cpu_advice, keep_freed_memory
 from lib.common.errors import UserError, need, run_script
 from lib.common.files import discard, load_file, lock
 from lib.common.settings import at_least, load_settings
@@ -218,7 +218,11 @@ def main(argv):
 
 def work(config, sizes, out, argv):
     """What the settings ask for, in the run's folder `out`. Returns the exit status."""
-    device, dtype = choose_device(config.device, config.dtype, config.seed)
+    device, dtype, line = choose_device(config.device, config.dtype)
+    print(line)
+    if advice := cpu_advice(device):
+        print(advice)
+    torch.manual_seed(config.seed)  # of the weights
     keep_freed_memory(device)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
     with first_rank_first():

@@ -85,7 +85,8 @@ def main(argv):
         raise UserError("accumulation: expected 1, a batch is one micro-batch here")
     folder, vocab = find_weights(config.init_from)
     out = Path(config.out or f"out/{folder.name}_{task_name(config.task)}_trainer.json")
-    device, dtype = choose_device(config.device, config.dtype, config.seed)
+    device, dtype, line = choose_device(config.device, config.dtype)
+    print(line)
     keep_freed_memory(device)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
     tokenizer = load_tokenizer(vocab)

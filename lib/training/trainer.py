@@ -20,7 +20,7 @@ import torch
 from lib.common.errors import Failure, UserError
 from lib.common.torchrun import under_torchrun
 from lib.corpus.batches import MASKED
-from lib.distributed.gradients import prepare_batch_norms, sum_gradients
+from lib.distributed.gradients import distribute, sum_gradients
 from lib.distributed.processes import (
     any_signalled,
     get_world_size,
@@ -64,9 +64,9 @@ class Trainer:
     def __init__(self, config, model, batches, device, dtype, flops=None, labels=()):
         self.config, self.batches = config, batches
         self.flops, self.labels = flops, labels
-        self.model, self.device, self.dtype = model.to(device), device, dtype
         self.micro_batches = my_micro_batches(batches.accumulation)
-        prepare_batch_norms(model)
+        distribute(model)
+        self.model, self.device, self.dtype = model.to(device), device, dtype
         self.compiled = compile_model(model, config.compile, device)
         self.dense = adamw(model, config, device)
         self.values = LazyAdam(value_tables(model).values(), lr=config.value_lr)

@@ -17,14 +17,7 @@ from lib.common.files import atomic, discard, load_file
 from lib.corpus.download import PRETRAINED, unknown_weights
 from lib.corpus.vocabulary import full_tokenizer
 from lib.distributed.processes import is_distributed, lost_rank, max_over_ranks
-from lib.distributed.sharded_values import (
-    cut_moments,
-    cut_weights,
-    mark_moments,
-    mark_weights,
-    parameter_sizes,
-    save_whole,
-)
+from lib.distributed.sharded_values import cut_moments, mark_moments, mark_weights, save_whole
 from lib.weights.huggingface import FILES, read_folder
 from model import HEADS, BertConfig, Classifier, build_model
 
@@ -32,8 +25,7 @@ from model import HEADS, BertConfig, Classifier, build_model
 def model_file(model, labels=()):
     """What a model.pt holds: config and weights; unless it is a MaskedLM also its `head`, and of a
     Classifier the `labels` of its classes (none for a regression)."""
-    saved = {"config": asdict(model.bert.config),
-             "weights": mark_weights(model, model.state_dict())}
+    saved = {"config": asdict(model.bert.config), "weights": mark_weights(model)}
     if head := next(head for head, kind in HEADS.items() if type(model) is kind):
         saved |= {"head": head} | ({"labels": list(labels)} if head == "classifier" else {})
     return saved
@@ -124,9 +116,8 @@ def read_weights(path):
 
 
 def load_model(path):
-    """The MaskedLM, Classifier or SpanReader of `path` (see find_weights). Outside torchrun it
-    maps a checkpoint's file, and has no second copy in memory; writing to the model does not change
-    the file."""
+    """The MaskedLM, Classifier or SpanReader of `path` (see find_weights). It maps a checkpoint's
+    file, and has no second copy in memory; writing to the model does not change the file."""
     folder, _ = find_weights(path)
     saved = read_weights(folder)
     weights = saved["weights"]
@@ -137,7 +128,7 @@ def load_model(path):
     # Hugging Face leaves the pooler out where the head has no use for it
     spare = {} if isinstance(model, Classifier) else {
         name: w for name, w in model.state_dict().items() if name.startswith("bert.pooler.")}
-    mapped = (folder / "model.pt").is_file() and not is_distributed()  # a rank copies its columns
+    mapped = (folder / "model.pt").is_file()
     load_weights(model, spare | weights, path, assign=mapped)
     return model
 
@@ -191,7 +182,7 @@ def load_weights(model, weights, source, partial=False, assign=False):
     """Copy a state dict into the model, or with `assign` let the model have its tensors. Each must
     be there in the model's shape; with `partial` it may lack some, or bring more. Returns the
     names that were copied."""
-    expected, weights = model.state_dict(), cut_weights(model, weights)
+    expected = model.state_dict()
     for name in sorted(expected.keys() & weights.keys()):
         if expected[name].shape != weights[name].shape:
             raise UserError(f"{source}: {name} has shape {tuple(weights[name].shape)}, here it is "
@@ -219,7 +210,7 @@ def init_from(model, path, reinit_ffn=False):
         random.add(("pooler", None))  # or all seeds would share one
     loaded = load_weights(model, {name: w for name, w in weights.items()
                                   if _group(name) not in random}, path, partial=True)
-    parameters, groups = parameter_sizes(model), {}
+    parameters, groups = {name: p.numel() for name, p in model.named_parameters()}, {}
     sizes = {name: w.numel() for name, w in weights.items()} | parameters
     for name in [*parameters, *sorted(weights.keys() - model.state_dict().keys())]:
         status = ("loaded" if name in loaded else "left random" if name in parameters

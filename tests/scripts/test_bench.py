@@ -130,7 +130,7 @@ def test_out_of_memory_halves_the_batch_then_is_one_line(monkeypatch, capsys, er
 
 
 def test_float16_training_is_refused(monkeypatch):
-    monkeypatch.setattr("bench.choose_device", lambda *_: (torch.device("cpu"), torch.float16))
+    monkeypatch.setattr("bench.choose_device", lambda *_: (torch.device("cpu"), torch.float16, "float16"))
     with pytest.raises(UserError, match="timed in float32 and bfloat16"):
         run_train(monkeypatch)
 
