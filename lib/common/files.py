@@ -93,11 +93,10 @@ def _try_lock(file):
     yet.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle = file.open("a+")
+    handle = os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        handle.seek(0)
         return None, handle.read().strip()
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
