@@ -83,11 +83,8 @@ class Layer(nn.Module):
         self.norm = nn.LayerNorm(d, eps=1e-12)
 
     def add_memory(self, config):
-        """Build the memory of a memory layer.
-
-        The memories are built last, so the other weights get the same random numbers as without
-        memory.
-        """
+        """Build the memory of a memory layer. Memories are built last, so the encoder's other
+        weights get the same random numbers as without memory."""
         if self.beta:
             try:
                 self.memory = PKM(config.d_model, config.n_keys, config.memory_heads, config.topk,
@@ -145,11 +142,9 @@ class Bert(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, ids, mask=None, token_types=None):
-        """Encode token ids (batch, time) to hidden states (batch, time, d_model).
-
-        mask: (batch, time), true or not 0 at real tokens; None without padding. token_types:
-        (batch, time), 0 by default; a model without token types ignores them.
-        """
+        """Encode token ids (batch, time) to hidden states (batch, time, d_model). mask: (batch,
+        time), true or not 0 at real tokens, None without padding. token_types: (batch, time), 0 by
+        default; a model without token types ignores them."""
         if ids.shape[1] > self.config.max_len:
             raise UserError(f"sequence of {ids.shape[1]} tokens: the model has "
                             f"{self.config.max_len} positions (max_len)")
@@ -169,10 +164,8 @@ class Bert(nn.Module):
 
 
 class MaskedLM(nn.Module):
-    """BERT with its language-model head, whose decoder is tied to the word embeddings.
-
-    Its logits are of masked tokens, or of the next token with config.causal.
-    """
+    """BERT with its language-model head, whose decoder is tied to the word embeddings. It predicts
+    masked tokens, or the next token if config.causal."""
 
     def __init__(self, config):
         super().__init__()
@@ -183,12 +176,9 @@ class MaskedLM(nn.Module):
         self.bert.init_weights(self.transform)
 
     def forward(self, ids, mask=None, token_types=None, positions=None, labels=None):
-        """Predict words: logits (batch, time, vocab_size), or the loss.
-
-        positions: (batch, masked): compute logits only there, because the vocabulary is most of
-        the head's work. labels: (batch, masked), or (batch, time) without positions: return their
-        mean cross-entropy in nats, where -100 does not count.
-        """
+        """Predict words: logits (batch, time, vocab_size). With `positions` (batch, masked) only
+        there, because the vocabulary is most of the head's work. With `labels`, one for each
+        position (-100 does not count), return their mean cross-entropy in nats."""
         x = self.bert(ids, mask, token_types)
         if positions is not None:
             x = x.gather(1, positions[..., None].expand(-1, -1, x.shape[2]))  # (batch, masked, d)
@@ -200,11 +190,8 @@ class MaskedLM(nn.Module):
 
     @torch.no_grad()
     def generate(self, ids, tokens, window, temperature=1.0, top_k=50, generator=None):
-        """Continue the list `ids` by `tokens` sampled tokens (causal models only).
-
-        A token is drawn from the top_k likeliest after the last `window` tokens. With temperature
-        0 it is the likeliest. Returns the whole list.
-        """
+        """Continue the list `ids` by `tokens` sampled tokens (causal models only). A token is one
+        of the top_k likeliest after the last `window` tokens; at temperature 0 the likeliest."""
         ids = list(ids)
         for _ in range(tokens):
             seen = torch.tensor([ids[-window:]], device=self.bias.device)
@@ -217,10 +204,8 @@ class MaskedLM(nn.Module):
 
 
 class Classifier(nn.Module):
-    """BERT with a linear layer over the pooled [CLS] (GLUE).
-
-    It maps one or two sentences to a class, or to a number if n_classes is 1.
-    """
+    """BERT with a linear layer over the pooled [CLS]. It maps one or two sentences to a class, or
+    to a number if n_classes is 1 (GLUE)."""
 
     def __init__(self, config, n_classes):
         super().__init__()
@@ -229,10 +214,8 @@ class Classifier(nn.Module):
         self.bert.init_weights(self.head)
 
     def forward(self, ids, mask=None, token_types=None, labels=None):
-        """Classify ids (batch, time): logits (batch, n_classes), or the loss.
-
-        labels: (batch,): return their mean cross-entropy, or for floats the mean squared error.
-        """
+        """Classify ids (batch, time): logits (batch, n_classes). With `labels` (batch,) return
+        their mean cross-entropy, or the mean squared error of float labels."""
         pooled = self.bert.pool(self.bert(ids, mask, token_types))
         logits = self.head(F.dropout(pooled, self.bert.config.dropout, self.training))
         if labels is None:
@@ -252,11 +235,8 @@ class SpanReader(nn.Module):
         self.bert.init_weights(self.head)
 
     def forward(self, ids, mask=None, token_types=None, labels=None):
-        """Score the tokens of ids (batch, time) as start and end: (batch, time, 2), or the loss.
-
-        labels: (batch, 2), positions of start and end: return their mean cross-entropy among the
-        real tokens.
-        """
+        """Score each token as start and end: logits (batch, time, 2). With `labels` (batch, 2),
+        positions of start and end, return their mean cross-entropy among the real tokens."""
         logits = self.head(self.bert(ids, mask, token_types))
         if labels is None:
             return logits
@@ -269,10 +249,8 @@ HEADS = {None: MaskedLM, "classifier": Classifier, "span": SpanReader}  # as che
 
 
 def build_model(config, head=None, labels=()):
-    """Build a model from a BertConfig.
-
-    head: a key of HEADS. labels: a classifier's classes; none for a regression.
-    """
+    """Build a model from a BertConfig. head: a key of HEADS. labels: a classifier's classes, none
+    for a regression."""
     return Classifier(config, max(1, len(labels))) if head == "classifier" else HEADS[head](config)
 
 

@@ -13,8 +13,8 @@ def choose_device(device="auto", dtype="auto"):
     """Choose the device and the dtype of the matrix products.
 
     device: 'auto' (cuda, else mps, else cpu) or a torch device. dtype: 'auto', 'float32',
-    'bfloat16' or 'float16'. Returns (torch.device, torch.dtype, a line to print). A dtype other
-    than float32 is for torch.autocast, and float16 needs a GradScaler.
+    'bfloat16' or 'float16'; all but float32 are for torch.autocast, and float16 for a GradScaler.
+    Returns (torch.device, torch.dtype, a line to print).
     """
     import torch
 
@@ -46,7 +46,7 @@ def choose_device(device="auto", dtype="auto"):
 
 
 def cpu_advice(device):
-    """Advise fewer threads on a busy CPU (see thread_advice): a line to print, or None."""
+    """Advise fewer threads on a busy CPU (see thread_advice), in a line to print, or None."""
     import torch
 
     if device.type != "cpu" or not first_rank():
@@ -59,11 +59,10 @@ def cpu_advice(device):
 
 
 def thread_advice(load, cores, threads):
-    """Advise one thread for each free core where other processes need the others.
+    """Advise one thread for each free core, in a line, or None if there are enough free cores.
 
-    load: load average of the machine; threads: what torch uses. Returns a line, or None. A thread
-    that waits for a core makes all others wait. Beside one busy process on two cores, one thread
-    was 2.8 times as fast as two (results/speed.md, "A busy machine").
+    A thread that waits for a core makes all others wait: beside one busy process on two cores, one
+    thread was 2.8 times as fast as two (results/speed.md). load: the machine's load average.
     """
     free = max(1, int(cores - load))
     if load < cores / 4 or threads <= free:
@@ -73,10 +72,8 @@ def thread_advice(load, cores, threads):
 
 
 def keep_freed_memory(device):
-    """Keep memory that a CPU process frees for its next step.
-
-    By default glibc gives large blocks back to Linux, which then has to clear every page anew.
-    """
+    """Keep the memory that a CPU process frees, for its next step. By default glibc gives large
+    blocks back to Linux, which has to clear every page anew."""
     linux = device.type == "cpu" and sys.platform == "linux"
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None) if linux else None:
         m_trim_threshold, m_mmap_max = -1, -4

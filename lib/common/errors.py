@@ -45,11 +45,8 @@ def run_main(main):
 
 
 def flush_stdout():
-    """Write what was printed, while an error can still be caught.
-
-    Python itself would write it after run_main. After an error stdout is /dev/null, or Python
-    would report the error once more.
-    """
+    """Write what was printed while an error can still be caught. Python would do it at its end.
+    After an error stdout is /dev/null, because Python would report the error again."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -22,9 +22,9 @@ CHECKPOINT = {  # {file of a checkpoint: keys that it must have}, see lib/weight
 def atomic(path):
     """Write a file or a folder that is whole or absent, even if the process is killed.
 
-    Yields a temporary path beside `path`. At the end its content is flushed to disk and renamed to
-    `path`, or removed if there was an error. An existing file is replaced; an existing folder is an
-    error. Under torchrun only the first rank writes.
+    Yields a temporary path beside `path`. At the end it is flushed to disk and renamed to `path`,
+    or removed if there was an error. An existing file is replaced; an existing folder is an error.
+    Under torchrun only the first rank writes.
     """
     path = Path(path)
     if not first_rank():
@@ -87,11 +87,8 @@ def lock(path, work, wait=False):
 
 
 def _try_lock(file):
-    """Lock a file, or find who has it.
-
-    Returns (open file, ''), or (None, number of the process), where the number may not be written
-    yet.
-    """
+    """Lock a file: (open file, ''), or (None, number of the process that has it). The number can
+    be '' for a moment."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handle = os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
     try:
@@ -108,11 +105,8 @@ def _try_lock(file):
 
 
 def load_file(path, mmap=False, hint="remove its folder to use an older checkpoint"):
-    """Load a file of torch.save, or a .safetensors: tensors and plain Python, no code is run.
-
-    With mmap, a tensor is read from disk when it is first used. UserError with `hint` if the file
-    is damaged.
-    """
+    """Load a file of torch.save or a .safetensors, without running code in it. With mmap, a tensor
+    is read from disk when it is first used. UserError with `hint` if the file is damaged."""
     import torch
 
     try:
@@ -147,10 +141,8 @@ def write_text(path, text):
 
 
 def discard(path):
-    """Remove a file, a link or a folder if it is there.
-
-    A folder is renamed before its content is deleted, so that none is ever half there.
-    """
+    """Remove a file, a link or a folder, if it is there. A folder is renamed before its content
+    is deleted, so none is ever half there."""
     path = Path(path)
     if not first_rank():
         return

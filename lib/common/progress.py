@@ -25,10 +25,7 @@ class Progress(tqdm):
 
 
 def markdown(header, rows, align=str.ljust):
-    """Format a Markdown table with aligned columns, as one string.
-
-    A float gets two decimals, None is an empty cell.
-    """
+    """Format a Markdown table with aligned columns. A float gets two decimals, None is empty."""
     def text(cell):
         cell = "" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell)
         return cell.replace("|", "\\|")

@@ -11,11 +11,10 @@ from lib.distributed.sharded_values import shard_values
 
 
 def distribute(model):
-    """Prepare a model for sum_gradients. It must have its weights already.
+    """Prepare a model, which has its weights already, for training on several ranks.
 
-    Each value table keeps this rank's columns only. The momentum of a batch norm is changed: in one
-    process a running statistic becomes (1 - m) * running + m * new with every micro-batch, and here
-    a rank sees only every world_size-th of them.
+    Each value table keeps only this rank's columns. Batch norms get another momentum: one process
+    computes (1 - m) * running + m * new for each micro-batch; a rank sees every world_size-th one.
     """
     if is_distributed():
         shard_values(model)
@@ -29,11 +28,11 @@ def batch_norms(model):
 
 @torch.no_grad()
 def sum_gradients(model, loss, count):
-    """Add up dense gradients and the loss over the ranks. Returns the sum of the losses.
+    """Add up the dense gradients and the loss over the ranks. Returns the sum of the losses.
 
-    Every rank must call it once a step, after its `count` micro-batches. One all-reduce also makes
-    the running statistics of batch norms what one process would have after all micro-batches: a
-    weighted mean over the ranks, in which a later micro-batch counts more.
+    Every rank calls it once a step, after its `count` micro-batches. The running statistics of
+    batch norms become those of one process: a mean over the ranks, in which later micro-batches
+    weigh more. All this is one all-reduce.
     """
     if not is_distributed():
         return loss

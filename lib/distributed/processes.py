@@ -42,11 +42,8 @@ def get_rank():
 
 
 def run_ranks(main):
-    """Call main() and end the process (see run_main), under torchrun in a process group.
-
-    Only the first rank prints. A user's mistake ends all ranks with status 2 and one line, whether
-    one rank met it or all.
-    """
+    """Call main() as run_main does, under torchrun in a process group. Only the first rank prints.
+    A user's mistake ends all ranks with status 2 and one line, even if only one rank met it."""
     run_main((lambda: _run_as_rank(main)) if under_torchrun() else main)
 
 
@@ -97,11 +94,8 @@ def set_timeout(seconds):
 
 
 def max_over_ranks(value=0):
-    """Return the maximum of an int over all ranks. Every rank must call it.
-
-    The ranks wait for each other here. Ends this rank with status 2 if another one met a user's
-    mistake.
-    """
+    """Return the maximum of an int over the ranks, which all must call this and wait for each
+    other. Ends this rank with status 2 if another one met a user's mistake."""
     maximum = _all_reduce_max(value) if is_distributed() else value
     if maximum >= MISTAKE:
         sys.exit(2)
@@ -142,11 +136,8 @@ def sum_over_ranks(value):
 
 
 def deal_batches(batches):
-    """Yield every world_size-th batch: this rank's.
-
-    batches: arrays, or dicts of arrays. Ranks with one batch fewer get an empty one at the end,
-    because lookups in a sharded table are collective.
-    """
+    """Yield this rank's batches: every world_size-th. They are arrays or dicts of arrays. Ranks
+    with one batch fewer get an empty one at the end, because lookups are collective."""
     number = -1
     for number, batch in enumerate(batches):
         if number % get_world_size() == get_rank():

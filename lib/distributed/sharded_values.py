@@ -27,23 +27,22 @@ def shard_values(model):
 
 
 class ShardedValueTable(ValueTable):
-    """This rank's columns of a ValueTable, which answers lookups together with the other ranks.
+    """This rank's columns of a ValueTable; all ranks answer a lookup together.
 
-    A rank has all slots, but 1 / world_size of the columns, and of the moments that LazyAdam makes
-    for them. Each rank tells the others which slots its tokens read. It sums up its columns for
-    the tokens of all ranks, and sends the sums back. Gradients go the other way. So every rank gets
-    what the update of its columns needs: the update is exact, and nothing is reduced.
+    Each rank sends the slots that its tokens read to all others. Each sums up its columns for the
+    tokens of all ranks and sends the sums back. Gradients go the other way. So every rank gets what
+    the update of its columns needs, exactly, and no gradient of values is ever reduced. LazyAdam's
+    moments are cut like the values.
 
     Slots travel in int32, all else in `dtype`. The ranks may have different numbers of tokens. Let
-    a rank have T tokens and R = heads * topk reads a token, let W be the world size, and s the
-    bytes of `dtype` (4, or 2 in bfloat16 under autocast). For each layer and micro-batch it sends
+    W be the world size, T a rank's tokens, R = heads * topk its reads for a token, and s the bytes
+    of `dtype` (4, or 2 in bfloat16 under autocast). A layer sends for each micro-batch
         forward   (W - 1) * T * ((4 + s) * R + s * dim / W)    slots, weights; sums of rows
         backward  (W - 1) * T * (s * R + s * dim / W)          gradients of weights; of sums
-    and 8 bytes to each rank, which hold T. torch.compile has a graph break here.
+    and T itself, 8 bytes to each rank. torch.compile has a graph break here.
 
-    Under autocast an update differs from one process's by more than the order of sums. The weights
-    of reads, and each rank's part of their gradients, are rounded to bfloat16 (to 1 part in 256)
-    before they travel. One process has them in float32.
+    Under autocast the weights of reads, and each rank's part of their gradients, are rounded to
+    bfloat16 (to 1 part in 256) before they travel. One process has them in float32.
     """
 
     def __init__(self, table):
@@ -72,11 +71,8 @@ class ShardedValueTable(ValueTable):
 
 
 class Exchange(torch.autograd.Function):
-    """Send rows of x to every rank, and receive rows from every rank.
-
-    sizes[r] rows go to rank r, in this order, and received[r] rows come from it. The gradient
-    travels back the same way.
-    """
+    """Send sizes[r] rows of x to each rank r, in this order, and receive received[r] rows from it.
+    The gradient travels back the same way."""
 
     @staticmethod
     def forward(ctx, x, sizes, received):
@@ -133,11 +129,10 @@ def map_moments(function, state):
 
 
 def save_whole(content, path):
-    """torch.save(content, path) by the first rank, with whole tensors in place of Columns.
+    """Save nested dicts and lists as torch.save does, with whole tensors in place of Columns.
 
-    content: nested dicts and lists. Every rank must call it. The first rank makes a file with room
-    for all tensors and maps it into memory. It fills in one tensor after the other, so it has at
-    most one whole table in memory.
+    Every rank must call it. The first one makes a file with room for all tensors, maps it into
+    memory and fills in one tensor at a time. It never has two whole tables in memory.
     """
     if not is_distributed():
         torch.save(content, path)

@@ -1,12 +1,11 @@
 """
-What test_ranks.py runs in several processes. They are as torchrun would start them, but forked from
-one, which saves imports:
+Run commands in several processes, which are forked from one to save imports.
 
-$ python -m tests.distributed.on_ranks 2 float64 pretrain.py tiny.py --out=out/two , 4 float32 values bfloat16
+$ python -m tests.distributed.on_ranks 2 float64 pretrain.py tiny.py , 4 float32 values bfloat16
 
-The commands, with commas between them, run one after the other, each in so many new processes (0:
-one alone), in float32 or float64. The exit status is 0 if all of them succeed; a line says how each
-ended.
+A comma separates commands. A command begins with its number of new processes, which have the
+environment that torchrun would give them (0: one process without torchrun), and with float32 or
+float64. A line shows the exit status of each process. The exit status is 0 if all succeeded.
 """
 import functools
 import itertools
@@ -39,9 +38,11 @@ from lib.distributed.sharded_values import ShardedValueTable, columns, cut_momen
 
 
 def values(args):
-    """One rank's part of a lookup and an update, beside a table of one process; the bytes sent. The
-    ranks have 5, 0, 7, 5 tokens, or 3 each with the word `even`; the rows travel in bfloat16 or
-    float16 where that is a word; with `frozen` nothing is updated."""
+    """Compare a lookup and an update with those of a whole table, and count the bytes sent.
+
+    args: 'even' gives each rank 3 tokens, otherwise they have 5, 0, 7 and 5. 'bfloat16' or
+    'float16' is the dtype that travels. 'frozen' freezes the table.
+    """
     world, rank, reads, dim = get_world_size(), get_rank(), 6, 16
     tokens = [3] * world if "even" in args else [5, 0, 7, 5][:world]
     dtype = next((getattr(torch, word) for word in args if "float" in word), torch.float32)
@@ -74,7 +75,7 @@ def values(args):
         assert forward == (world - 1) * 3 * ((4 + size) * reads + size * dim // world)
         assert backward == (world - 1) * 3 * (size * reads + size * dim // world)
     assert sums.dtype == dtype and torch.equal(sums, expected[first:last])
-    near = 1e-5 if dtype == torch.float32 else 2**-6  # each rank's part of it was rounded
+    near = 1e-5 if dtype == torch.float32 else 2**-6  # each rank's part was rounded
     torch.testing.assert_close(own.grad, weights.grad[first:last], rtol=near, atol=near)
     adams = [pkm.LazyAdam([table], lr=0.1) for table in (ours, whole)]
     for adam in adams:
@@ -85,13 +86,13 @@ def values(args):
         assert not table.reads and len(adam.state) == ("frozen" not in args)
     cut = cut_moments(adams[1].state_dict())["state"]
     for state, expected in zip(adams[0].state.values(), cut.values(), strict=True):
-        for key in ("exp_avg", "exp_avg_sq"):  # memory of a rank: 1/world of the table
+        for key in ("exp_avg", "exp_avg_sq"):  # a rank has 1 / world of the moments
             assert state[key].shape == (100, dim // world) and expected[key].is_contiguous()
             torch.testing.assert_close(state[key], expected[key], rtol=1e-5, atol=0)
 
 
 def one_mistaken(args):
-    """Only the rank args[0] meets a mistake, while the others wait for it."""
+    """Meet a user's mistake on the rank args[0], while the others wait for it."""
     with first_rank_first():
         if get_rank() == int(args[0]):
             raise UserError(f"of rank {args[0]}")
@@ -99,13 +100,13 @@ def one_mistaken(args):
 
 
 def one_signalled(args):
-    """A signal comes to the rank args[0] alone."""
+    """Send a signal to the rank args[0] alone."""
     signals = [15] if get_rank() == int(args[0]) else []
     assert any_signalled(signals) and signals == [15] and not any_signalled([])
 
 
 def hang(args):
-    """The last rank does not come, for longer than the others wait."""
+    """Let the last rank stay away for longer than the others wait."""
     set_timeout(1)
     if get_rank() == get_world_size() - 1:
         time.sleep(3)
@@ -114,7 +115,7 @@ def hang(args):
 
 
 def rewind(args):
-    """Remove the checkpoints of a run that are newer than a step."""
+    """Remove the checkpoints of the run args[0] that are newer than the step args[1]."""
     for folder in Path(args[0]).glob("step_*"):
         if int(folder.name[5:]) > int(args[1]):
             shutil.rmtree(folder)
@@ -126,7 +127,7 @@ MAINS = {"pretrain.py": pretrain.main, "finetune.py": finetune.main, "measure.py
 
 
 def call(dtype, script, args):
-    if dtype == "float64":  # all that computes, the losses too
+    if dtype == "float64":  # for everything, losses too
         torch.set_default_dtype(torch.float64)
         torch.Tensor.float = torch.Tensor.double
     return MAINS[script](args)
@@ -139,7 +140,7 @@ def free_port():
 
 
 def fork(world, function):
-    """The exit status of each rank that calls the function."""
+    """Call a function on each rank. Returns their exit statuses."""
     port, children = free_port(), []
     for rank in range(world or 1):
         if child := os.fork():
