@@ -249,8 +249,8 @@ HEADS = {None: MaskedLM, "classifier": Classifier, "span": SpanReader}  # as che
 
 
 def build_model(config, head=None, labels=()):
-    """Build a model from a BertConfig. head: a key of HEADS. labels: a classifier's classes, none
-    for a regression."""
+    """Build a model from a BertConfig. `head` is a key of HEADS, `labels` the classes of a
+    classifier, none for a regression."""
     return Classifier(config, max(1, len(labels))) if head == "classifier" else HEADS[head](config)
 
 

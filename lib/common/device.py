@@ -59,9 +59,9 @@ def cpu_advice(device):
 
 
 def thread_advice(load, cores, threads):
-    """Advise one thread for each free core, in a line, or None if there are enough free cores.
+    """Advise one thread for each free core, in a line, or None if enough are free.
 
-    A thread that waits for a core makes all others wait: beside one busy process on two cores, one
+    A thread that waits for a core makes all others wait. Beside one busy process on two cores, one
     thread was 2.8 times as fast as two (results/speed.md). load: the machine's load average.
     """
     free = max(1, int(cores - load))

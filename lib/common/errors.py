@@ -21,8 +21,8 @@ class Failure(RuntimeError):
 def run_main(main):
     """Call main() and end the process with its exit status.
 
-    An error becomes one line on stderr and a status: 2 for a UserError, 1 for a Failure or an
-    OSError (such as a full disk), 130 for Ctrl-C. Other errors keep their traceback.
+    An error becomes one line on stderr and a status: 2 for a UserError, 130 for Ctrl-C, 1 for a
+    Failure or an OSError (such as a full disk). Other errors keep their traceback.
     """
     try:
         try:

@@ -20,7 +20,7 @@ CHECKPOINT = {  # {file of a checkpoint: keys that it must have}, see lib/weight
 
 @contextlib.contextmanager
 def atomic(path):
-    """Write a file or a folder that is whole or absent, even if the process is killed.
+    """Write a file or a folder that is whole or absent, even after a kill.
 
     Yields a temporary path beside `path`. At the end it is flushed to disk and renamed to `path`,
     or removed if there was an error. An existing file is replaced; an existing folder is an error.
@@ -49,7 +49,7 @@ def atomic(path):
 def lock(path, work, wait=False):
     """Let one process at a time work in a folder, which need not exist yet.
 
-    work: what the process does ("trains there"). A second process gets a UserError that names the
+    `work` is what the process does ("trains there"). A second process gets a UserError that names the
     first and its work, or waits for it if `wait`. The lock is flock's, on a file beside the folder.
     It ends with its process, even with a killed one. Under torchrun the first rank takes it for all.
     """

@@ -8,7 +8,7 @@ $ torchrun --nnodes=2 --node_rank=1 --nproc_per_node=8 --master_addr=HOST pretra
 The ranks share the micro-batches of a step. A micro-batch and its dropout are a function of (seed,
 step, micro-batch). Any number of ranks therefore makes the same step, except for the order of sums.
 Each rank has all dense weights, and adds up their gradients with the others (gradients.py). Each
-has some columns of every value table (sharded_values.py). Files are those that one process writes.
+has some columns of every value table (sharded_values.py). Files are the same as one process's.
 """
 import contextlib
 import os
@@ -94,8 +94,8 @@ def set_timeout(seconds):
 
 
 def max_over_ranks(value=0):
-    """Return the maximum of an int over the ranks, which all must call this and wait for each
-    other. Ends this rank with status 2 if another one met a user's mistake."""
+    """Return the maximum of an int over the ranks. All must call it, and wait for each other. Ends
+    this rank with status 2 if another one met a user's mistake."""
     maximum = _all_reduce_max(value) if is_distributed() else value
     if maximum >= MISTAKE:
         sys.exit(2)

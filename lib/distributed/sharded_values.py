@@ -34,15 +34,15 @@ class ShardedValueTable(ValueTable):
     the update of its columns needs, exactly, and no gradient of values is ever reduced. LazyAdam's
     moments are cut like the values.
 
-    Slots travel in int32, all else in `dtype`. The ranks may have different numbers of tokens. Let
-    W be the world size, T a rank's tokens, R = heads * topk its reads for a token, and s the bytes
-    of `dtype` (4, or 2 in bfloat16 under autocast). A layer sends for each micro-batch
+    Slots travel in int32, all else in `dtype`. The ranks may have different numbers of tokens. A
+    rank has T tokens with R = heads * topk reads each. With W ranks and s bytes a number (4, or 2
+    in bfloat16) it sends, for each layer and micro-batch,
         forward   (W - 1) * T * ((4 + s) * R + s * dim / W)    slots, weights; sums of rows
         backward  (W - 1) * T * (s * R + s * dim / W)          gradients of weights; of sums
     and T itself, 8 bytes to each rank. torch.compile has a graph break here.
 
-    Under autocast the weights of reads, and each rank's part of their gradients, are rounded to
-    bfloat16 (to 1 part in 256) before they travel. One process has them in float32.
+    Under autocast the weights of reads are rounded to bfloat16 (1 part in 256) before they travel,
+    and so is each rank's part of their gradients. One process has them in float32.
     """
 
     def __init__(self, table):
@@ -58,21 +58,21 @@ class ShardedValueTable(ValueTable):
     @torch.compiler.disable
     def forward(self, slots, weights, dtype=None):
         world_size = get_world_size()
-        mine = slots.new_full((world_size,), len(slots), dtype=torch.int64, device="cpu")
-        theirs = torch.empty_like(mine)
-        dist.all_to_all_single(theirs, mine, group=processes.GROUP)
-        mine, theirs = mine.tolist(), theirs.tolist()  # tokens of this rank; of each rank
-        slots = Exchange.apply(slots.repeat(world_size, 1, 1), mine, theirs)
+        own = torch.full((world_size,), len(slots))
+        sizes = torch.empty_like(own)
+        dist.all_to_all_single(sizes, own, group=processes.GROUP)
+        own, sizes = own.tolist(), sizes.tolist()  # tokens of this rank, of each rank
+        slots = Exchange.apply(slots.repeat(world_size, 1, 1), own, sizes)
         sent = weights.repeat(world_size, 1, 1).to(dtype or self.weight.dtype)
-        weights = Exchange.apply(sent, mine, theirs).to(weights.dtype)
+        weights = Exchange.apply(sent, own, sizes).to(weights.dtype)
         sums = super().forward(slots, weights, dtype)  # (tokens of all ranks, dim / world_size)
-        sums = Exchange.apply(sums, theirs, mine)  # (world_size * tokens, dim / world_size)
-        return sums.view(world_size, mine[0], sums.shape[1]).transpose(0, 1).flatten(1)
+        sums = Exchange.apply(sums, sizes, own)  # (world_size * tokens, dim / world_size)
+        return sums.view(world_size, own[0], sums.shape[1]).transpose(0, 1).flatten(1)
 
 
 class Exchange(torch.autograd.Function):
-    """Send sizes[r] rows of x to each rank r, in this order, and receive received[r] rows from it.
-    The gradient travels back the same way."""
+    """Send sizes[r] rows of x to each rank r, and receive received[r] rows from it. The rows are
+    in the order of the ranks. The gradient travels back the same way."""
 
     @staticmethod
     def forward(ctx, x, sizes, received):
@@ -88,14 +88,14 @@ class Exchange(torch.autograd.Function):
 
 
 def count_parameters(model):
-    """Count the parameters of a whole model, of which this rank may have some columns only."""
+    """Count the parameters of a whole model, those of the other ranks included."""
     elsewhere = sum(module.weight.numel() for module in model.modules()
                     if isinstance(module, ShardedValueTable)) * (get_world_size() - 1)
     return sum(p.numel() for p in model.parameters()) + elsewhere
 
 
 class Columns:
-    """A tensor to save with save_whole, of which each rank has its columns."""
+    """One rank's columns of a tensor that save_whole will write whole."""
 
     def __init__(self, own):
         self.own = own.detach()

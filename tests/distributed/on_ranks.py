@@ -3,9 +3,9 @@ Run commands in several processes, which are forked from one to save imports.
 
 $ python -m tests.distributed.on_ranks 2 float64 pretrain.py tiny.py , 4 float32 values bfloat16
 
-A comma separates commands. A command begins with its number of new processes, which have the
-environment that torchrun would give them (0: one process without torchrun), and with float32 or
-float64. A line shows the exit status of each process. The exit status is 0 if all succeeded.
+A comma separates commands. A command begins with its number of processes, which get torchrun's
+environment (0: one process without it), and with its dtype, float32 or float64. A line shows the
+exit status of each process. The exit status is 0 if all succeeded.
 """
 import functools
 import itertools
@@ -38,7 +38,7 @@ from lib.distributed.sharded_values import ShardedValueTable, columns, cut_momen
 
 
 def values(args):
-    """Compare a lookup and an update with those of a whole table, and count the bytes sent.
+    """Compare a lookup and an update with a whole table's, and count the bytes sent.
 
     args: 'even' gives each rank 3 tokens, otherwise they have 5, 0, 7 and 5. 'bfloat16' or
     'float16' is the dtype that travels. 'frozen' freezes the table.

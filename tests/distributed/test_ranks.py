@@ -119,8 +119,8 @@ def differences(a, b, where=""):
 def assert_equal_runs(ours, reference, tolerance):
     """Compare log, last weights, moments and usage.
 
-    All weights are compared by one norm. Each kind of moment is, too: a gradient that is 0 except
-    for rounding, such as that of a bias before a batch norm, has no meaningful norm.
+    All weights are compared by one norm, and so is each kind of moment. A gradient that is 0 except
+    for rounding, as of a bias before a batch norm, has no meaningful norm.
     """
     def timeless(run):
         return [{k: v for k, v in r.items() if k not in ("tokens_per_s", "examples_per_s",
@@ -226,7 +226,7 @@ def children(pid):
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("world", [2, 4] if KILLS > 1 else [2])
 def test_kills_change_nothing(place, world):
-    """After kills the weights are bit for bit those of a run on as many ranks without kills.
+    """After kills the run is bit for bit the same as without kills.
 
     SIGKILL hits a random rank, every other time while a checkpoint is written. torchrun then starts
     all ranks again. At last SIGTERM to torchrun lets the run save and end.
