@@ -53,7 +53,7 @@ def cpu_advice(device):
         return None
     try:
         load = os.getloadavg()[0]  # of the last minute
-    except OSError:  # this system does not tell
+    except OSError:  # unknown, as where /proc is missing
         return None
     return thread_advice(load, os.cpu_count(), torch.get_num_threads())
 
@@ -62,7 +62,7 @@ def thread_advice(load, cores, threads):
     """Advise one thread for each free core, in a line, or None if enough are free.
 
     A thread that waits for a core makes all others wait. Beside one busy process on two cores, one
-    thread was 2.8 times as fast as two (results/speed.md). load: the machine's load average.
+    thread was 2.8 times as fast as two (results/speed.md). `load` is the machine's load average.
     """
     free = max(1, int(cores - load))
     if load < cores / 4 or threads <= free:

@@ -19,6 +19,7 @@ def distribute(model):
     if is_distributed():
         shard_values(model)
         for norm in batch_norms(model):
+            norm.one_process_momentum = norm.momentum
             norm.momentum = 1 - (1 - norm.momentum) ** get_world_size()
 
 
@@ -39,9 +40,8 @@ def sum_gradients(model, loss, count):
     world_size, norms = get_world_size(), batch_norms(model)
     statistics = []
     for norm in norms:
-        one_process_momentum = 1 - (1 - norm.momentum) ** (1 / world_size)
-        later = (1 - one_process_momentum) ** (world_size - 1 - get_rank())
-        weight = one_process_momentum * later / norm.momentum
+        momentum, later_ranks = norm.one_process_momentum, world_size - 1 - get_rank()
+        weight = momentum * (1 - momentum) ** later_ranks / norm.momentum
         statistics += [weight * norm.running_mean, weight * norm.running_var]
     parameters = [p for p in model.parameters() if p.grad is not None]
     tensors = [*(p.grad for p in parameters), *statistics, loss]
