@@ -30,7 +30,7 @@ import torch
 from lib.common.device import choose_device, cpu_advice, keep_freed_memory
 from lib.common.errors import UserError, need
 from lib.common.files import discard, lock, read_json, write_text
-from lib.common.settings import at_least, load_settings
+from lib.common.settings import DTYPES, ON_OFF, load_settings, setting
 from lib.corpus.vocabulary import load_tokenizer, special_ids
 from lib.distributed.processes import (
     any_signalled,
@@ -63,36 +63,36 @@ from model import BertConfig, build_model, value_tables
 @dataclass
 class Config:
     # the run; the defaults are Table 3's for GLUE
-    out: str = ""  # its folder; by default out/<init_from>_<task>
-    init_from: str = ""  # a run, a folder in Hugging Face layout, or bert-base-uncased and such
-    task: str = ""  # cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, squad, docs, or a folder
-    seed: int = 0  # of the head's weights, data order and dropout
-    seeds: int = 1  # how many, counted from seed; the median is reported
-    update_memory: bool = True  # False: the value tables are frozen (Table 5)
+    out: str = setting("", "its folder; by default out/<init_from>_<task>", may_change=True)
+    init_from: str = setting("", "a run, a Hugging Face folder, or a name: bert-base-uncased")
+    task: str = setting("", "of GLUE (sst2, ...), squad, docs, or a folder")
+    seed: int = setting(0, "of the head's weights, data order and dropout", least=0)
+    seeds: int = setting(1, "how many; the median is reported", least=1, may_change=True)
+    update_memory: bool = setting(True, "False: the value tables are frozen (Table 5)")
     # data
-    max_len: int = 128  # tokens
-    doc_stride: int = 128  # of SQuAD's windows, in tokens
-    train_examples: int = 0  # examples or windows to train on; 0: all
+    max_len: int = setting(128, "tokens", least=8)
+    doc_stride: int = setting(128, "of SQuAD's windows, in tokens", least=1)
+    train_examples: int = setting(0, "examples or windows to train on; 0: all", least=0)
     # optimization: AdamW, linear warm-up, then linear decay to 0
-    batch_size: int = 32  # our reading: the column is empty in Table 3
-    accumulation: int = 1  # parts of a batch, one at a time; torchrun: a multiple of its ranks
-    epochs: int = 10
-    max_steps: int = 0  # 0: as many as the epochs take
-    warmup: float = 0.06  # share of the steps
-    lr: float = 2e-5
-    value_lr: float = 1e-3  # of the value tables, constant (our reading)
-    weight_decay: float = 0.1
-    grad_clip: float = 1.0  # norm of all gradients but the value tables' (Devlin et al.)
-    dropout: float = 0.1
+    batch_size: int = setting(32, "our reading: the column is empty in Table 3", least=1)
+    accumulation: int = setting(1, "parts of a batch; a multiple of the ranks", least=1)
+    epochs: int = setting(10, "", least=1)
+    max_steps: int = setting(0, "0: as many as the epochs take", least=0)
+    warmup: float = setting(0.06, "share of the steps", least=0)
+    lr: float = setting(2e-5, "", least=0)
+    value_lr: float = setting(1e-3, "of the value tables, constant (our reading)", least=0)
+    weight_decay: float = setting(0.1, "", least=0)
+    grad_clip: float = setting(1.0, "norm of all gradients but the value tables'", least=1e-9)
+    dropout: float = setting(0.1, "")
     # watching
-    log_interval: int = 100
-    checkpoint_interval: int = 1000  # steps; there is one after every epoch, too
-    tensorboard: bool = False  # also write its curves: tensorboard --logdir out
+    log_interval: int = setting(100, "", least=1, may_change=True)
+    checkpoint_interval: int = setting(1000, "and after each epoch", least=1, may_change=True)
+    tensorboard: bool = setting(False, "curves: tensorboard --logdir out", may_change=True)
     # machine
-    device: str = "auto"  # cuda, mps, cpu
-    dtype: str = "auto"  # float32, bfloat16, float16
-    compile: str = "auto"  # on, off; auto: on CUDA
-    rank_timeout: int = 600  # seconds that torchrun's processes wait for each other
+    device: str = setting("auto", "cuda, mps, cpu", may_change=True)
+    dtype: str = setting("auto", "of matrix products", choices=DTYPES)
+    compile: str = setting("auto", "auto: on CUDA", choices=ON_OFF, may_change=True)
+    rank_timeout: int = setting(600, "seconds to wait for a rank", least=1, may_change=True)
     keep_checkpoints = 1  # not a setting; best/ has the best weights, too
 
 
@@ -281,7 +281,7 @@ def run_seed(config, out, data, sizes, initial, vocab, signals):
     """Train a model of these sizes (a BertConfig) from the weights `initial`, or resume, in the
     folder `out`. Unless a signal comes, it has an eval_results.json in the end."""
     if (out / "config.json").exists():
-        check_same_run(config, out, {"seeds"})
+        check_same_run(config, out)
     if (out / "eval_results.json").exists():
         print(f"{out} is done: --out=out/NAME starts anew")
         return
@@ -320,11 +320,6 @@ def summarize(task, out, each):
 
 def main(argv):
     config = load_settings(Config, argv)
-    at_least(config, {
-        "seed": 0, "seeds": 1, "max_len": 8, "doc_stride": 1, "train_examples": 0, "batch_size": 1,
-        "epochs": 1, "max_steps": 0, "warmup": 0, "lr": 0, "value_lr": 0, "weight_decay": 0,
-        "accumulation": 1, "rank_timeout": 1, "grad_clip": 1e-9, "log_interval": 1,
-        "checkpoint_interval": 1})
     if config.tensorboard:
         need("tensorboard", "tensorboard = True")
     if not config.init_from:

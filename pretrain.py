@@ -21,7 +21,7 @@ import torch
 from lib.common.device import choose_device, cpu_advice, keep_freed_memory
 from lib.common.errors import UserError, need, run_script
 from lib.common.files import discard, load_file, lock
-from lib.common.settings import at_least, load_settings
+from lib.common.settings import DTYPES, ON_OFF, load_settings, setting
 from lib.corpus.batches import CausalBatches, Corpus, MaskedBatches, causal_heldout, masked_heldout
 from lib.corpus.vocabulary import read_vocab, vocab_hash
 from lib.distributed.processes import first_rank_first, get_world_size, run_ranks, set_timeout
@@ -36,58 +36,55 @@ from model import SIZES, BertConfig, MaskedLM, value_tables
 @dataclass
 class Config:
     # the run; the defaults are the paper's (section 5), or Devlin et al.'s where it is silent
-    out: str = ""  # its folder; by default out/<name of the config file>
-    dataset: str = "wikibooks"  # data/<dataset>, made by prepare_data.py
-    seed: int = 0  # of weights, data order, masks and dropout
-    objective: str = "masked"  # or causal: predict the next token, at every position
+    out: str = setting("", "its folder; by default out/<name of the config file>", may_change=True)
+    dataset: str = setting("wikibooks", "data/<dataset>, made by prepare_data.py")
+    seed: int = setting(0, "of weights, data order, masks and dropout", least=0)
+    objective: str = setting("masked", "causal: the next token", choices=("masked", "causal"))
     # model
-    model: str = "base"  # one of model.SIZES: base, large, distil, demo
-    n_layer: int = 0  # 0: as in the named model; so in the next three
-    n_head: int = 0  # of self-attention
-    d_model: int = 0  # width
-    d_ff: int = 0  # width of the FFN
-    dropout: float = 0.1  # of embeddings, attention and FFN
-    memory_layers: tuple = ()  # counted from 1: (4, 8) of 12 layers
-    alpha: float = 1.0  # of the FFN: 0 replaces it by the memory (PKM)
-    beta: float = 1.0  # of the memory: with alpha = 1 it is added to the FFN (ResM)
-    n_keys: int = 512  # n_keys^2 slots
-    memory_heads: int = 4  # heads of the memory
-    topk: int = 32  # slots that a head reads
-    key_dim: int = 256  # of a head: two sub-keys of half of it
-    init_from: str = ""  # a run, a folder in Hugging Face layout, or bert-base-uncased and such
-    reinit_ffn: bool = False  # with init_from: draw the FFN of memory layers anew (ResM')
+    model: str = setting("base", "base, large, distil or demo", choices=tuple(SIZES))
+    n_layer: int = setting(0, "0: as in the named model; so in the next three", least=0)
+    n_head: int = setting(0, "of self-attention", least=0)
+    d_model: int = setting(0, "width", least=0)
+    d_ff: int = setting(0, "width of the FFN", least=0)
+    dropout: float = setting(0.1, "of embeddings, attention and FFN")
+    memory_layers: tuple = setting((), "counted from 1: (4, 8) of 12 layers")
+    alpha: float = setting(1.0, "of the FFN: 0 replaces it by the memory (PKM)")
+    beta: float = setting(1.0, "of the memory: with alpha = 1 it is added to the FFN (ResM)")
+    n_keys: int = setting(512, "n_keys^2 slots")
+    memory_heads: int = setting(4, "heads of the memory")
+    topk: int = setting(32, "slots that a head reads")
+    key_dim: int = setting(256, "of a head: two sub-keys of half of it")
+    init_from: str = setting("", "a run, a Hugging Face folder, or a name: bert-base-uncased")
+    reinit_ffn: bool = setting(False, "with init_from: draw the FFN of memory layers anew (ResM')")
     # batch: batch_size x accumulation sequences a step
-    seq_len: int = 512  # tokens; of a masked model with [CLS] and [SEP]
-    batch_size: int = 32  # sequences at a time on the device
-    accumulation: int = 32  # 32 x 32 = 1,024 sequences; torchrun's ranks share them
+    seq_len: int = setting(512, "tokens; of a masked model with [CLS] and [SEP]", least=3)
+    batch_size: int = setting(32, "sequences at a time on the device", least=1)
+    accumulation: int = setting(32, "32 x 32 = 1,024 sequences a step", least=1)
     # optimization: AdamW; linear warm-up, then linear decay to 0
-    max_steps: int = 500_000  # updates
-    warmup_steps: int = 10_000  # of max_steps
-    lr: float = 1e-4  # the highest, at the end of the warm-up
-    value_lr: float = 1e-3  # of the value tables, constant (our reading)
-    weight_decay: float = 0.01  # of matrices; none of biases, norms and memories
-    grad_clip: float = 1.0  # norm of all gradients but the value tables'
+    max_steps: int = setting(500_000, "updates", least=1, may_change=True)
+    warmup_steps: int = setting(10_000, "of max_steps", least=0)
+    lr: float = setting(1e-4, "the highest, at the end of the warm-up", least=0)
+    value_lr: float = setting(1e-3, "of the value tables, constant (our reading)", least=0)
+    weight_decay: float = setting(0.01, "of matrices; none of biases, norms and memories", least=0)
+    grad_clip: float = setting(1.0, "norm of all gradients but the value tables'", least=1e-9)
     # watching; eval also comes at steps 0, 1, 2, 4, 8, ... below eval_interval
-    log_interval: int = 10  # steps; here and below
-    eval_interval: int = 5000  # on held-out text
-    eval_sequences: int = 1024  # held-out sequences at most, evenly spread
-    usage_interval: int = 100_000  # steps between usage snapshots (Figure 2); 0: none
-    checkpoint_interval: int = 1000  # out/<run>/step_<n>
-    keep_checkpoints: int = 2  # the newest ones
-    tensorboard: bool = False  # also write its curves: tensorboard --logdir out
-    dry_run: bool = False  # one step and one evaluation, nothing written
-    eval_only: bool = False  # evaluate the newest checkpoint or the initial model, no more
+    log_interval: int = setting(10, "steps; here and below", least=1, may_change=True)
+    eval_interval: int = setting(5000, "on held-out text", least=1, may_change=True)
+    eval_sequences: int = setting(1024, "held-out sequences at most", least=1, may_change=True)
+    usage_interval: int = setting(100_000, "slots used; 0: never", least=0, may_change=True)
+    checkpoint_interval: int = setting(1000, "out/<run>/step_<n>", least=1, may_change=True)
+    keep_checkpoints: int = setting(2, "the newest ones", least=1, may_change=True)
+    tensorboard: bool = setting(False, "curves: tensorboard --logdir out", may_change=True)
+    dry_run: bool = setting(False, "one step; nothing is written", may_change=True)
+    eval_only: bool = setting(False, "evaluate the checkpoint, no more", may_change=True)
     # machine
-    device: str = "auto"  # cuda, mps, cpu
-    dtype: str = "auto"  # float32, bfloat16, float16
-    compile: str = "auto"  # on, off; auto: on CUDA
-    rank_timeout: int = 600  # seconds that torchrun's processes wait for each other
+    device: str = setting("auto", "cuda, mps, cpu", may_change=True)
+    dtype: str = setting("auto", "of matrix products", choices=DTYPES)
+    compile: str = setting("auto", "auto: on CUDA", choices=ON_OFF, may_change=True)
+    rank_timeout: int = setting(600, "seconds to wait for a rank", least=1, may_change=True)
 
 
 OBJECTIVES = {"masked": (MaskedBatches, masked_heldout), "causal": (CausalBatches, causal_heldout)}
-# Settings that may change when a run is resumed, besides training.NO_EFFECT
-MAY_CHANGE = {"max_steps", "eval_interval", "eval_sequences", "usage_interval", "keep_checkpoints",
-              "dry_run", "eval_only"}
 
 
 def start_model(config, sizes, corpus, checkpoint):
@@ -172,18 +169,8 @@ def report(config, corpus, trainer):
 
 def validate(config):
     """Refuse settings that cannot work before anything is written. Returns the BertConfig's."""
-    lowest = {"seed": 0, "seq_len": 3, "batch_size": 1, "accumulation": 1, "max_steps": 1,
-              "warmup_steps": 0, "lr": 0, "value_lr": 0, "weight_decay": 0, "grad_clip": 1e-9,
-              "log_interval": 1, "eval_interval": 1, "eval_sequences": 1, "usage_interval": 0,
-              "checkpoint_interval": 1, "keep_checkpoints": 1, "n_layer": 0, "n_head": 0,
-              "d_model": 0, "d_ff": 0, "rank_timeout": 1}
-    at_least(config, lowest)
     if config.reinit_ffn and not config.init_from:
         raise UserError("reinit_ffn = True: it goes with init_from, without it every FFN is new")
-    for key, allowed in (("model", SIZES), ("objective", OBJECTIVES)):
-        if getattr(config, key) not in allowed:
-            raise UserError(f"{key} = {getattr(config, key)!r}: expected one of "
-                            f"{', '.join(allowed)}")
     names = BertConfig.__dataclass_fields__.keys() & asdict(config).keys()
     given = {name: getattr(config, name) for name in names}
     sizes = {**given, **SIZES[config.model], "causal": config.objective == "causal",
@@ -232,7 +219,7 @@ def work(config, sizes, out, argv):
     checkpoint = None if config.dry_run else find_checkpoint(out)
     if checkpoint:
         check_vocabulary(out, out / "vocab.txt", corpus)
-        check_same_run(config, out, MAY_CHANGE)
+        check_same_run(config, out)
     model, origin = start_model(config, sizes, corpus, checkpoint)
     batches, evaluated = OBJECTIVES[config.objective]
     trainer = Trainer(config, model, batches(corpus, config), device, dtype,

@@ -15,6 +15,7 @@ import finetune
 import prepare_data
 import pretrain
 from lib.common.errors import run_main
+from lib.common.settings import setting
 from lib.training.trainer import optimizer_groups
 from lib.weights.checkpoint import find_checkpoint, save_checkpoint
 from model import BertConfig, MaskedLM, value_tables
@@ -61,11 +62,11 @@ def record_search(model):
 
 @dataclasses.dataclass
 class Settings:
-    lr: float = 0.1
-    steps: int = 3
-    name: str = "a"
-    flag: bool = False
-    layers: tuple = ()
+    lr: float = setting(0.1, "the rate", least=0)
+    steps: int = setting(3, "")
+    name: str = setting("a", "")
+    flag: bool = setting(False, "")
+    layers: tuple = setting((), "")
 
 
 TINY = {

@@ -5,14 +5,15 @@ import argparse
 import ast
 import dataclasses
 import difflib
-import inspect
-import re
 import runpy
 import sys
 import types
 from pathlib import Path
 
 from lib.common.errors import UserError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ON_OFF = ("auto", "on", "off")
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,41 +48,51 @@ def whole_number(text, least=1):
     return int(text)
 
 
-def load_settings(defaults, argv):
-    """Settings from `[CONFIG.py] [--key=value ...]` on top of typed defaults.
+def setting(default, comment, least=None, choices=None, may_change=False):
+    """Declare a field of a settings dataclass; everything about it stands in this one line.
 
-    defaults: a dataclass whose every field has a default of the type that it wants (bool, int,
-    float, str, or a tuple of ints) and a comment for --help. Prints and returns an instance of it.
-    An int is fine where a float is expected; anything else of another type, or an unknown key, is
-    a UserError.
+    comment: shown by --help. least: the lowest value. choices: the only values. may_change: whether
+    a run may be resumed with another value.
     """
-    known = {field.name: field.default for field in dataclasses.fields(defaults)}
-    comments = re.findall(r"^    (\w+): \w+ = [^#\n]+(?:  # (.*))?$", inspect.getsource(defaults),
-                          re.MULTILINE)
+    about = {"comment": comment, "least": least, "choices": choices, "may_change": may_change}
+    return dataclasses.field(default=default, metadata=about)
+
+
+def load_settings(defaults, argv):
+    """Read settings from `[CONFIG.py] [--key=value ...]` on top of typed defaults.
+
+    defaults: a dataclass whose fields are made by setting(); their types are bool, int, float, str
+    or tuple (of ints). Prints and returns an instance. UserError for an unknown key, for a value of
+    another type (an int is fine where a float is expected), below the least or not among the
+    choices.
+    """
+    fields = {field.name: field for field in dataclasses.fields(defaults)}
     parser = Parser(description=sys.modules[defaults.__module__].__doc__,
                     usage="%(prog)s [CONFIG.py] [--setting=VALUE ...]")
     parser.add_argument("config", nargs="?", metavar="CONFIG.py")
-    for key, comment in comments:
+    for key, field in fields.items():
+        comment = f"({field.default}) {field.metadata['comment']}"
         parser.add_argument(f"--{key}", metavar="VALUE", default=argparse.SUPPRESS,
-                            help=f"({known[key]}) {comment}".replace("%", "%%"))
+                            help=comment.replace("%", "%%"))
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         key = unknown[0].removeprefix("--").partition("=")[0]
-        if unknown[0].startswith("--") and key not in known:
-            raise unknown_key("command line", known, key)
-        hint = f"--{key}=VALUE" if key in known else "one config file, then --key=value"
+        if unknown[0].startswith("--") and key not in fields:
+            raise unknown_key("command line", fields, key)
+        hint = f"--{key}=VALUE" if key in fields else "one config file, then --key=value"
         raise UserError(f"{unknown[0]}: expected {hint}")
     overrides = vars(args)
     path = overrides.pop("config")
-    values = _read(path, known) if path else {}
-    values |= {key: _typed("command line", known, key, _parse(known[key], text))
+    values = _read(path, fields) if path else {}
+    values |= {key: _checked("command line", fields, key, _parse(fields[key].default, text))
                for key, text in overrides.items()}
     config = defaults(**values)
     print("settings: " + ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(config).items()))
     return config
 
 
-def _read(path, known):
+def _read(path, fields):
+    """Run a config file. Returns {key: value} of its settings."""
     if not Path(path).is_file():
         near = difflib.get_close_matches(path, map(str, Path("configs").glob("*.py")), n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
@@ -97,7 +108,7 @@ def _read(path, known):
             trace = trace.tb_next
         where = f"{path}:{line}" if line else path
         raise UserError(f"{where}: {type(error).__name__}: {error}") from None
-    return {key: _typed(path, known, key, value) for key, value in names.items()
+    return {key: _checked(path, fields, key, value) for key, value in names.items()
             if not key.startswith("_") and not isinstance(value, types.ModuleType)}
 
 
@@ -116,24 +127,28 @@ def unknown_key(where, known, key):
     return UserError(f"{where}: unknown key '{key}'{hint}")
 
 
-def _typed(where, known, key, value):
-    if key not in known:
-        raise unknown_key(where, known, key)
-    want = type(known[key])
-    if want is tuple:
+def _checked(where, fields, key, value):
+    """The value of a setting in its type, or a UserError."""
+    if key not in fields:
+        raise unknown_key(where, fields, key)
+    value = _typed(where, key, type(fields[key].default), value)
+    least, choices = fields[key].metadata["least"], fields[key].metadata["choices"]
+    if least is not None and not least <= value < 2**63:  # nan is in no range
+        raise UserError(f"{where}: {key} = {value}: expected at least {least}")
+    if choices is not None and value not in choices:
+        raise UserError(f"{where}: {key} = {value!r}: expected one of "
+                        f"{', '.join(choices)}")
+    return value
+
+
+def _typed(where, key, expected, value):
+    if expected is tuple:
         value = (value,) if type(value) is int else tuple(value) if type(value) is list else value
         if type(value) is tuple and all(type(x) is int for x in value):
             return value
-    elif want is float and type(value) is int:
+    elif expected is float and type(value) is int:
         return float(value)
-    elif type(value) is want:
+    elif type(value) is expected:
         return value
-    name = "tuple of ints" if want is tuple else want.__name__
+    name = "tuple of ints" if expected is tuple else expected.__name__
     raise UserError(f"{where}: {key} = {value!r}: expected {name}, found {type(value).__name__}")
-
-
-def at_least(config, lowest):
-    """UserError for a setting below its least value; lowest: {key: value}."""
-    for key, least in lowest.items():
-        if not least <= getattr(config, key) < 2**63:  # nan is in no range
-            raise UserError(f"{key} = {getattr(config, key)}: expected at least {least}")

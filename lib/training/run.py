@@ -4,7 +4,7 @@ The folder of a run.
 import json
 import shutil
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
@@ -65,13 +65,14 @@ NO_EFFECT = {"out", "log_interval", "checkpoint_interval", "device", "compile", 
              "rank_timeout"}
 
 
-def check_same_run(config, run, may_change):
+def check_same_run(config, run):
     """Refuse to continue a run under settings (a dataclass) that make it another one; say which of
-    those that may change did. may_change: which may, besides NO_EFFECT."""
+    those that may change did."""
+    may_change = {f.name for f in fields(config) if f.metadata["may_change"]}
     before = {"objective": "masked", **read_settings(run)}  # older runs do not say it
     now = json.loads(json.dumps(asdict(config)))
     for key in sorted(key for key in now if key in before and now[key] != before[key]):
-        if key not in NO_EFFECT | may_change:
+        if key not in may_change:
             raise UserError(f"{run} was trained with {key} = {before[key]!r}, not "
                             f"{now[key]!r}: give the changed run its own --out=out/NAME")
         if key not in ("dry_run", "eval_only"):
