@@ -49,9 +49,9 @@ def atomic(path):
 def lock(path, work, wait=False):
     """Let one process at a time work in a folder, which need not exist yet.
 
-    `work` is what the process does ("trains there"). A second process gets a UserError that names the
-    first and its work, or waits for it if `wait`. The lock is flock's, on a file beside the folder.
-    It ends with its process, even with a killed one. Under torchrun the first rank takes it for all.
+    `work` is what the process does: "trains there". A second process gets a UserError that names
+    the first and its work, or waits for it if `wait`. The lock is flock's, on a file beside the
+    folder. It ends with its process, even after a kill. Under torchrun the first rank takes it.
     """
     if not first_rank():
         yield
@@ -59,21 +59,22 @@ def lock(path, work, wait=False):
     path = Path(path).resolve()
     file = path.with_name(f".lock_{path.name}")
     new_folders = [folder for folder in path.parents if not folder.exists()]
-    handle, told = None, False
-    while not handle:
+    told = False
+    while True:
         try:
             handle, holder = _try_lock(file)
         except (FileNotFoundError, FileExistsError):  # the last holder removes file and folder
             if file.parent.exists() and not file.parent.is_dir():
                 raise
             continue
+        if handle:
+            break
         if holder and not wait:
             raise UserError(f"{path}: process {holder} {work}: one process at a time")
         if holder and not told:
             print(f"waiting: process {holder} {work}", flush=True)
             told = True
-        if not handle:
-            time.sleep(0.2 if told else 0.01)
+        time.sleep(0.05)
     handle.truncate(0)
     print(os.getpid(), file=handle, flush=True)
     try:
@@ -87,8 +88,7 @@ def lock(path, work, wait=False):
 
 
 def _try_lock(file):
-    """Lock a file: (open file, ''), or (None, number of the process that has it). The number can
-    be '' for a moment."""
+    """Lock a file: (open file, ''), or (None, number of its process), '' if not written yet."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handle = os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
     try:
