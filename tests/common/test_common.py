@@ -80,7 +80,7 @@ def test_a_table_in_markdown():
         "| name     | x\\|y |\n| -------- | ---- |\n| a        | 1.23 |\n| long one |      |\n")
 
 
-RECIPES = [p for p in sorted(ROOT.glob("configs/[!_]*.py"))
+RECIPES = [p for p in sorted(ROOT.glob("configs/**/[!_]*.py"))
            if "finetune" not in p.stem and "causal" not in p.stem]
 
 
@@ -102,7 +102,7 @@ def test_recipes_are_the_papers_systems(path, capsys):
     trained = {"distil": "distilbert-base-uncased"}.get(size, f"out/{size}")
     assert c.init_from == (trained if initial else first) and c.seed == int(initial)
     assert c.reinit_ffn == name.endswith("_ffn")
-    assert (ROOT / "configs" / f"{size}.py").is_file()
+    assert path.with_name(f"{size}.py").is_file()
     if size not in small:
         assert c.batch_size * c.accumulation == (2048 if size == "distil" else 1024)
         assert (c.max_steps, c.warmup_steps, c.lr, c.value_lr) == (500_000, 10_000, 1e-4, 1e-3)
@@ -112,7 +112,7 @@ def test_recipes_are_the_papers_systems(path, capsys):
 def test_recipes_of_fine_tuning(capsys):
     """Table 3."""
     recipes = {p.stem: load_settings(finetune.Config, [str(p)])
-               for p in sorted(ROOT.glob("configs/*finetune*.py"))}
+               for p in sorted(ROOT.glob("configs/**/*finetune*.py"))}
     assert recipes.keys() == {"demo_finetune", "finetune_glue", "finetune_squad",
                               "finetune_minilm_glue", "finetune_minilm_squad"}
     for name, values in {"finetune_squad": (5e-5, 3, 0.06, 0.01, 384),

@@ -1,14 +1,15 @@
-"""The study of results/study.md: a small BERT on Wikipedia and novels, its FFN 4 x width. First on
-short sequences, as Devlin et al. trained on 128 tokens before 512; then study.py goes on.
+"""The first 3,000 steps of the study's small BERT (results/study.md), on short sequences.
+
+study.py continues on longer ones. Devlin et al. trained on 128 tokens before 512 in the same way.
 
 $ python prepare_data.py text natural wikipedia.txt novels.txt --vocab_size 8192
 """
 dataset = "natural"
 model = "demo"  # 4 layers of width 64
 n_head = 2
-d_ff = 256  # as everywhere 4 x width; the demo's is half of that
+d_ff = 256  # 4 x width, as in BERT; the demo has half of that
 dropout = 0.0
-seq_len = 16  # with 64 from the start it stays long on a plateau, see results/study.md
+seq_len = 16  # with 64 from the start the loss stays on a plateau, see results/study.md
 batch_size = 128  # x 16 = 2,048 tokens a step
 accumulation = 1
 max_steps = 3000  # x 2,048 = 6.1 million tokens

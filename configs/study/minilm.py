@@ -1,11 +1,11 @@
-"""MiniLM, an encoder that was trained for sentence similarity, learns to predict masked words.
+"""MiniLM, an encoder trained for sentence similarity, learns to predict masked words.
 
 $ python prepare_data.py weights sentence-transformers/all-MiniLM-L6-v2
 $ python prepare_data.py text natural_bert wikipedia.txt novels.txt --vocab bert-base-uncased
 """
-init_from = "sentence-transformers/all-MiniLM-L6-v2"  # without a masked-LM head: it is new
+init_from = "sentence-transformers/all-MiniLM-L6-v2"  # it has no masked-LM head: a new one is trained
 dataset = "natural_bert"
-model = "distil"  # six layers, but narrower:
+model = "distil"  # six layers, made narrower by the next three lines
 d_model = 384
 n_head = 12
 d_ff = 1536

@@ -1,5 +1,5 @@
-"""study_short.py's model, on sequences of 64 tokens: (a) of Table 2."""
-from configs.study_short import *  # all else is the same
+"""study_short.py's model, trained on with sequences of 64 tokens: (a) of Table 2."""
+from configs.study.study_short import *  # all else is the same
 
 init_from = "out/study_short"
 seq_len = 64

@@ -1,5 +1,5 @@
 """study.py's model, trained on without memory: (b) of Table 2."""
-from configs.study import *  # all else is the same
+from configs.study.study import *  # all else is the same
 
 init_from = "out/study"
 seed = 1  # not study.py's: another order of the text, other masks
