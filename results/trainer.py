@@ -1,13 +1,15 @@
 """
-finetune.py's peer in results/study.md: the same examples, batches and settings, in the hands of
-transformers' own model and Trainer. It takes finetune.py's settings, weights in Hugging Face
-layout, and needs transformers and accelerate.
+Fine-tune with transformers' own model and Trainer, to compare finetune.py with them.
+
+Examples, batches and settings are those of finetune.py (results/study.md, last table). The initial
+weights must be in Hugging Face layout. Needs transformers and accelerate.
 
 $ PYTHONPATH=. python results/trainer.py configs/finetune_glue.py --task=RTE --epochs=3 \
     --init_from=sentence-transformers/all-MiniLM-L6-v2 --seeds=3
 
-Scores and seconds go to out/<name>_trainer.json: those after the last epoch, as in finetune.py's
-eval_results.json under last_. The same command goes on with the seeds that are not in it.
+out/<name>_trainer.json gets each seed's seconds and its scores after the last epoch; finetune.py
+writes the latter to eval_results.json as last_<metric>. After an interruption the same command
+continues with the missing seeds.
 """
 import json
 import shutil
@@ -32,7 +34,7 @@ from lib.weights.checkpoint import find_weights, load_model
 
 
 class Trainer(transformers.Trainer):
-    """It trains on batches that were made before."""
+    """Train on a given list of batches."""
 
     def __init__(self, batches, *args):
         super().__init__(*args)
@@ -43,7 +45,7 @@ class Trainer(transformers.Trainer):
 
 
 def batches(data, steps):
-    """finetune.py's batches under the names of transformers."""
+    """Yield finetune.py's batches under the names of transformers."""
     for step in range(steps):
         batch = {name: torch.from_numpy(array) for name, array in data.get(step).items()}
         labels, mask = batch["labels"], batch.get("mask", torch.ones_like(batch["ids"]))
@@ -54,7 +56,7 @@ def batches(data, steps):
 
 
 def train(model, data, config, out):
-    """Train transformers' model for config.max_steps with finetune.py's settings; returns seconds."""
+    """Train for config.max_steps with finetune.py's settings. Returns the seconds."""
     steps = config.max_steps
     prepared = list(batches(data, steps))
     settings = transformers.TrainingArguments(
@@ -70,7 +72,7 @@ def train(model, data, config, out):
 
 
 def score(model, tokenizer_file, data, device, dtype):
-    """The metrics of the dev splits, as finetune.py scores its own model: one with these weights."""
+    """Return the metrics of the dev splits: finetune.py scores a model of ours with these weights."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         shutil.copy(tokenizer_file, folder)
@@ -82,7 +84,7 @@ def score(model, tokenizer_file, data, device, dtype):
 def main(argv):
     config = load_settings(finetune.Config, argv)
     if config.accumulation != 1:
-        raise UserError("accumulation: expected 1, a batch is one micro-batch here")
+        raise UserError(f"accumulation = {config.accumulation}: expected 1")
     folder, vocab = find_weights(config.init_from)
     out = Path(config.out or f"out/{folder.name}_{task_name(config.task)}_trainer.json")
     device, dtype = choose_device(config.device, config.dtype, config.seed)
@@ -97,24 +99,25 @@ def main(argv):
                 if key not in ("seed", "seeds", "out")}
     saved = read_json(out) if out.exists() else {"settings": settings, "seeds": {}}
     if saved["settings"] != settings:
-        raise UserError(f"{out} has other settings: --out=out/NAME.json starts anew")
-    each = saved["seeds"]
+        raise UserError(f"{out} was made with other settings: give this run its own --out=out/NAME.json")
+    results = saved["seeds"]
     kind = transformers.BertForQuestionAnswering if data.is_squad \
         else transformers.BertForSequenceClassification
     for seed in range(config.seed, config.seed + config.seeds):
-        if str(seed) in each:
+        if str(seed) in results:
             continue
-        config.seed = seed  # of the batches
-        torch.manual_seed(seed)  # of the head
+        config.seed = seed  # for the batches
+        torch.manual_seed(seed)  # for the head
         more = {} if data.is_squad else {"num_labels": max(1, len(task.labels))}
         model = kind.from_pretrained(folder, hidden_dropout_prob=config.dropout,
                                      attention_probs_dropout_prob=config.dropout, **more)
         seconds = train(model, data, config, f"out/{folder.name}_trainer")
-        each[str(seed)] = {"seconds": seconds, **score(model, vocab, data, device, dtype)}
-        print(f"seed {seed}: {each[str(seed)]}", flush=True)
+        results[str(seed)] = {"seconds": seconds, **score(model, vocab, data, device, dtype)}
+        print(f"seed {seed}: {results[str(seed)]}", flush=True)
         write_text(out, json.dumps(saved, indent=1))
-    for name in each[str(config.seed)]:
-        print(f"median of {len(each)}: {name} {np.median([one[name] for one in each.values()]):.4f}")
+    for name in results[str(config.seed)]:
+        median = np.median([result[name] for result in results.values()])
+        print(f"median of {len(results)}: {name} {median:.4f}")
 
 
 if __name__ == "__main__":
