@@ -7,9 +7,9 @@ weights must be in Hugging Face layout. Needs transformers and accelerate.
 $ PYTHONPATH=. python results/trainer.py configs/finetune_glue.py --task=RTE --epochs=3 \
     --init_from=sentence-transformers/all-MiniLM-L6-v2 --seeds=3
 
-out/<name>_trainer.json gets each seed's seconds and its scores after the last epoch; finetune.py
-writes the latter to eval_results.json as last_<metric>. After an interruption the same command
-continues with the missing seeds.
+out/<name>_trainer.json gets each seed's seconds and its scores after the last epoch. In
+finetune.py's eval_results.json these scores are called last_<metric>. After an interruption the
+same command continues with the missing seeds.
 """
 import json
 import shutil

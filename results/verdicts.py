@@ -64,7 +64,7 @@ def percent_below(lower, higher):
 
 
 def mean_row(system, results):
-    """Return a row of the table of means over the seeds; usage is that of layers 2 and 3."""
+    """Return a row of the table of means over the seeds; usage has both layers, 2 / 3."""
     runs = [results[run_name(system, seed)] for seed in SEEDS]
     cells = [SYSTEMS[system], " / ".join(f"{run[CORPUS]['perplexity']:.2f}" for run in runs)]
     cells += [f"{mean(run[corpus]['perplexity'] for run in runs):.1f}" for corpus in runs[0]]
@@ -123,7 +123,7 @@ def last_perplexity(run):
 
 
 def print_starts(runs):
-    """Print claim 5: the perplexity at step 0 over that of the initial model at its end."""
+    """Print claim 5: the perplexity at step 0 over the last one of the initial model."""
     for system, name in (("f", "(f)"), ("e", "(e)"), ("r", "ResM'")):
         ratios = [read_evaluations(runs / run_name(system, seed))[0]["perplexity"]
                   / last_perplexity(runs / run_name("a", seed)) for seed in SEEDS]
