@@ -45,7 +45,7 @@ class Trainer(transformers.Trainer):
 
 
 def batches(data, steps):
-    """Yield finetune.py's batches under the names of transformers."""
+    """finetune.py's batches under the names of transformers."""
     for step in range(steps):
         batch = {name: torch.from_numpy(array) for name, array in data.get(step).items()}
         labels, mask = batch["labels"], batch.get("mask", torch.ones_like(batch["ids"]))
@@ -56,7 +56,7 @@ def batches(data, steps):
 
 
 def train(model, data, config, out):
-    """Train for config.max_steps with finetune.py's settings. Returns the seconds."""
+    """Train transformers' model for config.max_steps with finetune.py's settings; returns seconds."""
     steps = config.max_steps
     prepared = list(batches(data, steps))
     settings = transformers.TrainingArguments(
@@ -72,7 +72,7 @@ def train(model, data, config, out):
 
 
 def score(model, tokenizer_file, data, device, dtype):
-    """Return the metrics of the dev splits: finetune.py scores a model of ours with these weights."""
+    """The metrics of the dev splits, as finetune.py scores its own model: one with these weights."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         shutil.copy(tokenizer_file, folder)
@@ -100,24 +100,23 @@ def main(argv):
     saved = read_json(out) if out.exists() else {"settings": settings, "seeds": {}}
     if saved["settings"] != settings:
         raise UserError(f"{out} was made with other settings: give this run its own --out=out/NAME.json")
-    results = saved["seeds"]
+    each = saved["seeds"]
     kind = transformers.BertForQuestionAnswering if data.is_squad \
         else transformers.BertForSequenceClassification
     for seed in range(config.seed, config.seed + config.seeds):
-        if str(seed) in results:
+        if str(seed) in each:
             continue
-        config.seed = seed  # for the batches
-        torch.manual_seed(seed)  # for the head
+        config.seed = seed  # of the batches
+        torch.manual_seed(seed)  # of the head
         more = {} if data.is_squad else {"num_labels": max(1, len(task.labels))}
         model = kind.from_pretrained(folder, hidden_dropout_prob=config.dropout,
                                      attention_probs_dropout_prob=config.dropout, **more)
         seconds = train(model, data, config, f"out/{folder.name}_trainer")
-        results[str(seed)] = {"seconds": seconds, **score(model, vocab, data, device, dtype)}
-        print(f"seed {seed}: {results[str(seed)]}", flush=True)
+        each[str(seed)] = {"seconds": seconds, **score(model, vocab, data, device, dtype)}
+        print(f"seed {seed}: {each[str(seed)]}", flush=True)
         write_text(out, json.dumps(saved, indent=1))
-    for name in results[str(config.seed)]:
-        median = np.median([result[name] for result in results.values()])
-        print(f"median of {len(results)}: {name} {median:.4f}")
+    for name in each[str(config.seed)]:
+        print(f"median of {len(each)}: {name} {np.median([one[name] for one in each.values()]):.4f}")
 
 
 if __name__ == "__main__":

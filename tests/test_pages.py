@@ -35,8 +35,10 @@ def commands(text):
     return [shlex.split(line, comments=True) for line in lines]
 
 
-def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().split()) <= 1300
+def test_readme_is_short_and_names_the_torch_that_is_required():
+    text, required = ((ROOT / name).read_text() for name in ("README.md", "requirements.txt"))
+    assert len(text.split()) <= 1300
+    assert f"pip install {required.split()[0]} --index-url" in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
