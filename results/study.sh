@@ -72,8 +72,15 @@ for seed in $seeds; do
     echo "pretrain.py configs/study/study_resm_init.py --keys_lr=0.1 --seed=$((seed + 1))" \
         "--init_from=out/study_s$seed --out=out/lr5e-4_keys_lr_s$seed"
 done | train
-python measure.py curves out/study_more_s0 out/study_pkm_init_s0 out/study_resm_init_s0 \
-    out/lr2e-3_more out/lr2e-3_resm_init --out assets/study
+mkdir -p out/picture  # README's picture: its curves are named by these links
+ln -sfn ../study_more_s0 "out/picture/without memory"
+ln -sfn ../study_pkm_init_s0 "out/picture/FFNs replaced (PKM)"
+ln -sfn ../study_resm_init_s0 "out/picture/memory added (ResM)"
+ln -sfn ../lr2e-3_more "out/picture/without memory, rate x 4"
+ln -sfn ../lr2e-3_resm_init "out/picture/memory added, rate x 4"
+python measure.py curves "out/picture/without memory" "out/picture/FFNs replaced (PKM)" \
+    "out/picture/memory added (ResM)" "out/picture/without memory, rate x 4" \
+    "out/picture/memory added, rate x 4" --out assets/study
 python measure.py curves out/lr2e-3_resm_init out/lr2e-3_warmup out/lr2e-3_value_lr_low \
     out/lr2e-3_value_lr_high out/lr2e-3_keys_lr out/lr2e-3_no_norm --out results/study/drift
 
