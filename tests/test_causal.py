@@ -262,7 +262,7 @@ PAPER = ["causal_12", "causal_24", "causal_12_memory", "causal_12_pkm"]
 def test_recipes(capsys):
     """They differ only in depth, memory and FFN."""
     configs = {path.stem: load_settings(pretrain.Config, [str(path)])
-               for path in ROOT.glob("configs/*causal*.py")}
+               for path in ROOT.glob("configs/**/*causal*.py")}
     assert configs.keys() == {*PAPER, "demo_causal", "demo_causal_memory", "demo_causal_wide"}
     for first, *others in (PAPER, sorted(configs.keys() - set(PAPER))):
         for name in (first, *others):
