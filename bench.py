@@ -37,7 +37,8 @@ from lib.corpus.batches import mask_tokens
 from lib.distributed.gradients import distribute, sum_gradients
 from lib.distributed.processes import get_world_size, is_distributed, run_ranks
 from lib.distributed.sharded_values import count_parameters
-from lib.training.trainer import flops_per_token, optimizer_groups, peak_flops, to_device
+from lib.training.flops import flops_per_token, peak_flops
+from lib.training.trainer import optimizer_groups, to_device
 from lib.weights.checkpoint import check_objective, read_weights
 from model import SIZES, BertConfig, Classifier, MaskedLM, value_tables
 

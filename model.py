@@ -50,6 +50,7 @@ class BertConfig:
     memory_heads: int = 4
     topk: int = 32
     key_dim: int = 256
+    query_norm: bool = True  # batch norm on the memory's queries
 
     def __post_init__(self):
         self.memory_layers = tuple(self.memory_layers)
@@ -88,7 +89,7 @@ class Layer(nn.Module):
         if self.beta:
             try:
                 self.memory = PKM(config.d_model, config.n_keys, config.memory_heads, config.topk,
-                                  config.key_dim)
+                                  config.key_dim, query_norm=config.query_norm)
             except ValueError as error:
                 raise UserError(str(error)) from None
 

@@ -47,7 +47,8 @@ class PKM(nn.Module):
     the class of the values, if not ValueTable.
     """
 
-    def __init__(self, d_model, n_keys=512, heads=4, topk=32, key_dim=256, table=None):
+    def __init__(self, d_model, n_keys=512, heads=4, topk=32, key_dim=256, table=None,
+                 query_norm=True):
         super().__init__()
         if not 1 <= topk <= n_keys:
             raise ValueError(f"topk = {topk}: expected 1 to n_keys = {n_keys}, the sub-keys that "
@@ -57,7 +58,7 @@ class PKM(nn.Module):
         self.n_keys, self.heads, self.topk = n_keys, heads, topk
         self.query = nn.Linear(d_model, heads * key_dim)
         nn.init.xavier_uniform_(self.query.weight)
-        self.query_norm = nn.BatchNorm1d(heads * key_dim)
+        self.query_norm = nn.BatchNorm1d(heads * key_dim) if query_norm else nn.Identity()
         half = key_dim // 2
         self.keys = nn.Parameter(torch.empty(heads, 2, n_keys, half))
         nn.init.uniform_(self.keys, -half**-0.5, half**-0.5)

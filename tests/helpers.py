@@ -17,7 +17,8 @@ import pretrain
 from lib.common.errors import run_main
 from lib.common.settings import setting
 from lib.training.trainer import optimizer_groups
-from lib.weights.checkpoint import find_checkpoint, save_checkpoint
+from lib.weights.checkpoint import checkpoint_files
+from lib.weights.run import Run
 from model import BertConfig, MaskedLM, value_tables
 from pkm import LazyAdam
 
@@ -43,7 +44,8 @@ def save_model(run, model, labels=(), step=3):
     """A checkpoint of a model that was not trained."""
     dense = torch.optim.AdamW(optimizer_groups(model, 0))
     values = LazyAdam(value_tables(model).values())
-    return save_checkpoint(run, model, dense, values, {"step": step}, labels=labels)
+    files = checkpoint_files(model, dense, values, {"step": step}, labels)
+    return Run(run).save_checkpoint(step, files, keep=2)
 
 
 def record_search(model):
@@ -106,7 +108,7 @@ def assert_same(a, b, where=""):
 
 
 def steps_saved(run):
-    newest = find_checkpoint(run)
+    newest = Run(run).newest_checkpoint()
     return int(newest.name[5:]) if newest else 0
 
 

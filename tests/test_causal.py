@@ -20,7 +20,7 @@ from lib.corpus.batches import CausalBatches, Corpus, causal_heldout
 from lib.corpus.vocabulary import load_tokenizer
 from lib.for_transformers.export import main
 from lib.slot_usage.counts import evaluate_language_model
-from lib.training.trainer import flops_per_token
+from lib.training.flops import flops_per_token
 from lib.weights.checkpoint import load_model
 from model import value_tables
 from tests.helpers import (
@@ -267,7 +267,7 @@ def test_recipes(capsys):
     for first, *others in (PAPER, sorted(configs.keys() - set(PAPER))):
         for name in (first, *others):
             config = configs[name]
-            sizes = pretrain.validate(config)
+            sizes = pretrain.model_sizes(config)
             same = {"n_layer", "memory_layers", "alpha", "d_ff"}
             assert config.objective == "causal" and sizes["causal"]
             assert sizes["n_layer"] == {"12": 12, "24": 24}.get(name.split("_")[1], 4)

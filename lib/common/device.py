@@ -45,6 +45,16 @@ def choose_device(device="auto", dtype="auto"):
     return chosen, getattr(torch, dtype), line
 
 
+def use_device(device, dtype):
+    """Choose the device and the dtype, print why, and prepare a CPU for a long run."""
+    chosen, dtype, line = choose_device(device, dtype)
+    print(line)
+    if advice := cpu_advice(chosen):
+        print(advice)
+    keep_freed_memory(chosen)
+    return chosen, dtype
+
+
 def cpu_advice(device):
     """Advise fewer threads on a busy CPU (see thread_advice), in a line to print, or None."""
     import torch

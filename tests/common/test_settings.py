@@ -44,8 +44,7 @@ def test_sizes_are_settings(capsys):
     """Over those of the named model; what does not fit together is one line."""
     config = load_settings(pretrain.Config, ["--model=demo", "--n_layer=3", "--d_model=96",
                                            "--d_ff=384", "--seq_len=64"])
-    sizes = pretrain.validate(config)
+    sizes = pretrain.model_sizes(config)
     assert [sizes[name] for name in ("n_layer", "n_head", "d_model", "d_ff")] == [3, 4, 96, 384]
-    config.n_head = 5
     with pytest.raises(UserError, match="no multiple of n_head"):
-        pretrain.validate(config)
+        pretrain.check_config(dataclasses.replace(config, n_head=5))

@@ -342,6 +342,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("tiny.py --init_from=out/base", None, "out/base", "python pretrain.py configs/base.py"),
         ("tiny.py --seq_len=2", None, "seq_len"), ("tiny.py --dropout=1.5", None, "dropout"),
         ("tiny.py --seed=-1", None, "seed"), ("tiny.py --lr=-1", None, "lr"),
+        ("tiny.py --keys_lr=-1", None, "keys_lr", "at least 0"),
         ("tiny.py --key_dim=0", None, "key_dim"),
         ("tiny.py --memory_heads=0", None, "memory_heads"),
         ("tiny.py --lr={[]}", None, "lr", "expected float")],

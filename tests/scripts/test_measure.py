@@ -18,7 +18,6 @@ import torch
 
 import finetune
 import measure
-import pkm
 import pretrain
 from lib.common.errors import UserError
 from lib.corpus.batches import Corpus, cut_split, masked_heldout
@@ -27,9 +26,9 @@ from lib.for_transformers.export import export
 from lib.slot_usage.counts import class_distances, evaluate_language_model, watch_reads
 from lib.training.run import NO_EFFECT, write_usage
 from lib.training.trainer import Trainer
-from lib.weights.checkpoint import find_weights, load_model, save_checkpoint
+from lib.weights.checkpoint import find_weights, load_model
 from model import Classifier
-from tests.helpers import ROOT, prepare, record_search, train, tune
+from tests.helpers import ROOT, prepare, record_search, save_model, train, tune
 
 
 def test_table(place, capsys):
@@ -120,8 +119,7 @@ def test_a_weights_folder_is_measured_like_a_run(place, capsys):
     assert [(run["steps"], run["seed"]) for run in saved["runs"]] == [("2", 0), ("?", "?")]
     measure.main(["fill", "folder", "[MASK] ."])
     tuned = Classifier(load_model("out/tiny").bert.config, 2)
-    save_checkpoint("out/tuned", tuned, torch.optim.SGD(tuned.parameters()),
-                               pkm.LazyAdam([]), {"step": 1})
+    save_model("out/tuned", tuned, step=1)
     shutil.copy("out/tiny/vocab.txt", "out/tuned")
     with pytest.raises(UserError, match="out/tuned: a fine-tuned checkpoint has no"):
         measure.main(["table", "out/tiny", "out/tuned", "--data", "tiny"])
