@@ -34,6 +34,7 @@ from lib.common.progress import Progress, markdown
 from lib.common.settings import Parser, whole_number
 from lib.common.torchrun import first_rank
 from lib.corpus.batches import mask_tokens
+from lib.corpus.vocabulary import Specials
 from lib.distributed.gradients import distribute, sum_gradients
 from lib.distributed.processes import get_world_size, is_distributed, run_ranks
 from lib.distributed.sharded_values import count_parameters
@@ -370,7 +371,7 @@ def masked_batch(args, batch):
     """ids, positions and labels of `batch` sequences of random tokens, by name."""
     rng = np.random.default_rng(0)
     ids = rng.integers(1000, 30000, (batch, args.length))
-    batch = mask_tokens(ids, rng, 30522, (0, 100, 101, 102, 103), 103)
+    batch = mask_tokens(ids, rng, 30522, Specials(0, 100, 101, 102, 103))
     return to_device(batch, args.device)
 
 

@@ -31,7 +31,7 @@ from lib.common.device import use_device
 from lib.common.errors import UserError, need
 from lib.common.files import lock, write_text
 from lib.common.settings import DTYPES, ON_OFF, load_settings, setting
-from lib.corpus.vocabulary import load_tokenizer, special_ids
+from lib.corpus.vocabulary import special_ids, text_tokenizer
 from lib.distributed.processes import (
     any_signalled,
     first_rank_first,
@@ -322,8 +322,7 @@ def main(argv):
     out = Path(config.out or f"out/{name}{'' if config.update_memory else '_fixed'}")
     device, dtype = use_device(config.device, config.dtype)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
-    tokenizer = load_tokenizer(vocab)
-    tokenizer.encode_special_tokens = True  # a "[SEP]" in a text is text, not the token
+    tokenizer = text_tokenizer(vocab)
     with first_rank_first():
         task = find_task(config.task)
     data = Data(task, tokenizer, config)

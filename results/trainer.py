@@ -28,7 +28,7 @@ from lib.common.device import choose_device, keep_freed_memory
 from lib.common.errors import UserError, run_main
 from lib.common.files import read_json, write_text
 from lib.common.settings import load_settings
-from lib.corpus.vocabulary import load_tokenizer
+from lib.corpus.vocabulary import text_tokenizer
 from lib.tasks.glue import find_task, task_name
 from lib.weights.checkpoint import find_weights, load_model
 
@@ -91,8 +91,7 @@ def main(argv):
     print(line)
     keep_freed_memory(device)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
-    tokenizer = load_tokenizer(vocab)
-    tokenizer.encode_special_tokens = True
+    tokenizer = text_tokenizer(vocab)
     task = find_task(config.task)
     data = finetune.Data(task, tokenizer, config)
     config.max_steps = config.max_steps or config.epochs * data.steps_per_epoch

@@ -103,7 +103,7 @@ def test_perplexity_of_a_split_equals_brute_force(place, system, stride):
     """Each token is predicted once, from the tokens of its window."""
     corpus = Corpus("tiny")
     model = tiny_bert(causal=True, **system).eval()
-    text, loss = [corpus.sep_id, *corpus.split("test").tolist()], 0.0
+    text, loss = [corpus.special_ids.sep, *corpus.split("test").tolist()], 0.0
     predicted = 0  # tokens, up to here
     for start in [*range(0, len(text) - 17, stride), len(text) - 17]:
         with torch.no_grad():
@@ -193,7 +193,7 @@ def test_sample_goes_on_with_a_text(place, capsys, layers):
     assert train("--objective=causal", "--max_steps=12", layers) == 0
     model, corpus = load_model("out/tiny").eval(), Corpus("tiny")
     tokenizer = corpus.tokenizer()
-    prompt = [corpus.sep_id, *tokenizer.encode("the old cat saw").ids]
+    prompt = [corpus.special_ids.sep, *tokenizer.encode("the old cat saw").ids]
 
     def run(*args):
         capsys.readouterr()
@@ -223,7 +223,7 @@ def test_sample_goes_on_with_a_text(place, capsys, layers):
         ids = tokenizer.encode(text).ids
         for n in range(len(prompt) - 1, len(ids)):
             with torch.no_grad():
-                logits = model(torch.tensor([[corpus.sep_id, *ids[:n]]]))[0, -1]
+                logits = model(torch.tensor([[corpus.special_ids.sep, *ids[:n]]]))[0, -1]
             assert ids[n] in logits.topk(2).indices
     assert run("--samples", "1", "--tokens", "6", "--top_k", "2", "--temperature", "1")[1] == (
         texts[:1])
