@@ -44,7 +44,11 @@ TABLE_1 = {("base", "+PKM"): 79.8 / 61.4, ("base", "+ResM"): 79.8 / 59.3,  # tim
 
 
 class PlainPKM(pkm.PKM):
-    """A memory as it is usually written: all topk^2 sums of a head, sparse gradients."""
+    """The baseline: a memory as it is usually written.
+
+    It adds all topk^2 pairs of a head's scores, and its values get a sparse gradient. It has the
+    state dict of pkm.PKM.
+    """
 
     def __init__(self, *sizes, **more):
         super().__init__(*sizes, **more)
@@ -52,7 +56,7 @@ class PlainPKM(pkm.PKM):
             self.values.weight.detach(), freeze=False, mode="sum", sparse=True)
 
     def forward(self, x):
-        """(tokens, d_model) to the same."""
+        """x: (tokens, d_model). Returns the same shape."""
         query = self.query_norm(self.query(x)).view(len(x), self.heads, 2, -1)
         (first, i), (second, j) = (
             torch.einsum("thd,hkd->thk", query[:, :, half], self.keys[:, half]).topk(self.topk)
@@ -84,7 +88,7 @@ def compare(args, what, functions, more=1, **settings):
 
 
 def build(args, head, size, system, device=None, **settings):
-    """Make a model with random weights; settings: others than the size's and the command's."""
+    """Make a model with random weights. settings: BertConfig's, over the size's and args'."""
     memory = {**SYSTEMS[system], "memory_layers": LAYERS[size]} if SYSTEMS[system] else {}
     config = BertConfig(**{**SIZES[size], **memory, "n_keys": args.n_keys,
                            "dropout": args.dropout, **settings})
@@ -99,10 +103,12 @@ def random_ids(args, batch, length, vocab_size=30000):
 
 def forward(args, model, *inputs, **more):
     """Make a function that calls the model in evaluation mode, without gradients."""
+    model.eval()
+
     @torch.no_grad()
     @trainer.autocast(args.device, args.dtype)
     def call():
-        model.eval()(*inputs, **more)
+        model(*inputs, **more)
     return call
 
 
@@ -118,11 +124,10 @@ def inference(args):
         if args.device.type == "cuda":
             modes["graphs"] = functools.partial(torch.compile, mode="reduce-overhead")
     for size in args.sizes:
-        models, parameters = {}, {}
+        models = {}
         for system in SYSTEMS:
-            shapes = build(args, Classifier, size, system, device="meta")
-            parameters[system] = count_parameters(shapes)
-            if fits(f"{size} {system}", 4 * parameters[system], args.device):
+            parameters = count_parameters(build(args, Classifier, size, system, device="meta"))
+            if fits(f"{size} {system}", 4 * parameters, args.device):
                 models[system] = build(args, Classifier, size, system)
                 for table in value_tables(models[system]).values():
                     table.to(getattr(torch, args.values_dtype))
@@ -135,7 +140,8 @@ def inference(args):
                 system = record["system"]
                 results.append({
                     **record, "batches/s": 1 / median(record["seconds"]),
-                    "parameters": parameters[system], "paper's": TABLE_1.get((size, system))})
+                    "parameters": count_parameters(models[system]),
+                    "paper's": TABLE_1.get((size, system))})
     return results
 
 
@@ -165,7 +171,7 @@ def by_slots(args, model, run, kinds):
 
 
 def causal(args):
-    """The next token after a text, and a training step, of n layers, 2n, and n with a memory"""
+    """Causal models of n layers, 2n, and n with a memory: the next token, a training step"""
     n, configs = args.layers, {}
     shared = {**SIZES[args.size], "causal": True, "dropout": args.dropout, "n_keys": args.n_keys}
     for name, layers, memories in ((f"{n} layers", n, ()), (f"{2 * n} layers", 2 * n, ()),
@@ -191,7 +197,8 @@ def causal(args):
     for name, model in models.items():
         values = pkm.LazyAdam(value_tables(model).values())
         loss = functools.partial(runs[name].train(), ids[:, :-1], labels=ids[:, 1:])
-        steps[name] = training_step(args, model, trainer.optimizer_groups(model, 0.01), values, loss)
+        groups = trainer.optimizer_groups(model, 0.01)
+        steps[name] = training_step(args, model, groups, values, loss)
     results += compare(args, f"training step, {len(ids)} x {args.length}", steps, bases=2)
     return [{**record, "parameters": count_parameters(models[record["system"]])}
             for record in results]
@@ -235,7 +242,7 @@ def layer(args):
 
 
 def training_step(args, model, parameters, values, loss):
-    """Make a function that does one training step: loss(), backward, clipping, both updates.
+    """Make a function that calls loss() and does the rest of a training step.
 
     parameters: the model's, for fused AdamW. values: a LazyAdam. Under torchrun the ranks add up
     their gradients.
@@ -264,9 +271,9 @@ def masked_batch(args, batch):
 
 def train(args):
     """A pretraining step of plain BERT, +PKM and +ResM (the paper: 2.8 and 5.1 days)"""
-    models = {system: build(args, MaskedLM, args.size, system) for system in args.systems}
-    tables = {}
-    for model in models.values():
+    models, tables = {}, {}
+    for system in args.systems:
+        model = models[system] = build(args, MaskedLM, args.size, system)
         prepare_batch_norms(model)
         tables = tables or value_tables(model)
         for n in value_tables(model):  # all systems share the tables, to make room for them
@@ -286,6 +293,8 @@ def train(args):
         except RuntimeError as error:
             if not out_of_memory(error) or batch == 1 or is_distributed():
                 raise
+            if args.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             values.zero_grad()
             batch //= 2
     tokens = get_world_size() * batch * args.length

@@ -2,7 +2,10 @@
 Weights from Hugging Face's folders and into them.
 """
 import json
+import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,14 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import measure
-from lib.common.errors import Failure, UserError
+from lib.common.errors import UserError
 from lib.corpus.batches import Corpus, masked_heldout
 from lib.corpus.vocabulary import SPECIALS, load_tokenizer
 from lib.for_transformers.export import export, main
 from lib.training.trainer import to_device
 from lib.weights.checkpoint import init_from, load_model, read_weights
 from model import BertConfig, Classifier, MaskedLM, SpanReader, build_model
-from tests.helpers import assert_one_line, assert_same, log, save_model, tiny_bert, train
+from tests.helpers import ROOT, assert_one_line, assert_same, log, save_model, tiny_bert, train
 
 
 def hugging_face(kind, **sizes):
@@ -264,17 +267,18 @@ def test_a_run_starts_from_hugging_faces_weights(place, capsys):
                     words=["26 tokens do not fit weights for 25"])
 
 
-def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
-    safetensors = pytest.importorskip("safetensors")
+def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path):
     pytest.importorskip("safetensors.torch")
     save_model(tmp_path / "run", tiny_bert())
     (tmp_path / "run/vocab.txt").write_text("\n".join([*SPECIALS, *map(str, range(35))]))
+    command = [sys.executable, "-m", "lib.for_transformers.export", tmp_path / "run"]
 
-    def full(weights, path, metadata):
-        path.write_bytes(b"half")
-        raise safetensors.SafetensorError("No space left on device")
+    def small_files():  # as on a disk that is full: the weights do not fit
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
 
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(Failure, match="No space left"):
-        export(tmp_path / "run", tmp_path / "folder")
+    ended = subprocess.run([*command, tmp_path / "folder"], cwd=ROOT, preexec_fn=small_files,
+                           capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and "File too large" in ended.stderr
+    assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+    subprocess.run([*command, tmp_path / "folder"], cwd=ROOT, check=True)
