@@ -17,11 +17,11 @@ from lib.common.torchrun import first_rank
 
 
 def time_in_turn(what, functions, device, rounds, warmup=2, bases=1):
-    """Time {name: function} in turn, so that a busy moment of the machine slows all of them.
+    """Time {name: function} in turn: a busy moment of the machine slows every function.
 
-    Returns a record for each name: the seconds of each round, and their ratio to those of each of
-    the first `bases` names (the median over the rounds). The warm-up, in which models compile, is
-    not among them. Its total time is printed.
+    Returns a record for each name. It has the seconds of each round, and the ratio to the first
+    `bases` functions: the median of the rounds' ratios. The rounds of warm-up, in which models
+    compile, do not count, but their total time is printed.
     """
     synchronize = getattr(torch, device.type).synchronize
     times = {name: [] for name in functions}

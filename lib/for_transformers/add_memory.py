@@ -1,5 +1,7 @@
 """
-Put a product-key memory into encoders of transformers: x' = LN(x + alpha * FFN(x) + beta * PKM(x)).
+Add a product-key memory to an encoder of transformers.
+
+x' = LN(x + alpha * FFN(x) + beta * PKM(x)), as in model.py.
 
 >>> model = AutoModelForMaskedLM.from_pretrained("bert-base-uncased")
 >>> tables = add_memory(model, layers=(4, 8))       # random memories, to be trained
@@ -68,10 +70,10 @@ def find_layers(model):
     arguments = list(inspect.signature(encoder.forward).parameters)
     if len(stacks) != 1 or "attention_mask" not in arguments:
         raise ValueError(
-            f"{type(model).__name__}: expected a model that is called with attention_mask, with one "
-            "list of layers as BERT's, which end with output(intermediate(x), x), or as "
-            "DistilBERT's, which end with output_layer_norm(ffn(x) + x), without "
-            f"chunk_size_feed_forward: found {len(stacks)} lists")
+            f"{type(model).__name__}: expected a model that takes attention_mask and has one list "
+            "of layers that end as BERT's, output(intermediate(x), x), or as DistilBERT's, "
+            "output_layer_norm(ffn(x) + x), without chunk_size_feed_forward: found "
+            f"{len(stacks)} lists")
     return stacks[0], encoder, arguments.index("attention_mask")
 
 

@@ -82,19 +82,18 @@ def memory_code():
 
 def their_settings(config, head, labels, vocab, has_memory):
     """Return the content of config.json."""
-    kind, architecture = ("pkm-bert" if has_memory else "bert"), ARCHITECTURES[head]
+    architecture = "BertLMHeadModel" if config.causal else ARCHITECTURES[head]
+    kind = "pkm-bert" if has_memory else "bert"
     settings = {theirs: getattr(config, ours) for ours, theirs in SETTINGS[kind].items()}
-    settings |= {"model_type": kind, "hidden_act": "gelu", "layer_norm_eps": 1e-12,
-                 "attention_probs_dropout_prob": config.dropout, "dtype": "float32",
-                 "architectures": [architecture],
+    settings |= {"model_type": kind, "architectures": [architecture], "hidden_act": "gelu",
+                 "layer_norm_eps": 1e-12, "attention_probs_dropout_prob": config.dropout,
+                 "dtype": "float32", "is_decoder": config.causal,
                  "pad_token_id": vocab.index(special_tokens(vocab)[0])}
-    if config.causal:
-        settings |= {"is_decoder": True, "architectures": ["BertLMHeadModel"]}
     if has_memory:
-        settings |= {"architectures": [f"PKM{architecture}"], "hidden_act": MEMORY_ACT}
-        settings["auto_map"] = {"AutoConfig": "modeling_pkm.PKMBertConfig"} | {
-            name.replace("Bert", "AutoModel"): f"modeling_pkm.PKM{name}"
-            for name in ARCHITECTURES.values()}
+        settings |= {"architectures": [f"PKM{architecture}"], "hidden_act": MEMORY_ACT,
+                     "auto_map": {"AutoConfig": "modeling_pkm.PKMBertConfig"}}
+        for name in ARCHITECTURES.values():
+            settings["auto_map"][name.replace("Bert", "AutoModel")] = f"modeling_pkm.PKM{name}"
     if head == "classifier":
         names = labels or ["LABEL_0"]
         settings |= {"id2label": dict(enumerate(names)),

@@ -1,5 +1,5 @@
 """
-Weights from Hugging Face's folders and into them.
+Hugging Face's folders: read, and written by export.
 """
 import json
 import resource
@@ -25,7 +25,7 @@ from tests.helpers import ROOT, assert_one_line, assert_same, log, save_model, t
 
 
 def hugging_face(kind, **sizes):
-    """A random transformers model in which every weight shows in the logits."""
+    """Make a random transformers model whose weights all show in the logits."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"vocab_size": 40, "max_position_embeddings": 24, **sizes}
@@ -93,7 +93,7 @@ def test_hugging_face_folders_give_the_same_logits(tmp_path, kind, layout):
 
 
 def saved_run(tmp_path, model, vocab_size=40, labels=()):
-    """A run's folder with a checkpoint of the model and a vocabulary of its size."""
+    """Draw the model's weights; save it as a run's checkpoint, with a vocabulary of its size."""
     for name, p in model.named_parameters():
         nn.init.normal_(p, float("norm" in name and "weight" in name), 0.4)
     words = [*SPECIALS, *(f"w{n}" for n in range(vocab_size - 5))]
@@ -143,7 +143,7 @@ def test_export_loads_in_transformers(tmp_path, capsys, head, auto, labels, type
 @pytest.mark.parametrize("alpha", [0.0, 1.0], ids=["PKM", "ResM"])
 @pytest.mark.parametrize("head", [None, "classifier", "span"])
 def test_export_of_a_memory_comes_back_bit_for_bit(tmp_path, capsys, head, alpha):
-    """Without a pooler that was not trained: a classifier that starts from it draws its own."""
+    """An untrained pooler is left out; a classifier that starts from the folder draws its own."""
     pytest.importorskip("safetensors")
     model = tiny_head(head, ("a", "b"), memory_layers=(1, 3), alpha=alpha).train()
     model(torch.randint(40, (4, 9)))  # the batch norm has statistics now
@@ -182,8 +182,8 @@ def test_an_encoder_without_a_head_is_a_start(tmp_path, capsys, prefix):
         with torch.no_grad():
             pooled = model.bert.eval().pool(model.bert(ids))
             torch.testing.assert_close(pooled, theirs(ids)[1], rtol=0, atol=1e-5)
-    said = capsys.readouterr().out
-    assert "left random  MLM head" in said and "left random  task head" in said
+    output = capsys.readouterr().out
+    assert "left random  MLM head" in output and "left random  task head" in output
 
 
 def test_a_vocabulary_with_capitals_is_of_a_cased_bert(tmp_path):
@@ -213,8 +213,8 @@ def test_a_causal_model_with_memory_is_not_exported(tmp_path):
         export(run, tmp_path / "out")
 
 
-def demo_of_hugging_face(kind, folder, vocab):
-    """A random transformers model of the demo's shape with a vocabulary, saved by torch."""
+def demo_of_hugging_face(folder, vocab):
+    """Save a random transformers model of the demo's shape by torch, with its vocabulary."""
     size = len(Path(vocab).read_text().splitlines())
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -228,13 +228,14 @@ def demo_of_hugging_face(kind, folder, vocab):
 
 
 def test_a_run_starts_from_hugging_faces_weights(place, capsys):
-    """By the name that they have in data/weights; its first evaluation is theirs."""
-    theirs = demo_of_hugging_face("Bert", "data/weights/bert-base-uncased", "tiny.txt")
+    """It finds them by name in data/weights, and its first evaluation is their loss."""
+    theirs = demo_of_hugging_face("data/weights/bert-base-uncased", "tiny.txt")
     args = ["--init_from=bert-base-uncased", "--memory_layers="]
     assert train(*args, "--max_steps=2", "--out=out/init") == 0
     first = log("out/init")[0]
-    said = capsys.readouterr().out
-    assert "init_from data/weights/bert-base-uncased:" in said and "loaded       MLM head" in said
+    output = capsys.readouterr().out
+    assert "init_from data/weights/bert-base-uncased:" in output
+    assert "loaded       MLM head" in output
     batches = masked_heldout(Corpus("tiny"), "val", 16, 2, 8)
     total = 0.0
     with torch.no_grad():
