@@ -44,11 +44,7 @@ TABLE_1 = {("base", "+PKM"): 61.4 / 79.8, ("base", "+ResM"): 59.3 / 79.8,  # rel
 
 
 class PlainPKM(pkm.PKM):
-    """The baseline: a memory as it is usually written.
-
-    It adds all topk^2 pairs of a head's scores, and its values get a sparse gradient. It has the
-    state dict of pkm.PKM.
-    """
+    """The baseline: a memory as it is usually written. It has the state dict of pkm.PKM."""
 
     def __init__(self, *sizes, **more):
         super().__init__(*sizes, **more)
@@ -141,15 +137,13 @@ def inference(args):
                 results.append({
                     **record, "parameters": count_parameters(models[system]),
                     "batches/s": 1 / median(record["seconds"]),
-                    "relative": 1 / record["times_plain"], "paper's": TABLE_1.get((size, system))})
+                    "relative_batches/s": 1 / record["times_plain"],
+                    "paper's": TABLE_1.get((size, system))})
     return results
 
 
 def by_slots(args, model, run, kinds):
-    """Time run() by number of slots (the poster's last figure).
-
-    model: what run() calls. kinds: {name: class of the memory}.
-    """
+    """Time run(), which calls the model, by number of slots (the poster's last figure)."""
     layers = [layer for layer in model.bert.layers if layer.beta]
     if not layers:
         raise UserError("--slots: the last model has no memory")
