@@ -1,11 +1,8 @@
 """
-Hugging Face's folders: read, and written by export.
+Hugging Face's folders, read.
 """
 import json
-import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,11 +14,10 @@ import measure
 from lib.common.errors import UserError
 from lib.corpus.batches import Corpus, masked_heldout
 from lib.corpus.vocabulary import SPECIALS, load_tokenizer
-from lib.for_transformers.export import export, main
 from lib.training.trainer import to_device
 from lib.weights.checkpoint import init_from, load_model, read_weights
 from model import BertConfig, Classifier, MaskedLM, SpanReader, build_model
-from tests.helpers import ROOT, assert_one_line, assert_same, log, save_model, tiny_bert, train
+from tests.helpers import assert_one_line, log, save_model, train
 
 
 def hugging_face(kind, **sizes):
@@ -110,63 +106,6 @@ def tiny_head(head, labels=(), **settings):
     return build_model(BertConfig(**{**sizes, **settings}), head, labels)
 
 
-@pytest.mark.parametrize("type_vocab", [2, 0])
-@pytest.mark.parametrize("head, auto, labels", [
-    (None, "MaskedLM", ()), ("classifier", "SequenceClassification", ("no", "maybe", "yes")),
-    ("classifier", "SequenceClassification", ()), ("span", "QuestionAnswering", ())],
-    ids=["MLM", "classes", "regression", "span"])
-def test_export_loads_in_transformers(tmp_path, capsys, head, auto, labels, type_vocab):
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("safetensors")
-    model = tiny_head(head, labels, type_vocab=type_vocab)
-    main([str(saved_run(tmp_path, model, labels=labels)), str(tmp_path / "out")])
-    theirs, loading = getattr(transformers, f"AutoModelFor{auto}").from_pretrained(
-        tmp_path / "out", output_loading_info=True)
-    assert not loading["missing_keys"] and not loading["mismatched_keys"]
-    assert type(theirs).__name__ == f"BertFor{auto}"
-    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
-    assert_same_logits(model, theirs.eval())
-    if head == "classifier":
-        assert tuple(theirs.config.id2label.values()) == (labels or ("LABEL_0",))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    pair = tokenizer("W3 w5", "w7 [MASK]")
-    assert pair["input_ids"] == [2, 8, 10, 3, 12, 4, 3]
-    assert pair["token_type_ids"] == [0] * 4 + [1] * 3
-    again = load_model(tmp_path / "out").eval()
-    ids = torch.randint(40, (2, 9))
-    assert type(again) is type(model)
-    torch.testing.assert_close(again(ids), model(ids), rtol=1e-5, atol=1e-6)  # aligned otherwise
-    with pytest.raises(UserError, match="exists"):
-        export(tmp_path / "run", tmp_path / "out")
-
-
-@pytest.mark.parametrize("alpha", [0.0, 1.0], ids=["PKM", "ResM"])
-@pytest.mark.parametrize("head", [None, "classifier", "span"])
-def test_export_of_a_memory_comes_back_bit_for_bit(tmp_path, capsys, head, alpha):
-    """An untrained pooler is left out; a classifier that starts from the folder draws its own."""
-    pytest.importorskip("safetensors")
-    model = tiny_head(head, ("a", "b"), memory_layers=(1, 3), alpha=alpha).train()
-    model(torch.randint(40, (4, 9)))  # the batch norm has statistics now
-    run = saved_run(tmp_path, model, labels=("a", "b") if head == "classifier" else ())
-    export(run, tmp_path / "out")
-    saved, again = read_weights(run), read_weights(tmp_path / "out")
-    assert_same({name: w for name, w in saved["weights"].items()
-                 if head == "classifier" or "pooler" not in name}, again["weights"])
-    init_from(tiny_head("classifier", memory_layers=(1, 3), alpha=alpha), tmp_path / "out")
-    assert ("left random  pooler" in capsys.readouterr().out) == (head != "classifier")
-    assert saved["config"] == again["config"] and saved.get("labels") == again.get("labels")
-    ids = torch.randint(40, (2, 9))
-    loaded = load_model(tmp_path / "out").eval()
-    torch.testing.assert_close(loaded(ids), model.eval()(ids), rtol=1e-5,
-                               atol=1e-6)  # another alignment, another rounding
-    readme = (tmp_path / "out/README.md").read_text()
-    assert "trust_remote_code" in readme and "(1, 3)" in readme and "4 x 4 slots" in readme
-    fresh = tiny_head(None, memory_layers=(1, 3), alpha=alpha)
-    init_from(fresh, tmp_path / "out")
-    assert torch.equal(fresh.bert.layers[2].memory.values.weight,
-                       model.bert.layers[2].memory.values.weight)
-
-
 @pytest.mark.parametrize("prefix", ["", "bert."])
 def test_an_encoder_without_a_head_is_a_start(tmp_path, capsys, prefix):
     theirs = hugging_face("BertModel")
@@ -193,24 +132,6 @@ def test_a_vocabulary_with_capitals_is_of_a_cased_bert(tmp_path):
     theirs = transformers.BertTokenizer(str(tmp_path / "vocab.txt"), do_lower_case=False)
     text = "The the THE Ab É Ét é. [MASK] tT eT"
     assert load_tokenizer(tmp_path).encode(text).tokens == theirs.tokenize(text)
-
-
-def test_a_fine_tuned_models_card_has_its_metrics(tmp_path):
-    run = saved_run(tmp_path, tiny_head("classifier", ("a", "b")), labels=("a", "b"))
-    (run / "step_000003").rename(run / "best")
-    (run / "config.json").write_text(json.dumps(
-        {"task": "RTE", "tokenizer_hash": "", "init_checkpoint": "", "first_step": 0}))
-    (run / "eval_results.json").write_text(json.dumps({"eval_accuracy": 0.75, "last_accuracy": 1}))
-    export(run / "best", tmp_path / "out")
-    card = (tmp_path / "out/README.md").read_text()
-    assert "| task " in card and "| accuracy | 0.75 " in card and "| 1 " not in card
-    assert "AutoModelForSequenceClassification" in card
-
-
-def test_a_causal_model_with_memory_is_not_exported(tmp_path):
-    run = saved_run(tmp_path, tiny_head(None, causal=True, memory_layers=(2,)))
-    with pytest.raises(UserError, match="is a causal language model with memory"):
-        export(run, tmp_path / "out")
 
 
 def demo_of_hugging_face(folder, vocab):
@@ -266,20 +187,3 @@ def test_a_run_starts_from_hugging_faces_weights(place, capsys):
     shutil.copy("other.txt", "data/weights/bert-base-uncased/vocab.txt")
     assert_one_line(capsys, "tiny.py", "--init_from=bert-base-uncased", "--dataset=other",
                     words=["26 tokens do not fit weights for 25"])
-
-
-def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path):
-    pytest.importorskip("safetensors.torch")
-    save_model(tmp_path / "run", tiny_bert())
-    (tmp_path / "run/vocab.txt").write_text("\n".join([*SPECIALS, *map(str, range(35))]))
-    command = [sys.executable, "-m", "lib.for_transformers.export", tmp_path / "run"]
-
-    def small_files():  # as on a disk that is full: the weights do not fit
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
-
-    ended = subprocess.run([*command, tmp_path / "folder"], cwd=ROOT, preexec_fn=small_files,
-                           capture_output=True, text=True, check=False)
-    assert ended.returncode == 1 and "File too large" in ended.stderr
-    assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
-    subprocess.run([*command, tmp_path / "folder"], cwd=ROOT, check=True)
