@@ -11,13 +11,14 @@ AutoModelForSequenceClassification or AutoModelForQuestionAnswering.
 import contextlib
 import json
 import re
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from tokenizers import processors
 
-from lib.common.errors import ROOT, UserError, need, run_main
+from lib.common.errors import ROOT, Failure, UserError, need, run_main
 from lib.common.files import atomic, load_file, read_json
 from lib.common.progress import markdown
 from lib.common.settings import Parser
@@ -40,7 +41,7 @@ def export(path, folder):
     is left out, and whoever fine-tunes from the folder draws a new one. load_model reads the folder
     too. UserError if it exists, or if transformers has no such model.
     """
-    safetensors = need("safetensors.torch", "export")
+    save_file = need("safetensors.torch", "export").save_file
     if Path(folder).exists():
         raise UserError(f"{folder} exists already: name a new folder")
     source, vocab_file = find_weights(path)
@@ -67,7 +68,12 @@ def export(path, folder):
         temporary.mkdir()
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
-        (temporary / "model.safetensors").write_bytes(safetensors.save(weights, {"format": "pt"}))
+        try:
+            save_file(weights, temporary / "model.safetensors", {"format": "pt"})
+        except Exception as error:  # noqa: BLE001 - safetensors raises its own type
+            raise Failure(f"{folder}: not saved ({error})") from None
+        # safetensors makes a file that only its owner can read
+        shutil.copymode(temporary / "vocab.txt", temporary / "model.safetensors")
     print(f"{folder}: weights of {source}, {settings['architectures'][0]}, {len(weights)} tensors")
 
 
