@@ -302,4 +302,4 @@ def test_the_models_of_runs_are_timed(place, monkeypatch, capsys):
     sizes = [sum(p.numel() for p in load_model(run).parameters())
              for run in ("out/plain", "out/tiny")]
     assert [r["parameters"] for r in results] == sizes * 2
-    assert [r["model"] for r in results] == ["out/plain", "out/tiny"] * 2
+    assert [r["system"] for r in results] == ["out/plain", "out/tiny"] * 2
