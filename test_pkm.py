@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pkm
+import values
 from pkm import PKM, LazyAdam, ValueTable, candidates
 
 torch.set_num_threads(1)  # at these sizes threads mostly wait for each other
@@ -183,7 +184,7 @@ def test_gradients_and_updates_equal_a_dense_layer(micro_batches, padded, dtype,
 @pytest.mark.parametrize("chunk", [1, 24, 2**18])  # values: 1, 3, all rows
 def test_value_updates_equal_sparse_adam(monkeypatch, chunk):
     """Of an ordinary sparse embedding bag; a row that was not read keeps its every bit."""
-    monkeypatch.setattr(pkm, "CHUNK", chunk)
+    monkeypatch.setattr(values, "CHUNK", chunk)
     torch.manual_seed(0)
     ours, bag = ValueTable(50, 8), nn.EmbeddingBag(50, 8, mode="sum", sparse=True)
     bag.weight.data.copy_(ours.weight)

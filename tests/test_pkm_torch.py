@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pkm
+import values
 from pkm import PKM, LazyAdam, ValueTable
 from test_pkm import assert_near, small_memory
 
@@ -204,7 +205,7 @@ def test_zero_grad_drops_pending_reads():
 
 
 def test_reads_that_pile_up_warn_once(monkeypatch):
-    monkeypatch.setattr(pkm, "WARN_AT", 3)
+    monkeypatch.setattr(values, "WARN_AT", 3)
     memory = small_memory()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
