@@ -58,7 +58,7 @@ class ValueTable(nn.Module):
         table's dtype. A forward hook sees every read.
         """
         slots, weights = slots.flatten(1), weights.flatten(1)
-        tracing = torch.jit.is_tracing() or torch.compiler.is_exporting()
+        tracing = torch.jit.is_tracing()
         training = torch.is_grad_enabled() and self.weight.requires_grad and not tracing
         weight = self.weight.detach() if training else self.weight
         out = F.embedding_bag(slots, weight, per_sample_weights=weights.to(weight.dtype),
