@@ -33,7 +33,7 @@ def save_checkpoint(run, model, dense, values, state, keep=2, labels=()):
     drop all but the `keep` newest. dense, values: the two optimizers; state: a dict of plain
     Python, with `step`; labels: see model_file."""
     folder = Path(run) / f"step_{state['step']:06d}"
-    moments = torch.optim.Optimizer.state_dict(values)  # LazyAdam's own would be a copy
+    moments = values.state_dict()
     files = {"model": model_file(model, labels),
              "optimizer": {"dense": dense.state_dict(), "values": ranks.mark_moments(moments)},
              "state": state}

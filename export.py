@@ -37,7 +37,7 @@ from model import BertConfig, build_model
 from training import read_settings
 from usage import describe, read_evaluations
 
-CODE = ("pkm.py", "add_memory.py", "modeling_pkm.py")  # beside the weights of a model with memory
+CODE = ("pkm.py", "values.py", "add_memory.py", "modeling_pkm.py")  # beside the weights of a model with memory
 PIPELINES = {"MaskedLM": "fill-mask", "CausalLM": "text-generation",
              "SequenceClassification": "text-classification",
              "QuestionAnswering": "question-answering"}
@@ -78,7 +78,7 @@ def export(path, folder):
             (temporary / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
         for name in () if plain else CODE:
             code = Path(__file__).with_name(name).read_text(encoding="utf-8")
-            code = re.sub(r"(?m)^from (pkm|add_memory) import", r"from .\1 import", code)
+            code = re.sub(r"(?m)^from (pkm|values|add_memory) import", r"from .\1 import", code)
             (temporary / name).write_text(code, encoding="utf-8")
         (temporary / "README.md").write_text(card(source, Path(folder).name, config, saved, plain),
                                              encoding="utf-8")

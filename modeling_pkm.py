@@ -8,7 +8,7 @@ BERT with product-key memory, in transformers: export.py writes this file beside
 import transformers
 
 from add_memory import add_memory
-from pkm import LazyAdam
+from values import LazyAdam
 
 
 class PKMBertConfig(transformers.BertConfig):

@@ -100,11 +100,11 @@ class PKM(nn.Module):
 
 
 def candidates(topk, device):
-    """List the pairs (i, j) of ranks, (2, pairs), whose sums can be in the top k.
+    """List the pairs of ranks whose sums can be in the top k: (2, pairs).
 
-    Ranks count from 0 in the sorted scores of each half. The pair (i, j) has (i+1)(j+1) - 1 pairs
-    that score at least as much, which leaves 119 of 1,024 pairs for k = 32. The list is no buffer,
-    because a module made on the meta device would lose its content.
+    Ranks count from 0 in the sorted scores of each half. (i+1)(j+1) - 1 pairs score no less than
+    the pair (i, j). This leaves 119 of 1,024 pairs for k = 32. The list is no buffer, because a
+    module made on the meta device would lose its content.
     """
     count = sum(topk // (i + 1) for i in range(topk))
     rank = torch.arange(topk, device=device)

@@ -25,7 +25,7 @@ from checkpoint import load_optimizers, save_checkpoint
 from common import Failure, UserError, atomic, discard, write_text
 from data import MASKED, read_vocab, vocab_hash
 from model import value_tables
-from pkm import LazyAdam
+from values import LazyAdam
 from scalars import Scalars
 
 

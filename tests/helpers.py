@@ -18,7 +18,7 @@ import prepare_data
 import pretrain
 import training
 from model import BertConfig, MaskedLM, value_tables
-from pkm import LazyAdam
+from values import LazyAdam
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"  # larger texts; tests of them are skipped without it

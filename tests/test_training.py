@@ -33,7 +33,7 @@ import data
 import pretrain
 import training
 from model import Classifier, SpanReader, value_tables
-from pkm import LazyAdam
+from values import LazyAdam
 from tests.helpers import (
     KILLS,
     ROOT,
