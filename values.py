@@ -1,6 +1,4 @@
-"""
-Values of a product-key memory, and an Adam that updates only the rows that were read.
-"""
+"""Values of a product-key memory, and an Adam that updates only the rows that were read."""
 import re
 import warnings
 import weakref
@@ -20,9 +18,8 @@ class ValueTable(nn.Module):
     """The values of a memory: (n_slots, dim) rows, read as weighted sums.
 
     Row r's gradient is the sum, over the reads of r, of weight * grad_out[token]. The gradient of
-    the whole table is never made. Backward stores (slots, weights, grad_out) in `reads`, and
-    LazyAdam uses them. clip_grad_norm_ and GradScaler do not see the values' gradient. With a
-    GradScaler, call step(grad_scale=its scale) where it found no inf.
+    the whole table is never made: clip_grad_norm_ and GradScaler do not see it. Backward stores
+    (slots, weights, grad_out) in `reads`, and LazyAdam uses them.
     """
 
     def __init__(self, n_slots, dim):
@@ -160,7 +157,7 @@ class LazyAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None, grad_scale=1.0):
-        """Update once. grad_scale: the factor by which a GradScaler multiplied the loss."""
+        """Update once. With a GradScaler that found no inf, grad_scale is its scale."""
         with torch.enable_grad():
             loss = closure() if closure else None
         for group in self.param_groups:
