@@ -25,8 +25,8 @@ from checkpoint import load_optimizers, save_checkpoint
 from common import Failure, UserError, atomic, discard, write_text
 from data import MASKED, read_vocab, vocab_hash
 from model import value_tables
-from values import LazyAdam
 from scalars import Scalars
+from values import LazyAdam
 
 
 class Trainer:

@@ -33,7 +33,6 @@ import data
 import pretrain
 import training
 from model import Classifier, SpanReader, value_tables
-from values import LazyAdam
 from tests.helpers import (
     KILLS,
     ROOT,
@@ -47,6 +46,7 @@ from tests.helpers import (
     tiny_bert,
     train,
 )
+from values import LazyAdam
 
 
 def test_optimizer_groups():

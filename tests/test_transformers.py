@@ -21,9 +21,9 @@ import huggingface
 import training
 from add_memory import add_memory
 from model import value_tables
-from values import LazyAdam
 from tests.helpers import ROOT, assert_near, assert_same, train
 from tests.test_huggingface import saved_run, tiny_head
+from values import LazyAdam
 
 transformers = pytest.importorskip("transformers")
 
