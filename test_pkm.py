@@ -81,6 +81,15 @@ def test_impossible_sizes_are_refused(sizes, word):
         small_memory(**sizes)
 
 
+def test_the_class_of_the_values_is_a_choice():
+    class Zeros(ValueTable):
+        def reset_parameters(self):
+            nn.init.zeros_(self.weight)
+
+    memory = PKM(6, n_keys=8, topk=4, key_dim=8, table=Zeros)
+    assert type(memory.values) is Zeros and not memory(torch.randn(5, 6)).any()
+
+
 def test_candidates_of_32_are_119_of_1024():
     pairs = [(i, j) for i in range(32) for j in range(32) if (i + 1) * (j + 1) <= 32]
     assert candidates(32, "cpu").T.tolist() == list(map(list, pairs)) and len(pairs) == 119
@@ -221,20 +230,6 @@ def test_value_updates_equal_sparse_adam(monkeypatch, chunk):
         for tensor, old in zip(tensors, before, strict=True):
             assert torch.equal(tensor[unread], old[unread])
             assert not torch.equal(tensor, old)
-
-
-def test_a_table_within_a_larger_tensor_learns():
-    """Update a table at an offset, where its rows are not aligned."""
-    tables = [ValueTable(9, 4), ValueTable(9, 4)]
-    whole = torch.zeros(9 * 4 + 1)
-    whole[1:] = tables[0].weight.detach().flatten()
-    tables[1].weight = nn.Parameter(whole[1:].view(9, 4))
-    assert tables[1].weight.storage_offset() == 1
-    for table in tables:
-        table(torch.tensor([[[3, 5]]]), torch.full((1, 1, 2), 0.5)).sum().backward()
-        LazyAdam([table], lr=0.1).step()
-    assert torch.equal(tables[0].weight, tables[1].weight)
-    assert torch.equal(whole[1:], tables[0].weight.flatten()) and whole[0] == 0
 
 
 def test_gradient_of_the_weights():

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import values
@@ -61,18 +62,30 @@ def test_compiled_training_equals_eager():
 
 def test_few_graphs_for_many_lengths_and_many_tables():
     torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     memory = torch.compile(small_memory(), backend=counter)
     for tokens in range(10, 16):
         memory(torch.randn(tokens, 6, dtype=torch.float64)).sum().backward()
     assert counter.frame_count == 2  # one for the first length, one for all others
     torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     memories = [small_memory() for _ in range(4)]
     for memory in memories:
         memory.compile(backend=counter)
         memory(torch.randn(7, 6, dtype=torch.float64)).sum().backward()
     assert counter.frame_count == 1 and all(len(m.values.reads) == 1 for m in memories)
+
+
+def test_masks_need_no_more_graphs():
+    """Compile once for all numbers of real tokens."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("eager")
+    memory, counts = small_memory(), []
+    compiled = torch.compile(memory, backend=counter)
+    for real in range(2, 7):
+        compiled(torch.randn(3, 6, 6, dtype=torch.float64), torch.arange(6).expand(3, 6) < real)
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[-1]
 
 
 def test_torch_checks_the_op(monkeypatch):
@@ -384,6 +397,20 @@ def test_a_table_with_another_weight_is_refused_in_words():
     memory.values.load_state_dict(copy.deepcopy(memory.values.state_dict()), assign=True)
     with pytest.raises(RuntimeError, match="another weight tensor"):
         optimizer.step()
+
+
+def test_a_table_within_a_larger_tensor_learns():
+    """Update a table at an offset, where its rows are not aligned."""
+    tables = [ValueTable(9, 4), ValueTable(9, 4)]
+    whole = torch.zeros(9 * 4 + 1)
+    whole[1:] = tables[0].weight.detach().flatten()
+    tables[1].weight = nn.Parameter(whole[1:].view(9, 4))
+    assert tables[1].weight.storage_offset() == 1
+    for table in tables:
+        table(torch.tensor([[[3, 5]]]), torch.full((1, 1, 2), 0.5)).sum().backward()
+        LazyAdam([table], lr=0.1).step()
+    assert torch.equal(tables[0].weight, tables[1].weight)
+    assert torch.equal(whole[1:], tables[0].weight.flatten()) and whole[0] == 0
 
 
 def test_tables_that_share_storage_are_one():
