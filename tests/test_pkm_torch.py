@@ -215,6 +215,9 @@ def test_autocast():
     expected = memory.search(memory.query_norm(query.float()))
     assert torch.equal(slots, expected[0].flatten(1))
     assert torch.equal(weights, expected[1].flatten(1))
+    before = memory.values.weight.detach().clone()
+    LazyAdam([memory.values], lr=0.1).step()
+    assert not torch.equal(memory.values.weight, before)
 
 
 def test_activation_checkpointing():
@@ -248,8 +251,10 @@ def test_zero_grad_drops_pending_reads():
     model, (_, optimizer), tables = deep()
     before = [table.weight.detach().clone() for table in tables]
     model(torch.randn(4, 8))[:, 0].sum().backward()
+    tables[0].weight.grad = torch.ones_like(tables[0].weight)  # as another loss can leave it
     optimizer.zero_grad()
     optimizer.step()
+    assert tables[0].weight.grad is None
     assert all(torch.equal(t.weight, old) for t, old in zip(tables, before, strict=True))
 
 
