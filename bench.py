@@ -38,6 +38,7 @@ from lib.training.trainer import autocast, optimizer_groups, to_device
 from lib.weights.checkpoint import check_objective, read_weights
 from lib.weights.huggingface import SETTINGS
 from model import SIZES, BertConfig, Classifier, MaskedLM, value_tables
+from values import LazyAdam
 
 SYSTEMS = {"plain": {}, "+PKM": {"alpha": 0.0}, "+ResM": {"alpha": 1.0}}
 LAYERS = {"base": (4, 8), "large": (8, 16), "distil": (2, 4), "demo": (2, 3)}
@@ -191,7 +192,7 @@ def causal(args):
         results += compare(args, f"inference, 1 x {length}", calls, more=5, bases=2)
     ids, steps = random_ids(args, args.batch_size or 8, args.length + 1, vocab_size), {}
     for name, model in models.items():
-        values = pkm.LazyAdam(value_tables(model).values())
+        values = LazyAdam(value_tables(model).values())
         loss = functools.partial(runs[name].train(), ids[:, :-1], labels=ids[:, 1:])
         groups = optimizer_groups(model, 0.01)
         steps[name] = training_step(args, model, groups, values, loss)
@@ -209,7 +210,7 @@ def layer(args):
         memory.load_state_dict(plain.state_dict())
     bf16.values.to(torch.bfloat16)
     optimizers = {plain: torch.optim.SparseAdam(plain.values.parameters(), lr=1e-3),
-                  ours: pkm.LazyAdam([ours.values])}
+                  ours: LazyAdam([ours.values])}
 
     def train_layer(memory, x, grad):
         memory.train()(x).backward(grad)
@@ -274,7 +275,7 @@ def train(args):
         tables = tables or value_tables(model)
         for n in value_tables(model):  # all systems share the tables, to make room for them
             model.bert.layers[n - 1].memory.values = tables[n]
-    values = pkm.LazyAdam(tables.values())
+    values = LazyAdam(tables.values())
     batch, results = args.batch_size or (8 if args.device.type == "cpu" else 128), []
     while not results:
         torch.compiler.reset()  # or torch.compile would make a smaller batch's size dynamic
@@ -321,7 +322,7 @@ def against_transformers(args):
         results += compare(args, f"inference, 1 x {length}", {
             "theirs": forward(args, theirs, ids), "ours": forward(args, ours, ids)}, more=9)
     labels = torch.full_like(data["ids"], -100).scatter(1, data["positions"], data["labels"])
-    no_tables = pkm.LazyAdam([])
+    no_tables = LazyAdam([])
     results += compare(args, f"MLM training step, {len(labels)} x {args.length}", {
         "theirs": training_step(args, their_lm, their_lm.parameters(), no_tables,
                                 lambda: their_lm(data["ids"], labels=labels).loss),

@@ -11,7 +11,8 @@ from torch import nn
 from lib.common.errors import UserError
 from lib.distributed import processes
 from lib.distributed.processes import get_rank, get_world_size, is_distributed
-from pkm import PKM, ValueTable
+from pkm import PKM
+from values import ValueTable
 
 
 def columns(whole):

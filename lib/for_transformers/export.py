@@ -79,7 +79,7 @@ def export(path, folder):
 
 def memory_code():
     """Read the files of CODE: {name: text}, with relative imports of each other."""
-    files = [ROOT / name for name in CODE if (ROOT / name).exists()]
+    files = [ROOT / name for name in CODE]
     modules = "|".join(file.stem for file in files)
     imports = re.compile(rf"^from (lib\.for_transformers\.)?({modules}) import", re.MULTILINE)
     return {file.name: imports.sub(r"from .\2 import", file.read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ BERT with product-key memory, for transformers. An exported folder has this file
 import transformers
 
 from lib.for_transformers.add_memory import add_memory
-from pkm import LazyAdam
+from values import LazyAdam
 
 
 class PKMBertConfig(transformers.BertConfig):

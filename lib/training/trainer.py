@@ -24,7 +24,7 @@ from lib.distributed.processes import (
 from lib.training.flops import peak_flops
 from lib.weights.checkpoint import checkpoint_files, load_optimizers
 from model import value_tables
-from pkm import LazyAdam
+from values import LazyAdam
 
 
 @dataclass

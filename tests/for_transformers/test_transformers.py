@@ -23,9 +23,9 @@ from lib.weights.checkpoint import find_weights, load_model, load_run, model_fil
 from lib.weights.huggingface import read_tensors, their_names
 from lib.weights.run import save_files
 from model import value_tables
-from pkm import LazyAdam
 from tests.helpers import ROOT, assert_near, assert_same, train
 from tests.weights.test_huggingface import saved_run, tiny_head
+from values import LazyAdam
 
 transformers = pytest.importorskip("transformers")
 
