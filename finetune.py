@@ -20,12 +20,13 @@ import re
 import shlex
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from lib.common.device import choose_device, keep_freed_memory
+from lib.common.device import use_device
 from lib.common.errors import UserError, need
 from lib.common.files import lock
 from lib.common.settings import DTYPES, ON_OFF, load_settings, setting
@@ -145,25 +146,28 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     model = build_model(sizes, "span" if task.reads_spans else "classifier", task.labels)
     for values in value_tables(model).values():
         values.weight.requires_grad_(config.update_memory)
+    newest = run.newest_checkpoint()
+    if newest:
+        checkpoint.load_weights(model, checkpoint.read_weights(newest)["weights"], newest)
+    else:
+        origin = checkpoint.init_from(model, initial)
     schedule = Schedule(config.lr, config.warmup_steps, config.max_steps)
     trainer = Trainer(config, schedule, model, TrainingBatches(data.train, config), device, dtype,
                       labels=task.labels)
-    if newest := run.newest_checkpoint():
-        checkpoint.load_weights(model, checkpoint.read_weights(newest)["weights"], newest)
+    if newest:
         state = trainer.restore(newest)
     else:
         state = State()
-        run.begin(config, vocab, origin=checkpoint.init_from(model, initial))
+        run.begin(config, vocab, origin)
     run.open(state.step, state.best and state.best["epoch"], config.tensorboard)
 
-    def predict(examples):
-        return predict_examples(model, examples, config.batch_size, device, dtype)
-
+    settings = {"batch_size": config.batch_size, "device": device, "dtype": dtype}
+    predict = partial(predict_examples, model, **settings)
     train_epochs(trainer, run, state, data, predict, signals)
     if any_signalled(signals):
         return
-    best = run.finish_best(state.best["epoch"])
-    checkpoint.load_weights(model, checkpoint.read_weights(best)["weights"], best)
+    best = checkpoint.load_model(run.finish_best(state.best["epoch"])).to(device)
+    predict = partial(predict_examples, best, **settings)
     write_dev_predictions(run.folder, data, predict)
     write_submissions(run.folder / "submission", data, predict)
     write_results(run, state, data)  # last: it says that the seed is done
@@ -195,8 +199,7 @@ def main(argv):
     if config.max_len > sizes.max_len:
         raise UserError(f"max_len = {config.max_len}: there are {sizes.max_len} positions")
 
-    device, dtype = choose_device(config.device, config.dtype, config.seed)
-    keep_freed_memory(device)
+    device, dtype = use_device(config.device, config.dtype)
     tokenizer = text_tokenizer(vocab)
     with first_rank_first():
         task = find_task(config.task)

@@ -18,7 +18,6 @@ browse writes NAME.html, predict NAME.tsv.
 In this file: what computes, then the commands, which print.
 """
 import contextlib
-import io
 import itertools
 import json
 import re
@@ -102,7 +101,8 @@ class TaskSample:
         self.examples = load_examples(self.task, split, self.tokenizer, *lengths)
         total = len(self.examples.ids)
         self.chosen = np.linspace(0, total - 1, min(args.sequences or total, total)).astype(int)
-        self.device, _ = choose_device(args.device, "float32")
+        self.device, _, line = choose_device(args.device, "float32")
+        print(line)
 
     def halves(self):
         """Of each of two classes two random halves, all with the same number of examples."""
@@ -186,7 +186,8 @@ def table(args):
             open_corpus(name, path)
     seq_len = min(trained_on(path)[0] for path in args.runs)
     sizes = seq_len, args.batch_size, args.sequences
-    (device, dtype), runs, rows = choose_device(args.device, args.dtype), [], []
+    (device, dtype, line), runs, rows = choose_device(args.device, args.dtype), [], []
+    print(line)
     for path in args.runs:
         checkpoint, _ = find_weights(path)
         print(f"{path}: weights of {checkpoint}")
@@ -409,7 +410,8 @@ def slots(args):
     n_slots = len(tables[args.layer].weight)
     if bad := [slot for slot in args.slot if not 0 <= slot < n_slots]:
         raise UserError(f"slot {bad[0]}: layer {args.layer} has slots 0 to {n_slots - 1}")
-    device, _ = choose_device(args.device, "float32")
+    device, _, line = choose_device(args.device, "float32")
+    print(line)
     corpus, _, reads, contexts = read_corpus(args, model.to(device))
     reads, _ = reads[args.layer]
     read, top1 = (np.bincount(s.ravel(), minlength=n_slots) for s in (reads, reads[..., 0]))
@@ -429,7 +431,8 @@ def browse(args):
     model = load_model(checkpoint).eval()
     if not value_tables(model):
         raise UserError(f"{args.run}: a model without memory has no slots")
-    device, _ = choose_device(args.device, "float32")
+    device, _, line = choose_device(args.device, "float32")
+    print(line)
     corpus, ids, reads, _ = read_corpus(args, model.to(device))
     snapshots = {}
     with contextlib.suppress(UserError):  # a run has them, a folder of weights does not
@@ -446,8 +449,7 @@ def browse(args):
 def predict(args):
     """What a fine-tuned model says of new texts: classes, scores or answers, as a TSV table."""
     file = Path("/dev/stdin" if args.file == "-" else args.file)
-    with contextlib.redirect_stdout(io.StringIO()):  # the table is alone on stdout
-        device, _ = choose_device(args.device, "float32")
+    device, _, _ = choose_device(args.device, "float32")  # the table is alone on stdout
     header, rows = predict_file(args.run, file, device)
     text = tsv_text([header, *rows])
     if not args.out:
@@ -464,7 +466,8 @@ def open_language_model(args, causal):
     if not isinstance(model, MaskedLM):
         raise UserError(f"{checkpoint}: a fine-tuned checkpoint has no language-model head")
     check_objective(args.run, vars(model.bert.config), causal)
-    device, _ = choose_device(args.device, "float32")
+    device, _, line = choose_device(args.device, "float32")
+    print(line)
     return model.to(device), tokenizer, checkpoint
 
 

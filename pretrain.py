@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from lib.common.device import choose_device, keep_freed_memory
+from lib.common.device import use_device
 from lib.common.errors import UserError, need, run_script
 from lib.common.files import lock
 from lib.common.settings import DTYPES, ON_OFF, load_settings, setting
@@ -108,9 +108,9 @@ def main(argv):
 
 def prepare_and_train(config, run, argv):
     """Prepare corpus, model and trainer, then train or try. Returns the exit status."""
-    device, dtype = choose_device(config.device, config.dtype, config.seed)
+    device, dtype = use_device(config.device, config.dtype)
+    torch.manual_seed(config.seed)  # of the weights
     config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."))
-    keep_freed_memory(device)
     with first_rank_first():
         if config.dataset == "docs" and not Path("data/docs").exists():
             run_script("prepare_data.py", "docs", "--if_missing")

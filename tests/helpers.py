@@ -20,7 +20,7 @@ from lib.training.trainer import optimizer_groups
 from lib.weights.checkpoint import checkpoint_files
 from lib.weights.run import Run
 from model import BertConfig, MaskedLM, value_tables
-from pkm import LazyAdam
+from values import LazyAdam
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"  # larger texts; tests of them are skipped without it

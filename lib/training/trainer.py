@@ -14,7 +14,7 @@ import torch
 from lib.common.errors import Failure, UserError
 from lib.common.random_streams import DROPOUT
 from lib.common.torchrun import under_torchrun
-from lib.distributed.gradients import prepare_batch_norms, sum_gradients
+from lib.distributed.gradients import distribute, sum_gradients
 from lib.distributed.processes import (
     any_signalled,
     get_world_size,
@@ -24,7 +24,7 @@ from lib.distributed.processes import (
 from lib.training.flops import peak_flops
 from lib.weights.checkpoint import checkpoint_files, load_optimizers
 from model import value_tables
-from pkm import LazyAdam
+from values import LazyAdam
 
 
 @dataclass
@@ -68,9 +68,9 @@ class Trainer:
                  keep=1):
         self.config, self.schedule, self.batches = config, schedule, batches
         self.flops, self.labels, self.keep = flops, labels, keep
-        self.model, self.device, self.dtype = model.to(device), device, dtype
         self.micro_batches = my_micro_batches(batches.accumulation)
-        prepare_batch_norms(model)
+        distribute(model)
+        self.model, self.device, self.dtype = model.to(device), device, dtype
         self.compiled = compile_model(model, config.compile, device)
         groups = optimizer_groups(model, config.weight_decay, config.keys_lr)
         self.dense = torch.optim.AdamW(groups, lr=schedule.lr, betas=(0.9, 0.999), eps=1e-6,

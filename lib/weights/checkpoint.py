@@ -12,14 +12,7 @@ from lib.common.errors import UserError
 from lib.common.files import load_file
 from lib.corpus.download import PRETRAINED, unknown_weights
 from lib.corpus.vocabulary import full_tokenizer
-from lib.distributed.processes import is_distributed
-from lib.distributed.sharded_values import (
-    cut_moments,
-    cut_weights,
-    mark_moments,
-    mark_weights,
-    parameter_sizes,
-)
+from lib.distributed.sharded_values import cut_moments, mark_moments, mark_weights
 from lib.weights.huggingface import FILES, read_folder
 from lib.weights.run import Run
 from model import HEADS, BertConfig, Classifier, build_model
@@ -28,8 +21,7 @@ from model import HEADS, BertConfig, Classifier, build_model
 def model_file(model, labels=()):
     """Return the content of model.pt: a dict of config and weights. Classifier and SpanReader also
     have a `head`, and a Classifier the `labels` of its classes, which are none for a regression."""
-    saved = {"config": asdict(model.bert.config),
-             "weights": mark_weights(model, model.state_dict())}
+    saved = {"config": asdict(model.bert.config), "weights": mark_weights(model)}
     if head := next(head for head, kind in HEADS.items() if type(model) is kind):
         saved |= {"head": head} | ({"labels": list(labels)} if head == "classifier" else {})
     return saved
@@ -80,9 +72,9 @@ def read_weights(path):
 
 
 def load_model(path):
-    """Load the MaskedLM, Classifier or SpanReader that `path` names (see find_weights). In a single
-    process the model maps a checkpoint's file: there is no second copy in memory. Writing to the
-    model does not change the file."""
+    """Load the MaskedLM, Classifier or SpanReader that `path` names (see find_weights). The model
+    maps a checkpoint's file: there is no second copy in memory. Writing to the model does not
+    change the file."""
     folder, _ = find_weights(path)
     saved = read_weights(folder)
     weights = saved["weights"]
@@ -93,7 +85,7 @@ def load_model(path):
     # Hugging Face leaves the pooler out if the head does not need it
     spare = {} if isinstance(model, Classifier) else {
         name: w for name, w in model.state_dict().items() if name.startswith("bert.pooler.")}
-    mapped = (folder / "model.pt").is_file() and not is_distributed()  # ranks copy their columns
+    mapped = (folder / "model.pt").is_file()
     load_weights(model, spare | weights, path, assign=mapped)
     return model
 
@@ -127,7 +119,7 @@ def load_weights(model, weights, source, partial=False, assign=False):
     """Copy a state dict into the model. Returns the names that were copied. Names and shapes must
     be the model's; with `partial` some may be missing, or unknown. With `assign` the model takes
     the tensors themselves. Error messages name `source`."""
-    expected, weights = model.state_dict(), cut_weights(model, weights)
+    expected = model.state_dict()
     for name in sorted(expected.keys() & weights.keys()):
         if expected[name].shape != weights[name].shape:
             raise UserError(f"{source}: {name} has shape {tuple(weights[name].shape)}, here it is "
@@ -175,7 +167,7 @@ def init_from(model, path, reinit_ffn=False):
 
 def _print_loaded(model, weights, loaded):
     """Print how many parameters were loaded, left random or dropped, by part of the model."""
-    parameters, groups = parameter_sizes(model), {}
+    parameters, groups = {name: p.numel() for name, p in model.named_parameters()}, {}
     sizes = {name: w.numel() for name, w in weights.items()} | parameters
     for name in [*parameters, *sorted(weights.keys() - model.state_dict().keys())]:
         status = ("loaded" if name in loaded else "left random" if name in parameters

@@ -97,9 +97,9 @@ def test_the_best_epoch_counts(tuned, monkeypatch):
         weights.append(used[-1])
         return {"accuracy": next(values)}
 
-    def recording(model, *args):
+    def recording(model, examples, **settings):
         used.append(model.head.weight.detach().clone())
-        return predict_examples(model, *args)
+        return predict_examples(model, examples, **settings)
 
     monkeypatch.setattr(finetune, "score_dev", fake)
     monkeypatch.setattr(finetune, "predict_examples", recording)
@@ -119,9 +119,9 @@ def test_the_weights_that_were_scored_exist_whenever_it_is_killed(tuned, monkeyp
     class Killed(BaseException):
         pass
 
-    def recording(model, *args):
+    def recording(model, examples, **settings):
         used[:] = [model.head.weight.detach().clone()]
-        return predict_examples(model, *args)
+        return predict_examples(model, examples, **settings)
 
     def fake(data, predict):
         score_dev(data, predict)
@@ -262,7 +262,7 @@ def test_submitted_scores_are_possible_ones(tuned, monkeypatch):
         return [float(line.split("\t")[-1]) for line in lines]
 
     monkeypatch.setattr(finetune, "predict_examples",
-                        lambda model, examples, *_: np.linspace(-99, 99, len(examples.ids)))
+                        lambda model, examples, **_: np.linspace(-99, 99, len(examples.ids)))
     assert tune("--task=pairs", "--max_steps=1") == 0
     assert (min(column("predictions_dev.tsv")), max(column("predictions_dev.tsv"))) == (-99, 99)
     found = column("submission/pairs.tsv")
