@@ -19,7 +19,7 @@ SLOTS = 8  # of a word
 WIDTH = 8  # tokens on either side: two contexts that agree in these count as one
 
 
-def collect(ids, tokenizer, reads, n_slots, snapshots, contexts):
+def page_data(ids, tokenizer, reads, n_slots, snapshots, contexts):
     """What the page shows, as plain Python.
 
     ids: (sequences, time) tokens of a text. reads: {layer: (slots, weights)}, what each of them
@@ -98,7 +98,7 @@ def strongest(groups, items, weights, n_groups, most):
     return [part.ravel().tolist() for part in np.split(both, ends)]
 
 
-def page(data):
+def page_html(data):
     """The page with its data in it. No text of a corpus can end the element that holds them: `<`
     is escaped, and the page sets text only, never HTML."""
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
