@@ -27,18 +27,19 @@ import torch
 from lib.common.device import choose_device
 from lib.common.errors import UserError
 from lib.common.files import write_text
-from lib.common.progress import Progress
 from lib.common.settings import Parser, whole_number
 from lib.corpus.vocabulary import load_tokenizer, special_tokens
 from lib.distributed.processes import is_distributed, run_ranks
 from lib.slot_usage.browse import page_data, page_html
 from lib.slot_usage.contexts import CorpusReads, corpus_contexts, guess_lines
-from lib.slot_usage.counts import evaluate_language_model, staleness_shares, usage_metrics
+from lib.slot_usage.counts import staleness_shares, usage_metrics
 from lib.slot_usage.figures import draw_class_distances, draw_curves, draw_staleness
 from lib.slot_usage.tables import (
     USAGE,
     check_language_models,
+    evaluate_run,
     perplexity_cell,
+    show_weights,
     test_batches,
     usage_cells,
     write_table,
@@ -46,8 +47,8 @@ from lib.slot_usage.tables import (
 from lib.slot_usage.task_reads import TaskSample
 from lib.tasks.glue import tsv_text
 from lib.tasks.predict import predict_file
-from lib.tasks.run_facts import is_finished, seed_folders, trained_steps, training_text
-from lib.tasks.score_table import group_seeds, score_table
+from lib.tasks.run_facts import check_same_text, is_finished, seed_folders, training_text
+from lib.tasks.score_table import finished_seeds, group_seeds, score_table
 from lib.training.run import read_evaluations, read_settings, read_usage
 from lib.weights.checkpoint import check_objective, find_weights, load_model
 from model import MaskedLM, value_tables
@@ -72,19 +73,13 @@ def table_2(args):
     seq_len = min(training_text(path)[0] for path in args.runs)
     sizes = seq_len, args.batch_size, args.sequences
     heldout = {name: test_batches(name, causal, *sizes, args.repeats) for name in corpora}
-    (device, dtype), runs, rows = open_device(args, args.dtype), [], []
-    for path in args.runs:
-        checkpoint = show_weights(path)
-        model = load_model(checkpoint).to(device)
-        results = {name: [evaluate_language_model(model, Progress(batches, f"{path}, data/{name}"),
-                                                  device, dtype)[0] for batches in maskings]
-                   for name, maskings in heldout.items()}
-        del model  # before the next one is loaded
-        steps, seed = trained_steps(checkpoint)
-        runs.append({"run": path, "checkpoint": str(checkpoint), "steps": steps, "seed": seed,
-                     "results": results})
-        rows.append([path, steps, seed, *(perplexity_cell(results[name]) for name in args.data),
-                     *usage_cells(*(result["layers"] for result in results[usage_data]))])
+    device, dtype = open_device(args, args.dtype)
+    runs = [evaluate_run(path, heldout, device, dtype) for path in args.runs]
+    rows = []
+    for run in runs:
+        perplexities = [perplexity_cell(run["results"][name]) for name in args.data]
+        usages = [result["layers"] for result in run["results"][usage_data]]
+        rows.append([run["run"], run["steps"], run["seed"], *perplexities, *usage_cells(*usages)])
     maskings = f"; mean [lowest, highest] of {args.repeats} maskings" if args.repeats > 1 else ""
     note = (f"Test splits, {args.sequences or 'all'} sequences of {seq_len}; usage on "
             f"data/{usage_data}{maskings}. Steps: those of the initial model + the run's own. Only "
@@ -119,17 +114,7 @@ def table_6(args):
 
 def glue(args):
     """Tables 4, 5 and 7: dev scores of fine-tuned runs, medians over their seeds."""
-    finished = []
-    for path in args.runs:
-        if not Path(path).is_dir():
-            raise UserError(f"{path}: no such run")
-        seeds = [folder for folder in seed_folders(path) if is_finished(folder)]
-        if not seeds:
-            print(f"{path} is left out: not fine-tuned, or not done")
-        finished += seeds
-    if not finished:
-        raise UserError(f"{', '.join(args.runs)}: no fine-tuned run that is done")
-    header, rows, records = score_table(group_seeds(finished))
+    header, rows, records = score_table(group_seeds(finished_seeds(args.runs)))
     write_table(args.out, header, rows,
                 "Dev splits, median over the seeds of each seed's best epoch; -: not run. Avg: of "
                 "the six columns from MNLI-m to CoLA, once all are there.", records)
@@ -182,13 +167,7 @@ def staleness(args):
 
 def curves(args):
     """Figure 3: perplexity against step, and beside it top-1 usage, for several runs."""
-    first = read_settings(args.runs[0], ["dataset"])
-    for path in args.runs:
-        settings = read_settings(path, ["dataset"])
-        if any(settings.get(key, "masked") != first.get(key, "masked")
-               for key in ("tokenizer_hash", "dataset", "objective")):
-            raise UserError(f"{path} has another vocabulary, corpus or objective than "
-                            f"{args.runs[0]}: their perplexities cannot be compared")
+    corpus = check_same_text(args.runs)
     runs, rows = {path: read_evaluations(path) for path in args.runs}, []
     for path, evaluations in runs.items():
         start, end = evaluations[0], evaluations[-1]
@@ -196,7 +175,7 @@ def curves(args):
         rows.append([path, f"{end['step']:,}", start["perplexity"], end["perplexity"],
                      f"{end['accuracy']:.1%}", "/".join(end["layers"]) or "-", usage or "-"])
     header = ["run", "steps", "first ppl", "last ppl", "accuracy", "layers", "top-1 MU %"]
-    note = f"Held-out text of data/{first['dataset']}; the steps of the initial model count."
+    note = f"Held-out text of data/{corpus}; the steps of the initial model count."
     write_table(args.out, header, rows, note, runs, draw_curves)
 
 
@@ -295,13 +274,6 @@ def open_device(args, dtype="float32"):
     return choose_device(args.device, dtype)
 
 
-def show_weights(path):
-    """Find the weights of `path` (see find_weights), and print where they are."""
-    checkpoint, _ = find_weights(path)
-    print(f"{path}: weights of {checkpoint}")
-    return checkpoint
-
-
 def open_language_model(args, causal):
     """Load the language model of args.run: (model, tokenizer, folder of its weights)."""
     checkpoint, vocab = find_weights(args.run)
@@ -317,14 +289,13 @@ def main(argv=None):
     option = parser.commands(table, glue, by_class, staleness, curves, slots, fill, sample,
                              browse, predict)
     number = {"type": whole_number, "metavar": "N"}
+    readers = "slots fill sample browse"  # commands that read a corpus with one model
     option("table glue by_class staleness curves", "runs", nargs="+", metavar="out/RUN")
-    option("slots fill sample browse", "run", metavar="RUN",
-           help="out/<run>, or one of its checkpoints")
+    option(readers, "run", metavar="RUN", help="out/<run>, or one of its checkpoints")
     option("predict", "run", metavar="RUN", help="a fine-tuned run, or one of its seeds")
-    option("predict", "file", metavar="FILE",
-           help="TSV with a header, SQuAD's JSON, or - for stdin")
+    option("predict", "file", metavar="FILE", help="TSV with a header, SQuAD's JSON, or - (stdin)")
     option("fill", "texts", nargs="+", metavar="TEXT", help="a text with [MASK] in it, in quotes")
-    option("sample", "text", help="a text that is to go on, or ''; [SEP] ends a document")
+    option("sample", "text", help="the prompt, or '' for none; [SEP] ends a document")
     option("sample", "--tokens", **number, default=40, help="to add (40)")
     option("sample", "--samples", **number, default=1, help="(1)")
     option("sample", "--temperature", type=float, default=0.8, metavar="T",
@@ -332,14 +303,12 @@ def main(argv=None):
     option("sample", "--top_k", **number, default=50, help="draw from the N likeliest (50)")
     option("sample", "--seed", type=int, default=0, metavar="N", help="(0)")
     option("table", "--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it")
-    option("by_class", "--data", metavar="TASK", help="instead of the one of the fine-tuned run")
-    option("slots fill sample browse", "--data", metavar="NAME",
-           help="data/NAME, not the run's corpus")
+    option("by_class", "--data", metavar="TASK", help="another task than the fine-tuned run's")
+    option(readers, "--data", metavar="NAME", help="data/NAME, not the run's corpus")
     option("table", "--usage_data", metavar="NAME", help="where usage is counted (first of --data)")
     option("table by_class", "--split", choices=("train", "dev"), default="train", help="(train)")
     option("table by_class", "--sequences", **number, help="a quick look at N, evenly spread (all)")
-    option("slots fill sample browse", "--sequences", **number, default=512,
-           help="of its test text (512)")
+    option(readers, "--sequences", **number, default=512, help="of its test text (512)")
     option("table", "--repeats", **number, default=1, help="maskings (1)")
     option("table", "--batch_size", **number, default=8, help="sequences (8)")
     option("slots", "--layer", type=int, required=True, help="counted from 1")
@@ -347,8 +316,7 @@ def main(argv=None):
     option("slots", "--most", **number, default=10, help="or the N most read (10)")
     option("slots fill sample", "--contexts", **number, default=3, help="for a slot (3)")
     option("browse", "--contexts", **number, default=8, help="for a slot (8)")
-    option("table by_class slots fill sample browse predict", "--device", default="auto",
-           help="cuda, mps, cpu")
+    option(f"table by_class {readers} predict", "--device", default="auto", help="cuda, mps, cpu")
     option("table", "--dtype", default="auto", help="float32, bfloat16, float16")
     out = {"metavar": "NAME",
            "type": lambda name: re.sub(r"\.(md|json|png|svg|html|tsv)$", "", name)}

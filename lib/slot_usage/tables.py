@@ -1,5 +1,5 @@
 """
-Write tables for people: Table 2, cells of slot usage, the files of --out.
+Measure language models for Table 2, and write tables for people.
 """
 import json
 
@@ -7,10 +7,12 @@ import numpy as np
 
 from lib.common.errors import UserError
 from lib.common.files import atomic, write_text
-from lib.common.progress import markdown
+from lib.common.progress import Progress, markdown
 from lib.corpus.batches import Corpus, causal_heldout, masked_heldout
 from lib.slot_usage.contexts import open_corpus
-from lib.weights.checkpoint import check_objective, read_weights
+from lib.slot_usage.counts import evaluate_language_model
+from lib.tasks.run_facts import trained_steps
+from lib.weights.checkpoint import check_objective, find_weights, load_model, read_weights
 
 USAGE = ["layers", "MU %", "uniform", "top-1 MU %", "uniform", "KL_u", "KL_w", "effective k",
          "accesses"]
@@ -41,6 +43,33 @@ def test_batches(name, causal, seq_len, batch_size, sequences, maskings):
     return [masked_heldout(*split, masking) for masking in range(maskings)]
 
 
+def evaluate_run(path, heldout, device, dtype):
+    """Evaluate the language model of `path` on the test_batches of corpora: a record for JSON.
+    heldout: {name: test_batches}."""
+    checkpoint = show_weights(path)
+    model = load_model(checkpoint).to(device)
+    results = {name: [evaluate_language_model(model, Progress(batches, f"{path}, data/{name}"),
+                                              device, dtype)[0] for batches in maskings]
+               for name, maskings in heldout.items()}
+    steps, seed = trained_steps(checkpoint)
+    return {"run": path, "checkpoint": str(checkpoint), "steps": steps, "seed": seed,
+            "results": results}
+
+
+def show_weights(path):
+    """Find the weights of `path` (see find_weights), and print where they are."""
+    checkpoint, _ = find_weights(path)
+    print(f"{path}: weights of {checkpoint}")
+    return checkpoint
+
+
+def perplexity_cell(results):
+    """Write the mean perplexity of the maskings, and their range if there are several."""
+    values = [result["perplexity"] for result in results]
+    spread = f" [{min(values):.2f}, {max(values):.2f}]" if len(values) > 1 else ""
+    return f"{np.mean(values):.2f}{spread}"
+
+
 def usage_cells(*usages):
     """Make the cells of USAGE: each layer's mean over usages, dicts {layer: usage_metrics}."""
     layers = [{"layer": n, **{key: np.mean([usage[n][key] for usage in usages]) for key in metrics}}
@@ -52,13 +81,6 @@ def usage_cells(*usages):
             texts = texts[:1]  # the same in all layers
         cells.append("/".join(texts) or "-")
     return cells
-
-
-def perplexity_cell(results):
-    """Write the mean perplexity of the maskings, and their range if there are several."""
-    values = [result["perplexity"] for result in results]
-    spread = f" [{min(values):.2f}, {max(values):.2f}]" if len(values) > 1 else ""
-    return f"{np.mean(values):.2f}{spread}"
 
 
 def write_table(out, header, rows, note, data, draw=None):

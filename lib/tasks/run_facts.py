@@ -36,6 +36,18 @@ def training_text(path):
     return read_weights(path)["config"]["max_len"], None
 
 
+def check_same_text(paths):
+    """Return the corpus of pretrained runs; UserError if they differ in what they predict."""
+    first = read_settings(paths[0], ["dataset"])
+    for path in paths:
+        settings = read_settings(path, ["dataset"])
+        if any(settings.get(key, "masked") != first.get(key, "masked")
+               for key in ("tokenizer_hash", "dataset", "objective")):
+            raise UserError(f"{path} has another vocabulary, corpus or objective than {paths[0]}: "
+                            "their perplexities cannot be compared")
+    return first["dataset"]
+
+
 def seed_folders(path):
     """List the folders of a fine-tuned run's seeds. The list is [path] for the folder of one seed,
     and empty for any other run."""

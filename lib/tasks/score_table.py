@@ -1,13 +1,16 @@
 """
 Tables 4, 5 and 7: the scores of fine-tuned runs, medians over their seeds.
 
->>> header, rows, records = score_table(group_seeds(seed_folders("out/base_sst2")))
+>>> systems = group_seeds(finished_seeds(["out/base_sst2", "out/base_rte"]))
+>>> header, rows, records = score_table(systems)
 """
+from pathlib import Path
+
 import numpy as np
 
 from lib.common.errors import UserError
 from lib.tasks.glue import task_name
-from lib.tasks.run_facts import read_scores
+from lib.tasks.run_facts import is_finished, read_scores, seed_folders
 from lib.training.run import NO_EFFECT, read_settings
 
 COLUMNS = {  # task: (title, metrics)
@@ -26,10 +29,26 @@ TABLE_4 = ["squad", "mnli", "qqp", "qnli", "sst2", "cola"]  # its average leaves
 NO_RECIPE = NO_EFFECT | {"seed", "seeds"}
 
 
+def finished_seeds(paths):
+    """List the folders of the finished seeds of fine-tuned runs. Print which runs have none;
+    UserError if no run has one."""
+    finished = []
+    for path in paths:
+        if not Path(path).is_dir():
+            raise UserError(f"{path}: no such run")
+        seeds = [folder for folder in seed_folders(path) if is_finished(folder)]
+        if not seeds:
+            print(f"{path} is left out: not fine-tuned, or not done")
+        finished += seeds
+    if not finished:
+        raise UserError(f"{', '.join(paths)}: no fine-tuned run that is done")
+    return finished
+
+
 def group_seeds(folders):
-    """Group the folders of finished seeds: {(initial model, update_memory, recipe): {task: {seed:
-    scores}}}. The recipe is usually ''. Where runs of one initial model on one task differ in more
-    than the seed, it names these settings: 'lr=2e-05'. UserError if two folders hold one seed."""
+    """Group finished seeds: {(initial model, update_memory, recipe): {task: {seed: scores}}}. The
+    recipe is usually ''. Where runs of one initial model on one task differ in more than the seed,
+    it names these settings: 'lr=2e-05'. UserError if two folders hold the same seed."""
     runs, systems, folder_of = {}, {}, {}
     for folder in {folder.resolve(): folder for folder in folders}.values():
         settings = read_settings(folder)
