@@ -31,15 +31,14 @@ from lib.common.settings import Parser, whole_number
 from lib.corpus.vocabulary import load_tokenizer, special_tokens
 from lib.distributed.processes import is_distributed, run_ranks
 from lib.slot_usage.browse import page_data, page_html
-from lib.slot_usage.contexts import CorpusReads, corpus_contexts, guess_lines
+from lib.slot_usage.contexts import CorpusReads, corpus_contexts, guess_lines, open_corpus
 from lib.slot_usage.counts import staleness_shares, usage_metrics
 from lib.slot_usage.figures import draw_class_distances, draw_curves, draw_staleness
 from lib.slot_usage.tables import (
     USAGE,
-    check_language_models,
+    check_language_model,
     evaluate_run,
-    perplexity_cell,
-    show_weights,
+    perplexity_row,
     test_batches,
     usage_cells,
     write_table,
@@ -50,8 +49,8 @@ from lib.tasks.predict import predict_file
 from lib.tasks.run_facts import check_same_text, is_finished, seed_folders, training_text
 from lib.tasks.score_table import finished_seeds, group_seeds, score_table
 from lib.training.run import read_evaluations, read_settings, read_usage
-from lib.weights.checkpoint import check_objective, find_weights, load_model
-from model import MaskedLM, value_tables
+from lib.weights.checkpoint import find_weights, load_model, read_weights
+from model import value_tables
 
 
 def table(args):
@@ -66,20 +65,18 @@ def table(args):
 
 def table_2(args):
     usage_data = args.usage_data or args.data[0]
-    corpora = list(dict.fromkeys([*args.data, usage_data]))
-    causal = check_language_models(args.runs, corpora)  # mistakes come before the long work
+    causal = read_weights(args.runs[0])["config"].get("causal", False)
     if causal and args.repeats > 1:
         raise UserError(f"--repeats {args.repeats}: a causal model has no maskings to repeat")
+    for path in args.runs:  # mistakes come before the long work
+        check_language_model(path, causal)
     seq_len = min(training_text(path)[0] for path in args.runs)
     sizes = seq_len, args.batch_size, args.sequences
-    heldout = {name: test_batches(name, causal, *sizes, args.repeats) for name in corpora}
+    heldout = {name: test_batches(open_corpus(name, *args.runs), causal, *sizes, args.repeats)
+               for name in [*args.data, usage_data]}
     device, dtype = open_device(args, args.dtype)
     runs = [evaluate_run(path, heldout, device, dtype) for path in args.runs]
-    rows = []
-    for run in runs:
-        perplexities = [perplexity_cell(run["results"][name]) for name in args.data]
-        usages = [result["layers"] for result in run["results"][usage_data]]
-        rows.append([run["run"], run["steps"], run["seed"], *perplexities, *usage_cells(*usages)])
+    rows = [perplexity_row(run, args.data, usage_data) for run in runs]
     maskings = f"; mean [lowest, highest] of {args.repeats} maskings" if args.repeats > 1 else ""
     note = (f"Test splits, {args.sequences or 'all'} sequences of {seq_len}; usage on "
             f"data/{usage_data}{maskings}. Steps: those of the initial model + the run's own. Only "
@@ -98,11 +95,10 @@ def table_2(args):
 def table_6(args):
     (device, _), records = open_device(args), []
     for path in args.runs:
-        checkpoint = show_weights(path)
         sample = TaskSample(path, None, args.split, args.sequences)
-        counts = sample.count_reads(checkpoint, device, path)
-        records.append({"run": path, "checkpoint": str(checkpoint),
-                        "done": is_finished(checkpoint.parent),
+        counts = sample.count_reads(sample.checkpoint, device, path)
+        records.append({"run": path, "checkpoint": str(sample.checkpoint),
+                        "done": is_finished(sample.checkpoint.parent),
                         "task": sample.settings["task"], "examples": len(sample.chosen),
                         "layers": {n: usage_metrics(**layer) for n, layer in counts.items()}})
     rows = [[r["run"], r["task"], f"{r['examples']:,}", *usage_cells(r["layers"])] for r in records]
@@ -124,11 +120,10 @@ def by_class(args):
     """Figure 4: how much the slots that two classes read differ, before and after fine-tuning."""
     (device, _), records = open_device(args), []
     for path in args.runs:
-        checkpoint = show_weights(path)
         sample = TaskSample(path, args.data, args.split, args.sequences)
-        models = {"before": sample.settings.get("init_checkpoint", checkpoint)}
+        models = {"before": sample.settings.get("init_checkpoint", sample.checkpoint)}
         if sample.settings:
-            models["after"] = checkpoint
+            models["after"] = sample.checkpoint
         for when, weights in models.items():
             layers = sample.compare_classes(weights, device, f"{path}, {when}")
             records += [{"run": path, "when": when, **layer} for layer in layers]
@@ -137,7 +132,7 @@ def by_class(args):
     keys = ["kl_between", "kl_floor", "kl", "iou_between", "iou_floor", "iou"]
     rows = [[r["run"], r["layer"], r["when"], *(f"{r[key]:.3f}" for key in keys),
              f"{r['accesses']:,}"] for r in records]
-    header = ["run", "layer", "when", *["KL", "floor", "corrected"], *["IOU", "floor", "corrected"],
+    header = ["run", "layer", "when", "KL", "floor", "corrected", "IOU", "floor", "corrected",
               "accesses"]
     write_table(args.out, header, rows,
                 f"Top-1 slots, {args.split} split: KL(class 1 || 0.9 class 0 + 0.1 class 1) in "
@@ -226,16 +221,17 @@ def fill(args):
     """The likeliest words for each [MASK], the slots read there, and what else reads those."""
     model, tokenizer, checkpoint = open_language_model(args, causal=False)
     *_, cls, sep, mask = special_tokens(tokenizer.get_vocab())
-    texts = {text: tokenizer.encode(cls + text.replace("[MASK]", mask) + sep) for text in args.texts}
-    for text, encoding in texts.items():
+    encodings = [tokenizer.encode(cls + text.replace("[MASK]", mask) + sep) for text in args.texts]
+    for text, encoding in zip(args.texts, encodings, strict=True):
         if mask not in encoding.tokens:
             raise UserError(f"no [MASK] in {text!r}: write one where a word is to be guessed")
     contexts = corpus_contexts(model, args.run, args.data, args.sequences, args.contexts)
-    for text, encoding in texts.items():
+    for text, encoding in zip(args.texts, encodings, strict=True):
         print(f"{checkpoint}: {text}")
-        for position in [n for n, token in enumerate(encoding.tokens) if token == mask]:
-            print(f"[MASK] at token {position}:")
-            print(*guess_lines(model, tokenizer, encoding.ids, position, contexts), sep="\n")
+        for position, token in enumerate(encoding.tokens):
+            if token == mask:
+                print(f"[MASK] at token {position}:")
+                print(*guess_lines(model, tokenizer, encoding.ids, position, contexts), sep="\n")
 
 
 def sample(args):
@@ -246,7 +242,8 @@ def sample(args):
     *_, sep, _ = special_tokens(tokenizer.get_vocab())
     ids = tokenizer.encode(sep + args.text).ids  # [SEP]: a document begins
     window = training_text(args.run)[0]
-    seen, contexts = ids[-window:], corpus_contexts(model, args.run, args.data, args.sequences, args.contexts)
+    seen = ids[-window:]
+    contexts = corpus_contexts(model, args.run, args.data, args.sequences, args.contexts)
     print(f"{checkpoint}: {args.text}\nnext:")
     print(*guess_lines(model, tokenizer, seen, len(seen) - 1, contexts), sep="\n")
     generator = torch.Generator().manual_seed(args.seed)
@@ -276,12 +273,10 @@ def open_device(args, dtype="float32"):
 
 def open_language_model(args, causal):
     """Load the language model of args.run: (model, tokenizer, folder of its weights)."""
+    check_language_model(args.run, causal)
     checkpoint, vocab = find_weights(args.run)
-    model, tokenizer = load_model(checkpoint).eval(), load_tokenizer(vocab)
-    if not isinstance(model, MaskedLM):
-        raise UserError(f"{checkpoint}: a fine-tuned checkpoint has no language-model head")
-    check_objective(args.run, vars(model.bert.config), causal)
-    return model.to(open_device(args)[0]), tokenizer, checkpoint
+    device, _ = open_device(args)
+    return load_model(checkpoint).eval().to(device), load_tokenizer(vocab), checkpoint
 
 
 def main(argv=None):

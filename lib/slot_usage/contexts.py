@@ -17,12 +17,14 @@ from lib.weights.checkpoint import find_weights
 from model import value_tables
 
 
-def open_corpus(name, path):
-    """Open data/<name>; UserError if the model of `path` has another vocabulary."""
-    corpus, (_, vocab) = Corpus(name), find_weights(path)
-    if read_vocab(corpus.folder) != read_vocab(vocab):
-        raise UserError(f"{path} has another vocabulary than data/{name}: prepare the corpus with "
-                        f"--vocab {vocab}, or leave one of them out")
+def open_corpus(name, *paths):
+    """Open data/<name>; UserError if the model of a path has another vocabulary."""
+    corpus = Corpus(name)
+    for path in paths:
+        _, vocab = find_weights(path)
+        if read_vocab(corpus.folder) != read_vocab(vocab):
+            raise UserError(f"{path} has another vocabulary than data/{name}: prepare the corpus "
+                            f"with --vocab {vocab}, or leave one of them out")
     return corpus
 
 

@@ -90,7 +90,8 @@ def draw_curves(runs):
     starts = [first["perplexity"] for first, *_ in runs.values() if first["step"]]
     ends = [last["perplexity"] for *_, last in runs.values()]
     top = 1.05 * max([2 * min(ends), *starts, *ends])
-    shown = [e["step"] for evaluations in runs.values() for e in evaluations if e["perplexity"] <= top]
+    shown = [evaluation["step"] for evaluations in runs.values() for evaluation in evaluations
+             if evaluation["perplexity"] <= top]
     margin = 0.02 * (max(shown) - min(shown))
     ticks = [digit * 10**n for n in range(6) for digit in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8)]
     left.set(ylabel="perplexity, held-out text", yscale="log", yticks=ticks,

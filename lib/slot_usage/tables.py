@@ -8,8 +8,7 @@ import numpy as np
 from lib.common.errors import UserError
 from lib.common.files import atomic, write_text
 from lib.common.progress import Progress, markdown
-from lib.corpus.batches import Corpus, causal_heldout, masked_heldout
-from lib.slot_usage.contexts import open_corpus
+from lib.corpus.batches import causal_heldout, masked_heldout
 from lib.slot_usage.counts import evaluate_language_model
 from lib.tasks.run_facts import trained_steps
 from lib.weights.checkpoint import check_objective, find_weights, load_model, read_weights
@@ -20,33 +19,27 @@ USAGE_CELLS = ["{layer}", "{mu:.1%}", "{mu_uniform:.1%}", "{top1_mu:.1%}", "{top
                "{kl_u:.2f}", "{kl_w:.2f}", "{effective_k:.1f}", "{accesses:,.0f}"]
 
 
-def check_language_models(paths, corpora):
-    """Whether the models of `paths` are causal. UserError for one that is fine-tuned, of the other
-    kind than the first, or with another vocabulary than a corpus."""
-    causal = read_weights(paths[0])["config"].get("causal", False)
-    for path in paths:
-        saved = read_weights(path)
-        if saved.get("head"):
-            raise UserError(f"{path}: a fine-tuned checkpoint has no masked-LM head")
-        check_objective(path, saved["config"], causal)
-        for name in corpora:
-            open_corpus(name, path)
-    return causal
+def check_language_model(path, causal):
+    """UserError unless the model of `path` is a causal language model, or else a masked one."""
+    saved = read_weights(path)
+    if saved.get("head"):
+        raise UserError(f"{path}: a fine-tuned checkpoint has no language-model head")
+    check_objective(path, saved["config"], causal)
 
 
-def test_batches(name, causal, seq_len, batch_size, sequences, maskings):
+def test_batches(corpus, causal, seq_len, batch_size, sequences, maskings):
     """List the batches of a corpus's test split, once for each masking. The windows of a causal
     model overlap by half, and each predicts only what the one before did not."""
-    split = Corpus(name), "test", seq_len, batch_size, sequences
+    split = corpus, "test", seq_len, batch_size, sequences
     if causal:
         return [causal_heldout(*split, stride=seq_len // 2)]
     return [masked_heldout(*split, masking) for masking in range(maskings)]
 
 
 def evaluate_run(path, heldout, device, dtype):
-    """Evaluate the language model of `path` on the test_batches of corpora: a record for JSON.
-    heldout: {name: test_batches}."""
-    checkpoint = show_weights(path)
+    """Evaluate the model of `path` on {corpus: test_batches}; return a record for JSON."""
+    checkpoint, _ = find_weights(path)
+    print(f"{path}: weights of {checkpoint}")
     model = load_model(checkpoint).to(device)
     results = {name: [evaluate_language_model(model, Progress(batches, f"{path}, data/{name}"),
                                               device, dtype)[0] for batches in maskings]
@@ -56,18 +49,15 @@ def evaluate_run(path, heldout, device, dtype):
             "results": results}
 
 
-def show_weights(path):
-    """Find the weights of `path` (see find_weights), and print where they are."""
-    checkpoint, _ = find_weights(path)
-    print(f"{path}: weights of {checkpoint}")
-    return checkpoint
-
-
-def perplexity_cell(results):
-    """Write the mean perplexity of the maskings, and their range if there are several."""
-    values = [result["perplexity"] for result in results]
-    spread = f" [{min(values):.2f}, {max(values):.2f}]" if len(values) > 1 else ""
-    return f"{np.mean(values):.2f}{spread}"
+def perplexity_row(record, corpora, usage_data):
+    """Make a row of Table 2 from a record of evaluate_run: perplexities on the corpora, with their
+    range over several maskings, and the slot usage on data/<usage_data>."""
+    cells = [record["run"], record["steps"], record["seed"]]
+    for name in corpora:
+        values = [result["perplexity"] for result in record["results"][name]]
+        spread = f" [{min(values):.2f}, {max(values):.2f}]" if len(values) > 1 else ""
+        cells.append(f"{np.mean(values):.2f}{spread}")
+    return cells + usage_cells(*(result["layers"] for result in record["results"][usage_data]))
 
 
 def usage_cells(*usages):

@@ -32,6 +32,7 @@ class TaskSample:
             raise UserError(f"{path}: not a fine-tuned run: it takes --data TASK")
         self.settings = read_settings(seeds[0]) if seeds else {}
         self.checkpoint, vocab = find_weights(path)
+        print(f"{path}: weights of {self.checkpoint}")
         tokenizer = load_tokenizer(vocab)
         with first_rank_first():
             self.task = find_task(task or self.settings["task"])
