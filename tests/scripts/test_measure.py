@@ -1,9 +1,7 @@
 """
 Tables, figures and what slots store: measure.py's commands.
 """
-import argparse
 import collections
-import io
 import json
 import os
 import re
@@ -24,8 +22,10 @@ from lib.common.errors import UserError
 from lib.corpus.batches import Corpus, cut_split, masked_heldout
 from lib.corpus.vocabulary import load_tokenizer
 from lib.for_transformers.export import export
-from lib.slot_usage.counts import class_distances, evaluate_language_model, watch_reads
-from lib.training.run import NO_EFFECT, write_usage
+from lib.slot_usage.counts import evaluate_language_model, watch_reads
+from lib.slot_usage.task_reads import TaskSample, class_distances
+from lib.tasks.run_facts import training_text
+from lib.training.run import NO_EFFECT, read_evaluations, write_usage
 from lib.training.trainer import Trainer
 from lib.weights.checkpoint import find_weights, load_model, save_checkpoint
 from model import Classifier
@@ -33,7 +33,7 @@ from tests.helpers import ROOT, prepare, record_search, train, tune
 
 
 def test_table(place, capsys):
-    """Cells are evaluate's numbers; a run without memory has no usage; JSON keeps every masking."""
+    """Cells are the numbers of evaluate_language_model; a run without memory has no usage; JSON keeps every masking."""
     prepare("text", "more", "text.txt", "--vocab", "tiny.txt", "--val_every", "5")
     assert train("--max_steps=2") == 0
     assert train("--max_steps=2", "--memory_layers=", "--out=out/plain") == 0
@@ -112,7 +112,7 @@ def test_a_weights_folder_is_measured_like_a_run(place, capsys):
     capsys.readouterr()
     measure.main(["table", "out/tiny", "folder", "--data", "tiny", "--device", "cpu", "--out", "t"])
     assert "all sequences of 16;" in Path("t.md").read_text()  # the shortest that one is for
-    assert [measure.trained_on(path)[0] for path in ("out/tiny", "folder")] == [16, 128]
+    assert [training_text(path)[0] for path in ("out/tiny", "folder")] == [16, 128]
     saved = json.loads(Path("t.json").read_text())
     ours, theirs = (run["results"]["tiny"][0] for run in saved["runs"])
     assert theirs["perplexity"] == pytest.approx(ours["perplexity"], rel=1e-3)
@@ -132,7 +132,7 @@ def test_a_weights_folder_is_measured_like_a_run(place, capsys):
         measure.main(["slots", "folder", "--layer", "2"])
 
 
-def test_usage_on_a_task(tuned, capsys, monkeypatch):
+def test_usage_on_a_task(tuned, capsys):
     """Table 6 and Figure 4 count the reads of the real tokens of the best model, and no more."""
     pytest.importorskip("matplotlib")
     assert tune("--epochs=2") == 0
@@ -170,9 +170,7 @@ def test_usage_on_a_task(tuned, capsys, monkeypatch):
         (str(run / "seed0"), "before", 2), (str(run / "seed0"), "before", 3),
         (str(run / "seed0"), "after", 2), (str(run / "seed0"), "after", 3),
         ("out/tiny", "before", 2), ("out/tiny", "before", 3)]
-    monkeypatch.setattr("sys.stdout", io.StringIO())
-    sample = measure.TaskSample(argparse.Namespace(
-        data="own", split="train", sequences=None, device="cpu"), "out/tiny")
+    sample = TaskSample("out/tiny", "own")
     halves = dict(zip(("animal", "none"), sample.halves(), strict=True))
     members = {label: [n for n, row in enumerate(rows) if row[1] == label] for label in halves}
     size = min(map(len, members.values())) // 2
@@ -319,7 +317,7 @@ def test_curves_go_on_where_the_initial_model_ended(place, capsys):
     assert [line.split("|")[1:3] for line in out[2:5]] == [
         [" out/tiny ", " 4     "], [" out/more ", " 8     "], [" out/pkm  ", " 8     "]]
     assert sorted(os.listdir("figures")) == ["a.json", "a.md", "a.png", "a.svg"]
-    more = measure.read_evaluations("out/more")
+    more = read_evaluations("out/more")
     assert more[0]["step"] == 4
     assert json.loads(Path("figures/a.json").read_text())["out/more"] == more
 
