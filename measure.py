@@ -1,5 +1,5 @@
 """
-Look inside trained models: the memory tables and figures of Kim & Jung (2020), from run folders.
+Measure trained models: the memory tables and figures of Kim & Jung (2020).
 
 $ python measure.py table out/demo_more out/demo_resm_init --data docs --out results/table2
 $ python measure.py staleness out/demo_pkm out/demo_resm_init --out results/figure2
@@ -54,7 +54,7 @@ from model import value_tables
 
 
 def table(args):
-    """Table 2: perplexity and slot usage of pretrained runs. Table 6: usage of fine-tuned runs."""
+    """Print Table 2 (perplexity and slot usage, with --data) or 6 (usage of fine-tuned runs)."""
     if {bool(seed_folders(path)) for path in args.runs} != {not args.data}:
         raise UserError("table takes runs of pretraining with --data, or fine-tuned runs without")
     if args.data:
@@ -64,6 +64,7 @@ def table(args):
 
 
 def table_2(args):
+    """Evaluate language models on test splits, with the same batches for all."""
     usage_data = args.usage_data or args.data[0]
     causal = read_weights(args.runs[0])["config"].get("causal", False)
     if causal and args.repeats > 1:
@@ -93,6 +94,7 @@ def table_2(args):
 
 
 def table_6(args):
+    """Count what each fine-tuned model reads in the examples of its task."""
     (device, _), records = open_device(args), []
     for path in args.runs:
         sample = TaskSample(path, None, args.split, args.sequences)
@@ -109,7 +111,7 @@ def table_6(args):
 
 
 def glue(args):
-    """Tables 4, 5 and 7: dev scores of fine-tuned runs, medians over their seeds."""
+    """Print Tables 4, 5 and 7: dev scores of fine-tuned runs, medians over their seeds."""
     header, rows, records = score_table(group_seeds(finished_seeds(args.runs)))
     write_table(args.out, header, rows,
                 "Dev splits, median over the seeds of each seed's best epoch; -: not run. Avg: of "
@@ -117,7 +119,7 @@ def glue(args):
 
 
 def by_class(args):
-    """Figure 4: how much the slots that two classes read differ, before and after fine-tuning."""
+    """Draw Figure 4: how far apart two classes' slots are, before and after fine-tuning."""
     (device, _), records = open_device(args), []
     for path in args.runs:
         sample = TaskSample(path, args.data, args.split, args.sequences)
@@ -143,7 +145,7 @@ def by_class(args):
 
 
 def staleness(args):
-    """Figure 2: how many slots were top-1 for the last time at each usage snapshot of a run."""
+    """Draw Figure 2: how many slots were last top-1 at which usage snapshot of a run."""
     records = []
     for path in args.runs:
         snapshots = read_usage(path)
@@ -161,7 +163,7 @@ def staleness(args):
 
 
 def curves(args):
-    """Figure 3: perplexity against step, and beside it top-1 usage, for several runs."""
+    """Draw Figure 3: perplexity and top-1 usage against the step, for several runs."""
     corpus = check_same_text(args.runs)
     runs, rows = {path: read_evaluations(path) for path in args.runs}, []
     for path, evaluations in runs.items():
@@ -175,7 +177,7 @@ def curves(args):
 
 
 def slots(args):
-    """The most read slots of a layer, or given ones, and the contexts that read them most."""
+    """Show the most read slots of a layer, or given ones, and the contexts that read them."""
     checkpoint, _ = find_weights(args.run)
     model = load_model(checkpoint).eval()
     tables = value_tables(model)
@@ -199,7 +201,7 @@ def slots(args):
 
 
 def browse(args):
-    """A page in one HTML file, to find what a slot knows: usage, contexts, a search for words."""
+    """Write an HTML page of what slots know: usage, contexts, a search for words."""
     checkpoint, _ = find_weights(args.run)
     model = load_model(checkpoint).eval()
     n_slots = {n: len(table.weight) for n, table in value_tables(model).items()}
@@ -218,7 +220,7 @@ def browse(args):
 
 
 def fill(args):
-    """The likeliest words for each [MASK], the slots read there, and what else reads those."""
+    """Guess each [MASK]; show the slots read there, and what else reads those."""
     model, tokenizer, checkpoint = open_language_model(args, causal=False)
     *_, cls, sep, mask = special_tokens(tokenizer.get_vocab())
     encodings = [tokenizer.encode(cls + text.replace("[MASK]", mask) + sep) for text in args.texts]
@@ -235,7 +237,7 @@ def fill(args):
 
 
 def sample(args):
-    """Continue a text; before that, what the next token may be, and the slots read for it."""
+    """Continue a text; show first the likeliest next tokens and the slots read for them."""
     if not args.temperature >= 0:
         raise UserError(f"--temperature {args.temperature}: expected 0 or more")
     model, tokenizer, checkpoint = open_language_model(args, causal=True)
@@ -253,7 +255,7 @@ def sample(args):
 
 
 def predict(args):
-    """Predict for new texts with a fine-tuned model: classes, scores or answers, as a TSV table."""
+    """Predict for new texts with a fine-tuned model; print or write a TSV table."""
     with contextlib.redirect_stdout(io.StringIO()):  # the table is alone on stdout
         device, _ = open_device(args)
     file = Path("/dev/stdin" if args.file == "-" else args.file)

@@ -29,11 +29,11 @@ def open_corpus(name, *paths):
 
 
 class CorpusReads:
-    """What the memories of a model read in a test text, with nothing masked.
+    """Read the test text of a corpus with a model, nothing masked.
 
-    name: of the corpus; ids (sequences, time): the tokens of the text; layers: {layer: (slots,
-    weights)}, arrays (tokens, heads, topk). path: the model's run; data: another corpus than the
-    run's; sequences: at most this number.
+    path: the model's run. data: another corpus than the run's. sequences: at most this number.
+    Attributes: name (of the corpus), ids (sequences, time) and layers, {layer: (slots, weights)}:
+    what the tokens read, arrays (tokens, heads, topk).
     """
 
     @torch.no_grad()
@@ -79,8 +79,8 @@ class CorpusReads:
 
 
 def corpus_contexts(model, path, data, sequences, most):
-    """Return a function contexts(layer, slot) of CorpusReads. If `data` is not given and the run's
-    own corpus is not there, print a line, and there are no contexts."""
+    """Return a function contexts(layer, slot), as CorpusReads has it. Without the run's corpus and
+    without `data` it prints a line, and the function returns []."""
     try:
         if value_tables(model):
             reads = CorpusReads(model, path, data, sequences)
@@ -94,8 +94,9 @@ def corpus_contexts(model, path, data, sequences, most):
 
 @torch.no_grad()
 def guess_lines(model, tokenizer, ids, position, contexts):
-    """Yield lines to print: the likeliest tokens at one position of a text, the slots read there,
-    and what else reads those. ids: the text as a list; contexts(layer, slot): [(weight, text)]."""
+    """Yield the likeliest tokens at one position of a text, as lines to print. Lines on the slots
+    read there follow, with what else reads them. ids: the text's, a list. contexts(layer, slot):
+    [(weight, text)]."""
     reads = {}
     ids, positions = (torch.tensor([x], device=model.bias.device) for x in (ids, [position]))
     with watch_reads(model, lambda layer, *read: reads.update({layer: read})):

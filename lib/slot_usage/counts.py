@@ -20,9 +20,9 @@ from model import value_tables
 
 @contextlib.contextmanager
 def watch_reads(model, see):
-    """Call see(layer, slots, weights) at every memory lookup inside the `with` block. slots and
-    weights are (tokens, heads, topk), best first. Padded tokens are never looked up. A compiled
-    model does not call hooks: run the raw one."""
+    """Call see(layer, slots, weights) at every memory lookup inside the `with` block. The arrays
+    are (tokens, heads, topk), best first. Padded tokens are never looked up. A compiled model does
+    not call hooks: run the raw one."""
     def hook(layer, table, inputs, output):
         slots, weights = inputs[:2]
         see(layer, slots, weights)
@@ -41,10 +41,10 @@ def count_reads(model):
     """Count what every memory reads inside the block: `with count_reads(model) as counts`. One
     access is one head's read for one token: our reading of the x of section 3.2.
 
-    counts[layer] is a dict. `read` (how often a slot was among the top k), `top1` (how often it was
-    the best) and `weight` (the sum of its softmax weights) are (n_slots,) arrays. `topk` is an int.
-    `effective_k` is exp(entropy of an access's weights), summed over the accesses: 1 if one slot
-    has all the weight, topk if all have the same. The end of the block sums over the ranks.
+    counts[layer] is a dict. Three are (n_slots,) arrays: `read`, how often a slot was among the top
+    k, `top1`, how often it was the best, and `weight`, the sum of its softmax weights. `topk` is an
+    int. `effective_k` sums exp(entropy of the weights) over the accesses. That is 1 if one slot has
+    all the weight, topk if all have the same. The end of the block sums over the ranks.
     """
     counts = {}
     for layer, table in value_tables(model).items():
@@ -74,10 +74,9 @@ def count_reads(model):
 
 
 def usage_metrics(read, top1, weight, topk, effective_k):
-    """Compute the metrics of section 3.2 from a layer's counts (see count_reads). mu and top1_mu
-    are shares of 1, kl_u and kl_w are in nats. effective_k is the mean over the accesses.
-    mu_uniform and top1_mu_uniform are what this number of accesses to uniformly random slots would
-    give."""
+    """Compute the metrics of section 3.2 from a layer's counts (see count_reads). MU and top-1 MU
+    are shares of 1. KL_u and KL_w are in nats. The effective k is the mean over the accesses.
+    mu_uniform and top1_mu_uniform are for the same number of accesses to uniformly random slots."""
     n_slots, accesses = len(read), int(top1.sum())
 
     def kl_to_uniform(counts):
@@ -131,8 +130,8 @@ def describe_evaluation(results):
 
 
 def staleness_shares(snapshots, layer):
-    """Share of a layer's slots by the last usage snapshot at which they were top-1 (Figure 2):
-    {step or "never": share}. snapshots: read_usage's."""
+    """Share the slots of a layer out by when they were last top-1 (Figure 2). Returns {step of a
+    usage snapshot, or "never": share}. snapshots: read_usage's."""
     last = last_used(snapshots, layer)
     shares = np.bincount(last, minlength=len(snapshots) + 1) / len(last)
     return dict(zip(["never", *snapshots], shares.tolist(), strict=True))

@@ -50,8 +50,8 @@ def evaluate_run(path, heldout, device, dtype):
 
 
 def perplexity_row(record, corpora, usage_data):
-    """Make a row of Table 2 from a record of evaluate_run: perplexities on the corpora, with their
-    range over several maskings, and the slot usage on data/<usage_data>."""
+    """Make a row of Table 2 from a record of evaluate_run. It has the perplexities on the corpora,
+    with their range over several maskings, and the slot usage on data/<usage_data>."""
     cells = [record["run"], record["steps"], record["seed"]]
     for name in corpora:
         values = [result["perplexity"] for result in record["results"][name]]

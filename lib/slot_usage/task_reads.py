@@ -21,10 +21,12 @@ from lib.weights.checkpoint import find_weights, load_model
 
 
 class TaskSample:
-    """Examples from the 'train' or 'dev' split of a task, encoded for the model of the run `path`:
-    at most `sequences`, evenly spread. task: by default the one that the run was fine-tuned on.
-    settings: the fine-tuned run's, else {}; checkpoint: its weights; chosen: indices of the
-    examples."""
+    """Encode examples of a task for the model of a run, and count what they read.
+
+    path: the run. task: another than it was fine-tuned on. split: 'train' or 'dev'. sequences: at
+    most this number of examples, evenly spread. Attributes: settings (the fine-tuned run's, else
+    {}), checkpoint (its weights), task, examples, chosen (their indices).
+    """
 
     def __init__(self, path, task=None, split="train", sequences=None):
         seeds = seed_folders(path)
@@ -58,7 +60,7 @@ class TaskSample:
         return counts
 
     def halves(self):
-        """Draw two halves of each of the two classes, all of one size: [class 0's, class 1's]."""
+        """Draw two halves of each of two classes, all of one size: [class 0's, class 1's]."""
         if (classes := len(self.task.labels or [])) != 2:
             raise UserError(f"{self.task.name} has {classes} classes, expected two")
         rng, labels = np.random.default_rng(0), self.examples.labels[self.chosen]
@@ -83,18 +85,18 @@ class TaskSample:
 
 
 def class_distances(positive, negative):
-    """Measure how much the slots that two classes read differ (Figure 4). positive, negative:
-    top-1 counts of two random halves of each class, (2, n_slots).
+    """Measure how much the slots that two classes read differ (Figure 4).
 
-    kl_between: KL(p || 0.9 q + 0.1 p) in nats. p and q are the slots' shares in a half of the
-    positive and of the negative class. The 0.1 p keeps it finite, at most log 10, where only p
-    reads a slot. (One added to every count weighs more in larger tables and with fewer accesses.)
-    iou_between: the sum of the smaller shares over the sum of the larger ones. Both are means over
-    the four pairs of halves. kl_floor, iou_floor: the same between the halves of one class. This
-    noise floor is higher with fewer accesses.
-    kl, iou: corrected for the floor, and nearly independent of the number of accesses. kl is scaled
-    to 0 at the floor and log 10 at the top. iou is that of the common share, the sum of the smaller
-    shares, divided by the floor's. Direction, mixture and correction are our reading.
+    positive, negative: top-1 counts of two random halves of each class, (2, n_slots). Let p and q
+    be the slots' shares in a half of the positive and in one of the negative class.
+    kl_between is KL(p || 0.9 q + 0.1 p) in nats. The 0.1 p keeps it finite where only p reads a
+    slot: at most log 10. Adding one to every count would weigh more in larger tables.
+    iou_between is the sum of the smaller shares over the sum of the larger ones.
+    Both are means over the four pairs of halves. kl_floor and iou_floor are the same between the
+    halves of one class: the noise of few accesses.
+    kl and iou are corrected for the floor, and hardly depend on the number of accesses. kl is
+    scaled to 0 at the floor, with log 10 unchanged. iou takes the common share, which is the sum of
+    the smaller shares, divided by the floor's. Direction, mixture and correction are our reading.
     """
     def compare(a, b):
         p, q = a / a.sum(), b / b.sum()

@@ -78,7 +78,7 @@ def test_table(place, capsys):
 
 
 def test_table_shows_the_steps_and_what_is_not_finished(place, monkeypatch):
-    """Steps of the initial model + the run's own, of how many if it was stopped."""
+    """The steps are the initial model's + the run's own; a stopped run shows its max_steps too."""
     assert train("--max_steps=4", "--checkpoint_interval=2") == 0
     assert train("--max_steps=2", "--init_from=out/tiny", "--seed=7", "--out=out/more") == 0
     step = Trainer.step
@@ -133,7 +133,7 @@ def test_a_weights_folder_is_measured_like_a_run(place, capsys):
 
 
 def test_usage_on_a_task(tuned, capsys):
-    """Table 6 and Figure 4 count the reads of the real tokens of the best model, and no more."""
+    """Table 6 and Figure 4 count what real tokens read in the best model, and no more."""
     pytest.importorskip("matplotlib")
     assert tune("--epochs=2") == 0
     run = Path("out/tiny_own")
@@ -231,7 +231,7 @@ def test_glue_prints_the_papers_columns(workdir, capsys):
 
 
 def fine_tuned(folder, accuracy, **settings):
-    """What measure.py glue reads of a run."""
+    """Write what measure.py glue reads in a run."""
     base = {"init_from": "out/f", "update_memory": True, "task": "rte", "seed": 0, "lr": 2e-5,
             "log_interval": 100, "tokenizer_hash": "", "init_checkpoint": "", "first_step": 0}
     Path(folder).mkdir(parents=True)
@@ -264,7 +264,7 @@ def test_glue_pools_nothing_but_seeds(workdir, capsys):
 
 
 def test_tables_4_5_and_7_by_the_documented_command(tuned, capsys):
-    """Of runs under their default names, with and without updates of the memory."""
+    """Runs have their default names, with and without updates of the memory."""
     page = (ROOT / "results/fine_tuning.md").read_text()
     command = re.search(r"^python measure.py (glue .*?)\s+#", page, re.MULTILINE)[1]
     for args in (["--task=own"], ["--task=own", "--update_memory=False"], ["--task=squad"]):

@@ -96,7 +96,7 @@ def test_evaluate_counts_every_read_but_padding_and_knows_the_uniform_model():
 
 
 class Stub(nn.Module):
-    """A model whose prediction is the same everywhere: token 1 at 1/2, 2 at 1/4, 3 at 1/8."""
+    """A model that always predicts token 1 at 1/2, 2 at 1/4, 3 at 1/8."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,5 @@
 """
-What the figures show.
+Figures 2 to 4: lines, bars, legends.
 """
 import pytest
 
@@ -20,7 +20,7 @@ def legend_texts(figure):
 
 
 def test_curves_show_where_initialized_runs_start():
-    """However high, and marked; not where the others start. No two runs look alike in grey."""
+    """Their start is marked and in view, however high. No two runs look alike in grey."""
     runs = {"base": evaluations(0, 30000, 9, 5), "more": evaluations(2, 5, 4),
             "pkm": evaluations(2, 70, 6, 3), "resm": evaluations(2, 5.1, 3.5)}
     left = draw_curves(runs).axes[0]
@@ -58,7 +58,8 @@ def test_the_legend_names_every_line_in_its_look_beside_the_panels():
     [legend] = figure.legends
     assert legend_texts(figure)[:8] == [path.removeprefix("out/") for path in runs]
     for line, entry in zip(figure.axes[0].lines, legend.get_lines(), strict=False):
-        assert (line.get_color(), line.get_linestyle()) == (entry.get_color(), entry.get_linestyle())
+        assert line.get_color() == entry.get_color()
+        assert line.get_linestyle() == entry.get_linestyle()
     box = legend.get_window_extent()
     assert figure.bbox.x1 >= box.x1 and figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1
     assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)

@@ -43,7 +43,7 @@ def test_distances_of_classes_slot_by_slot():
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
 def test_distances_do_not_depend_on_the_number_of_accesses(spread):
-    """Near the true distance from a few accesses a slot on, where the floor is still far from 0."""
+    """A few accesses a slot give nearly the true distance, though the floor is far from 0."""
     rng = np.random.default_rng(1)
     p = rng.lognormal(0, 2, 4096)
     q = p * rng.lognormal(0, spread, 4096)
