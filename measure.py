@@ -33,16 +33,9 @@ from lib.distributed.processes import is_distributed, run_ranks
 from lib.slot_usage.browse import page_data, page_html
 from lib.slot_usage.contexts import CorpusReads, corpus_contexts, guess_lines, open_corpus
 from lib.slot_usage.counts import staleness_shares, usage_metrics
+from lib.slot_usage.evaluation import check_language_model, evaluate_run, test_batches
 from lib.slot_usage.figures import draw_class_distances, draw_curves, draw_staleness
-from lib.slot_usage.tables import (
-    USAGE,
-    check_language_model,
-    evaluate_run,
-    perplexity_row,
-    test_batches,
-    usage_cells,
-    write_table,
-)
+from lib.slot_usage.tables import USAGE, perplexity_row, usage_cells, write_table
 from lib.slot_usage.task_reads import TaskSample
 from lib.tasks.glue import tsv_text
 from lib.tasks.predict import predict_file
@@ -98,7 +91,7 @@ def table_6(args):
     (device, _), records = open_device(args), []
     for path in args.runs:
         sample = TaskSample(path, None, args.split, args.sequences)
-        counts = sample.count_reads(sample.checkpoint, device, path)
+        counts = sample.count(sample.checkpoint, device, path)
         records.append({"run": path, "checkpoint": str(sample.checkpoint),
                         "done": is_finished(sample.checkpoint.parent),
                         "task": sample.settings["task"], "examples": len(sample.chosen),

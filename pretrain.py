@@ -26,7 +26,7 @@ from lib.corpus.batches import CausalBatches, Corpus, MaskedBatches, causal_held
 from lib.corpus.vocabulary import read_vocab, vocab_hash
 from lib.distributed.processes import first_rank_first, get_world_size, run_ranks, set_timeout
 from lib.distributed.sharded_values import count_parameters
-from lib.slot_usage.counts import describe_evaluation, evaluate_language_model
+from lib.slot_usage.evaluation import describe_evaluation, evaluate_language_model
 from lib.training.run import check_same_run, open_log, read_settings, write_settings, write_usage
 from lib.training.trainer import Trainer, catch_signals, flops_per_token, new_state
 from lib.weights.checkpoint import find_checkpoint, find_weights, init_from, load_weights

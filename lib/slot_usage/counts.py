@@ -1,5 +1,5 @@
 """
-Count which slots the memories of a model read, and evaluate a language model (section 3.2).
+Count which slots the memories of a model read, for the metrics of section 3.2.
 
 >>> with count_reads(model) as counts:
 ...     model(ids)
@@ -11,10 +11,8 @@ import math
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from lib.distributed.processes import deal_batches, sum_over_ranks
-from lib.training.trainer import autocast, to_device
+from lib.distributed.processes import sum_over_ranks
 from model import value_tables
 
 
@@ -90,43 +88,6 @@ def usage_metrics(read, top1, weight, topk, effective_k):
             "kl_u": kl_to_uniform(read), "kl_w": kl_to_uniform(weight),
             "effective_k": effective_k / accesses, "accesses": accesses,
             "mu_uniform": uniform(topk), "top1_mu_uniform": uniform(1)}
-
-
-@torch.no_grad()
-def evaluate_language_model(model, batches, device, dtype=torch.float32):
-    """Evaluate a language model on batches of masked_heldout or causal_heldout. Returns (results,
-    the counts of count_reads). The results are loss (nats), perplexity and accuracy over all
-    predicted positions, their number masked_tokens, and layers: {layer: usage_metrics}. A compiled
-    model is run as its raw module."""
-    model = getattr(model, "_orig_mod", model)
-    was_training = model.training
-    model.eval()
-    loss = correct = masked = 0
-    with count_reads(model) as counts:
-        for batch in deal_batches(batches):
-            batch = to_device(batch, device)
-            labels = batch.pop("labels").flatten()
-            with autocast(device, dtype):
-                logits = model(**batch)
-            logits = logits.flatten(0, 1).float()
-            loss += F.cross_entropy(logits, labels, reduction="sum").item()
-            correct += (logits.argmax(1) == labels).sum().item()
-            masked += (labels != -100).sum().item()
-    model.train(was_training)
-    loss, correct, masked = map(sum_over_ranks, (loss, correct, masked))
-    results = {"loss": loss / masked, "perplexity": math.exp(min(loss / masked, 700)),
-               "accuracy": correct / masked, "masked_tokens": masked,
-               "layers": {n: usage_metrics(**sums) for n, sums in counts.items()}}
-    return results, counts
-
-
-def describe_evaluation(results):
-    """Yield the results of evaluate_language_model as lines to print."""
-    yield f"perplexity {results['perplexity']:.2f}, accuracy {results['accuracy']:.1%}"
-    for layer, m in results["layers"].items():
-        yield (f"layer {layer}: MU {m['mu']:.1%} (uniform use: {m['mu_uniform']:.1%}), top-1 MU "
-               f"{m['top1_mu']:.1%} ({m['top1_mu_uniform']:.1%}), KL_u {m['kl_u']:.2f}, "
-               f"KL_w {m['kl_w']:.2f}, {m['accesses']:,} accesses")
 
 
 def staleness_shares(snapshots, layer):

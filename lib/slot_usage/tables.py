@@ -1,52 +1,17 @@
 """
-Measure language models for Table 2, and write tables for people.
+Write tables for people: slot usage, Table 2, the files of --out.
 """
 import json
 
 import numpy as np
 
-from lib.common.errors import UserError
 from lib.common.files import atomic, write_text
-from lib.common.progress import Progress, markdown
-from lib.corpus.batches import causal_heldout, masked_heldout
-from lib.slot_usage.counts import evaluate_language_model
-from lib.tasks.run_facts import trained_steps
-from lib.weights.checkpoint import check_objective, find_weights, load_model, read_weights
+from lib.common.progress import markdown
 
 USAGE = ["layers", "MU %", "uniform", "top-1 MU %", "uniform", "KL_u", "KL_w", "effective k",
          "accesses"]
 USAGE_CELLS = ["{layer}", "{mu:.1%}", "{mu_uniform:.1%}", "{top1_mu:.1%}", "{top1_mu_uniform:.1%}",
                "{kl_u:.2f}", "{kl_w:.2f}", "{effective_k:.1f}", "{accesses:,.0f}"]
-
-
-def check_language_model(path, causal):
-    """UserError unless the model of `path` is a causal language model, or else a masked one."""
-    saved = read_weights(path)
-    if saved.get("head"):
-        raise UserError(f"{path}: a fine-tuned checkpoint has no language-model head")
-    check_objective(path, saved["config"], causal)
-
-
-def test_batches(corpus, causal, seq_len, batch_size, sequences, maskings):
-    """List the batches of a corpus's test split, once for each masking. The windows of a causal
-    model overlap by half, and each predicts only what the one before did not."""
-    split = corpus, "test", seq_len, batch_size, sequences
-    if causal:
-        return [causal_heldout(*split, stride=seq_len // 2)]
-    return [masked_heldout(*split, masking) for masking in range(maskings)]
-
-
-def evaluate_run(path, heldout, device, dtype):
-    """Evaluate the model of `path` on {corpus: test_batches}; return a record for JSON."""
-    checkpoint, _ = find_weights(path)
-    print(f"{path}: weights of {checkpoint}")
-    model = load_model(checkpoint).to(device)
-    results = {name: [evaluate_language_model(model, Progress(batches, f"{path}, data/{name}"),
-                                              device, dtype)[0] for batches in maskings]
-               for name, maskings in heldout.items()}
-    steps, seed = trained_steps(checkpoint)
-    return {"run": path, "checkpoint": str(checkpoint), "steps": steps, "seed": seed,
-            "results": results}
 
 
 def perplexity_row(record, corpora, usage_data):

@@ -48,7 +48,7 @@ class TaskSample:
         self.chosen = np.linspace(0, total - 1, min(sequences or total, total)).astype(int)
 
     @torch.no_grad()
-    def count_reads(self, weights, device, title, chosen=None):
+    def count(self, weights, device, title, chosen=None):
         """Count what the model at `weights` reads in the examples, or in those `chosen`. Returns
         the counts of count_reads; title: of the progress bar."""
         model = load_model(weights).to(device).eval()
@@ -74,7 +74,7 @@ class TaskSample:
     def compare_classes(self, weights, device, title):
         """Compare the top-1 slots that the two classes read: one record for each memory layer."""
         halves = self.halves()
-        counts = [[self.count_reads(weights, device, f"{title}, class {label}, half {n}", half)
+        counts = [[self.count(weights, device, f"{title}, class {label}, half {n}", half)
                    for n, half in enumerate(halves[label], 1)] for label in (1, 0)]
         records = []
         for layer in counts[0][0]:

@@ -22,7 +22,8 @@ from lib.common.errors import UserError
 from lib.corpus.batches import Corpus, cut_split, masked_heldout
 from lib.corpus.vocabulary import load_tokenizer
 from lib.for_transformers.export import export
-from lib.slot_usage.counts import evaluate_language_model, watch_reads
+from lib.slot_usage.counts import watch_reads
+from lib.slot_usage.evaluation import evaluate_language_model
 from lib.slot_usage.task_reads import TaskSample, class_distances
 from lib.tasks.run_facts import training_text
 from lib.training.run import NO_EFFECT, read_evaluations, write_usage
