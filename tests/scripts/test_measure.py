@@ -34,7 +34,7 @@ from tests.helpers import ROOT, prepare, record_search, train, tune
 
 
 def test_table(place, capsys):
-    """Cells are the numbers of evaluate_language_model; a run without memory has no usage; JSON keeps every masking."""
+    """Cells are the results of evaluate_language_model; JSON keeps every masking."""
     prepare("text", "more", "text.txt", "--vocab", "tiny.txt", "--val_every", "5")
     assert train("--max_steps=2") == 0
     assert train("--max_steps=2", "--memory_layers=", "--out=out/plain") == 0
