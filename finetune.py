@@ -27,11 +27,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.common.device import choose_device, keep_freed_memory
+from lib.common.device import use_device
 from lib.common.errors import UserError, need
-from lib.common.files import discard, lock, read_json, write_text
-from lib.common.settings import at_least, load_settings
-from lib.corpus.vocabulary import load_tokenizer, special_ids
+from lib.common.files import lock, write_text
+from lib.common.settings import DTYPES, ON_OFF, load_settings, setting
+from lib.corpus.vocabulary import special_ids, text_tokenizer
 from lib.distributed.processes import (
     any_signalled,
     first_rank_first,
@@ -44,55 +44,54 @@ from lib.tasks.glue import batches_by_length, find_task, read_split, row_names, 
 from lib.tasks.predict import predict_examples, prediction_rows
 from lib.tasks.scores import METRICS, score_squad
 from lib.tasks.squad import best_answers, load_examples
-from lib.training.run import check_same_run, open_log, write_settings
-from lib.training.trainer import Trainer, catch_signals, new_state
+from lib.training.trainer import Schedule, State, Trainer, catch_signals
 from lib.weights.checkpoint import (
     check_objective,
-    find_checkpoint,
     find_weights,
     init_from,
+    load_model,
     load_weights,
     model_file,
     read_weights,
-    save_files,
 )
+from lib.weights.run import Run
 from model import BertConfig, build_model, value_tables
 
 
 @dataclass
 class Config:
     # the run; the defaults are Table 3's for GLUE
-    out: str = ""  # its folder; by default out/<init_from>_<task>
-    init_from: str = ""  # a run, a folder in Hugging Face layout, or bert-base-uncased and such
-    task: str = ""  # cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, squad, docs, or a folder
-    seed: int = 0  # of the head's weights, data order and dropout
-    seeds: int = 1  # how many, counted from seed; the median is reported
-    update_memory: bool = True  # False: the value tables are frozen (Table 5)
+    out: str = setting("", "its folder; by default out/<init_from>_<task>", may_change=True)
+    init_from: str = setting("", "a run, a Hugging Face folder, or a name: bert-base-uncased")
+    task: str = setting("", "of GLUE (sst2, ...), squad, docs, or a folder")
+    seed: int = setting(0, "of the head's weights, data order and dropout", least=0)
+    seeds: int = setting(1, "how many; the median is reported", least=1, may_change=True)
+    update_memory: bool = setting(True, "False: the value tables are frozen (Table 5)")
     # data
-    max_len: int = 128  # tokens
-    doc_stride: int = 128  # of SQuAD's windows, in tokens
-    train_examples: int = 0  # examples or windows to train on; 0: all
+    max_len: int = setting(128, "tokens", least=8)
+    doc_stride: int = setting(128, "of SQuAD's windows, in tokens", least=1)
+    train_examples: int = setting(0, "examples or windows to train on; 0: all", least=0)
     # optimization: AdamW, linear warm-up, then linear decay to 0
-    batch_size: int = 32  # our reading: the column is empty in Table 3
-    accumulation: int = 1  # parts of a batch, one at a time; torchrun: a multiple of its ranks
-    epochs: int = 10
-    max_steps: int = 0  # 0: as many as the epochs take
-    warmup: float = 0.06  # share of the steps
-    lr: float = 2e-5
-    value_lr: float = 1e-3  # of the value tables, constant (our reading)
-    weight_decay: float = 0.1
-    grad_clip: float = 1.0  # norm of all gradients but the value tables' (Devlin et al.)
-    dropout: float = 0.1
+    batch_size: int = setting(32, "our reading: the column is empty in Table 3", least=1)
+    accumulation: int = setting(1, "parts of a batch; a multiple of the ranks", least=1)
+    epochs: int = setting(10, "", least=1)
+    max_steps: int = setting(0, "0: as many as the epochs take", least=0)
+    warmup: float = setting(0.06, "share of the steps", least=0)
+    lr: float = setting(2e-5, "", least=0)
+    keys_lr: float = setting(1.0, "of the memory's sub-keys, as a factor of lr", least=0)
+    value_lr: float = setting(1e-3, "of the value tables, constant (our reading)", least=0)
+    weight_decay: float = setting(0.1, "", least=0)
+    grad_clip: float = setting(1.0, "norm of all gradients but the value tables'", least=1e-9)
+    dropout: float = setting(0.1, "")
     # watching
-    log_interval: int = 100
-    checkpoint_interval: int = 1000  # steps; there is one after every epoch, too
-    tensorboard: bool = False  # also write its curves: tensorboard --logdir out
+    log_interval: int = setting(100, "", least=1, may_change=True)
+    checkpoint_interval: int = setting(1000, "and after each epoch", least=1, may_change=True)
+    tensorboard: bool = setting(False, "curves: tensorboard --logdir out", may_change=True)
     # machine
-    device: str = "auto"  # cuda, mps, cpu
-    dtype: str = "auto"  # float32, bfloat16, float16
-    compile: str = "auto"  # on, off; auto: on CUDA
-    rank_timeout: int = 600  # seconds that torchrun's processes wait for each other
-    keep_checkpoints = 1  # not a setting; best/ has the best weights, too
+    device: str = setting("auto", "cuda, mps, cpu", may_change=True)
+    dtype: str = setting("auto", "of matrix products", choices=DTYPES)
+    compile: str = setting("auto", "auto: on CUDA", choices=ON_OFF, may_change=True)
+    rank_timeout: int = setting(600, "seconds to wait for a rank", least=1, may_change=True)
 
 
 class Data:
@@ -158,7 +157,7 @@ class Data:
             print(f"always saying {self.task.labels[most]}, the most frequent class of train, "
                   f"would be right for {', '.join(shares)}")
         print(f"{len(self.chosen):,} training examples, {config.max_steps:,} steps of {self.size}, "
-              f"{config.warmup_steps:,} of them warm-up")
+              f"{round(config.warmup * config.max_steps):,} of them warm-up")
 
 
 def predict(trainer, examples):
@@ -180,47 +179,35 @@ def evaluate(trainer):
             for name, part in data.dev.items() for metric in data.task.metrics}, found
 
 
-def train(trainer, out, state, signals):
-    """Train to the end; everything is written to the folder `out`. After each epoch the dev splits
-    are scored. The weights of the best one are in best_folder(out, state), and stay there until a
-    checkpoint is on disk whose state names a better one's. Returns what `evaluate` returned for the
-    best epoch, or None if an earlier process scored it."""
+def train(trainer, run, state, signals):
+    """Train to the end, and score the dev splits after each epoch.
+
+    The weights of the best epoch are in the run's folder before a checkpoint names them. Returns
+    what `evaluate` returned for the best epoch, or None if an earlier process scored it.
+    """
     config, data, best = trainer.config, trainer.batches, None
 
     def due(step):
         if step % data.steps_per_epoch == 0 or step == config.max_steps:
-            return {"log", "eval", "save"}
+            return {"log", "evaluate", "save"}
         every = {"log": config.log_interval, "save": config.checkpoint_interval}
         return {what for what, n in every.items() if step % n == 0}
 
     def quality(results):
         return np.nan_to_num(results[data.task.metrics[0]], nan=-np.inf)
 
-    log = open_log(out, state["step"], config.tensorboard)
-    for step, todo in trainer.train(out, state, log, due, signals):
-        drop_older(out, state)  # now the checkpoint of the last evaluation is on disk
-        if "eval" in todo:
-            results, found = evaluate(trainer)
-            state["last"] = {"epoch": data.epochs(step), **results}
-            print(json.dumps({"step": step, **state["last"]}), file=log)
-            print(f"epoch {data.epochs(step):g}: {describe(data.task, results)}", flush=True)
-            if state["best"] is None or quality(results) > quality(state["best"]):
-                state["best"], best = state["last"], (results, found)
-                model = model_file(trainer.model, data.task.labels)
-                save_files(best_folder(out, state), {"model": model})
-    drop_older(out, state)
+    def evaluate_epoch(step):
+        nonlocal best
+        results, found = evaluate(trainer)
+        state.last = {"epoch": data.epochs(step), **results}
+        run.log({"step": step, **state.last})
+        print(f"epoch {data.epochs(step):g}: {describe(data.task, results)}", flush=True)
+        if state.best is None or quality(results) > quality(state.best):
+            state.best, best = state.last, (results, found)
+            run.save_best(state.best["epoch"], model_file(trainer.model, data.task.labels))
+
+    trainer.train(run, state, due, evaluate_epoch, signals)
     return best
-
-
-def best_folder(out, state):
-    return out / f"best_epoch_{state['best']['epoch']:g}"
-
-
-def drop_older(out, state):
-    """Remove the weights of epochs that are not the best one of the checkpoint on disk."""
-    for folder in out.glob("best_epoch_*"):
-        if not state["best"] or folder != best_folder(out, state):
-            discard(folder)
 
 
 def describe(task, results, prefix=""):
@@ -230,16 +217,12 @@ def describe(task, results, prefix=""):
                      for name in task.dev for metric in task.metrics)
 
 
-def write_predictions(trainer, out, state, evaluated):
+def write_predictions(trainer, run, state, evaluated):
     """The predictions of the best epoch's model: for dev beside the texts and labels, of SQuAD as
     the official script reads them; for test in the form that GLUE wants; and its metrics under the
     names of Hugging Face's scripts. evaluated: what `train` returned."""
-    data, best, named = trainer.batches, out / "best", best_folder(out, state)
-    with first_rank_first():
-        if named.exists():  # not if a killed process has renamed it
-            discard(best)
-            named.rename(best)
-    load_weights(trainer.model, read_weights(best)["weights"], best)
+    data, out, best = trainer.batches, run.folder, run.finish_best(state.best["epoch"])
+    trainer.model = load_model(best).to(trainer.device)  # whole on every rank
     results, found = evaluated or evaluate(trainer)
     for name, split in data.task.dev.items():
         path, predicted = out / f"predictions_{split}", found[name]
@@ -263,8 +246,8 @@ def write_predictions(trainer, out, state, evaluated):
     for name, part in data.dev.items():
         results[f"samples{name}"] = len(part.questions if data.is_squad else part.ids)
     results = {f"eval_{key}": value for key, value in results.items()}
-    last = {f"last_{key}": value for key, value in state["last"].items()}
-    write(out / "eval_results", {"epoch": state["best"]["epoch"], **results, **last})
+    last = {f"last_{key}": value for key, value in state.last.items()}
+    run.write_results({"epoch": state.best["epoch"], **results, **last})
 
 
 def write(path, content):
@@ -276,31 +259,36 @@ def write(path, content):
     write_text(f"{path}{suffix}", text)
 
 
-def run_seed(config, out, data, sizes, initial, vocab, signals):
-    """Train a model of these sizes (a BertConfig) from the weights `initial`, or resume, in the
-    folder `out`. Unless a signal comes, it has an eval_results.json in the end."""
-    if (out / "config.json").exists():
-        check_same_run(config, out, {"seeds"})
-    if (out / "eval_results.json").exists():
-        print(f"{out} is done: --out=out/NAME starts anew")
+def run_seed(config, run, data, sizes, initial, vocab, signals):
+    """Train a model of these sizes (a BertConfig) from the weights `initial`, or resume `run`.
+    Unless a signal comes, it has results in the end."""
+    if run.has_begun():
+        run.check_settings(config)
+    if run.has_results():
+        print(f"{run.folder} is done: --out=out/NAME starts anew")
         return
     torch.compiler.reset()  # what an earlier seed compiled counts towards a limit
     torch.manual_seed(config.seed)  # of the head
     model = build_model(sizes, "span" if data.is_squad else "classifier", data.task.labels)
     for values in value_tables(model).values():
         values.weight.requires_grad_(config.update_memory)
-    trainer = Trainer(config, model, data, torch.device(config.device),
-                      getattr(torch, config.dtype), labels=data.task.labels)
-    if newest := find_checkpoint(out):
+    newest = run.newest_checkpoint()
+    if newest:
         load_weights(model, read_weights(newest)["weights"], newest)
+    else:
+        origin = init_from(model, initial)
+    schedule = Schedule(config.lr, round(config.warmup * config.max_steps), config.max_steps)
+    trainer = Trainer(config, schedule, model, data, torch.device(config.device),
+                      getattr(torch, config.dtype), labels=data.task.labels)
+    if newest:
         state = trainer.restore(newest)
     else:
-        init_from(model, initial)
-        state = new_state(best=None, last=None)
-        write_settings(out, config, vocab, {"init_checkpoint": str(initial), "first_step": 0})
-    evaluated = train(trainer, out, state, signals)
+        state = State()
+        run.begin(config, vocab, origin=origin)
+    run.open(state.step, state.best and state.best["epoch"], config.tensorboard)
+    evaluated = train(trainer, run, state, signals)
     if not any_signalled(signals):
-        write_predictions(trainer, out, state, evaluated)
+        write_predictions(trainer, run, state, evaluated)
 
 
 def summarize(task, out, each):
@@ -310,17 +298,12 @@ def summarize(task, out, each):
         print(f"seed {seed}: {describe(task, results, 'eval_')}; best epoch {results['epoch']:g}")
     median = {key: float(np.median([results[key] for results in each.values()]))
               for key in each[min(each)]}
-    write(out / "eval_results", {**median, "seeds": each})
+    Run(out).write_results({**median, "seeds": each})
     print(f"median of {len(each)}: {describe(task, median, 'eval_')}; {out}/eval_results.json")
 
 
 def main(argv):
     config = load_settings(Config, argv)
-    at_least(config, {
-        "seed": 0, "seeds": 1, "max_len": 8, "doc_stride": 1, "train_examples": 0, "batch_size": 1,
-        "epochs": 1, "max_steps": 0, "warmup": 0, "lr": 0, "value_lr": 0, "weight_decay": 0,
-        "accumulation": 1, "rank_timeout": 1, "grad_clip": 1e-9, "log_interval": 1,
-        "checkpoint_interval": 1})
     if config.tensorboard:
         need("tensorboard", "tensorboard = True")
     if not config.init_from:
@@ -337,16 +320,13 @@ def main(argv):
     run = vocab.parent.parent if is_seed else vocab.parent
     name = f"{run.name}_{task_name(config.task)}"
     out = Path(config.out or f"out/{name}{'' if config.update_memory else '_fixed'}")
-    device, dtype = choose_device(config.device, config.dtype, config.seed)
-    keep_freed_memory(device)
+    device, dtype = use_device(config.device, config.dtype)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
-    tokenizer = load_tokenizer(vocab)
-    tokenizer.encode_special_tokens = True  # a "[SEP]" in a text is text, not the token
+    tokenizer = text_tokenizer(vocab)
     with first_rank_first():
         task = find_task(config.task)
     data = Data(task, tokenizer, config)
     config.max_steps = config.max_steps or config.epochs * data.steps_per_epoch
-    config.warmup_steps = round(config.warmup * config.max_steps)
     data.report(config)
     with lock(out, "trains there"):
         return run_seeds(config, out, data, sizes, initial, vocab, argv)
@@ -357,13 +337,13 @@ def run_seeds(config, out, data, sizes, initial, vocab, argv):
     max_over_ranks()  # the first one has the lock
     signals, each = catch_signals(), {}
     for seed in range(config.seed, config.seed + config.seeds):
-        config.seed, folder = seed, out / f"seed{seed}"
-        run_seed(config, folder, data, sizes, initial, vocab, signals)
+        config.seed, run = seed, Run(out / f"seed{seed}")
+        run_seed(config, run, data, sizes, initial, vocab, signals)
         if any_signalled(signals):
             print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
             return 128 + signals[0]
         max_over_ranks()  # the first one has written it
-        each[seed] = read_json(folder / "eval_results.json")
+        each[seed] = run.results()
     summarize(data.task, out, each)
     return 0
 

@@ -17,7 +17,6 @@ $ python measure.py by_class out/base_pkm_sst2 out/base_resm_init_sst2 --out res
 browse writes NAME.html, predict NAME.tsv.
 """
 import contextlib
-import io
 import re
 from pathlib import Path
 
@@ -31,7 +30,13 @@ from lib.common.settings import Parser, whole_number
 from lib.corpus.vocabulary import load_tokenizer, special_tokens
 from lib.distributed.processes import is_distributed, run_ranks
 from lib.slot_usage.browse import page_data, page_html
-from lib.slot_usage.contexts import CorpusReads, corpus_contexts, guess_lines, open_corpus
+from lib.slot_usage.contexts import (
+    CorpusReads,
+    corpus_contexts,
+    guess_lines,
+    open_corpus,
+    training_text,
+)
 from lib.slot_usage.counts import staleness_shares, usage_metrics
 from lib.slot_usage.evaluation import check_language_model, evaluate_run, test_batches
 from lib.slot_usage.figures import draw_class_distances, draw_curves, draw_staleness
@@ -39,16 +44,15 @@ from lib.slot_usage.tables import USAGE, perplexity_row, usage_cells, write_tabl
 from lib.slot_usage.task_reads import TaskSample
 from lib.tasks.glue import tsv_text
 from lib.tasks.predict import predict_file
-from lib.tasks.run_facts import check_same_text, is_finished, seed_folders, training_text
 from lib.tasks.score_table import finished_seeds, group_seeds, score_table
-from lib.training.run import read_evaluations, read_settings, read_usage
 from lib.weights.checkpoint import find_weights, load_model, read_weights
+from lib.weights.run import Run
 from model import value_tables
 
 
 def table(args):
     """Print Table 2 (perplexity and slot usage, with --data) or 6 (usage of fine-tuned runs)."""
-    if {bool(seed_folders(path)) for path in args.runs} != {not args.data}:
+    if {bool(Run(path).seeds()) for path in args.runs} != {not args.data}:
         raise UserError("table takes runs of pretraining with --data, or fine-tuned runs without")
     if args.data:
         table_2(args)
@@ -93,7 +97,7 @@ def table_6(args):
         sample = TaskSample(path, None, args.split, args.sequences)
         counts = sample.count(sample.checkpoint, device, path)
         records.append({"run": path, "checkpoint": str(sample.checkpoint),
-                        "done": is_finished(sample.checkpoint.parent),
+                        "done": Run(sample.checkpoint.parent).has_results(),
                         "task": sample.settings["task"], "examples": len(sample.chosen),
                         "layers": {n: usage_metrics(**layer) for n, layer in counts.items()}})
     rows = [[r["run"], r["task"], f"{r['examples']:,}", *usage_cells(r["layers"])] for r in records]
@@ -141,8 +145,8 @@ def staleness(args):
     """Draw Figure 2: how many slots were last top-1 at which usage snapshot of a run."""
     records = []
     for path in args.runs:
-        snapshots = read_usage(path)
-        for layer in read_settings(path)["memory_layers"]:
+        snapshots = Run(path).usage_snapshots()
+        for layer in Run(path).settings()["memory_layers"]:
             accesses = int(snapshots[max(snapshots)][f"layer{layer}_top1"].sum())
             records.append({"run": path, "layer": layer, "accesses": accesses,
                             "slots": staleness_shares(snapshots, layer)})
@@ -157,15 +161,20 @@ def staleness(args):
 
 def curves(args):
     """Draw Figure 3: perplexity and top-1 usage against the step, for several runs."""
-    corpus = check_same_text(args.runs)
-    runs, rows = {path: read_evaluations(path) for path in args.runs}, []
+    first = Run(args.runs[0]).settings(["dataset"])
+    for path in args.runs:
+        settings = Run(path).settings(["dataset"])
+        if any(settings[key] != first[key] for key in ("tokenizer_hash", "dataset", "objective")):
+            raise UserError(f"{path} has another vocabulary, corpus or objective than "
+                            f"{args.runs[0]}: their perplexities cannot be compared")
+    runs, rows = {path: Run(path).evaluations() for path in args.runs}, []
     for path, evaluations in runs.items():
         start, end = evaluations[0], evaluations[-1]
         usage = "/".join(f"{100 * metrics['top1_mu']:.1f}" for metrics in end["layers"].values())
         rows.append([path, f"{end['step']:,}", start["perplexity"], end["perplexity"],
                      f"{end['accuracy']:.1%}", "/".join(end["layers"]) or "-", usage or "-"])
     header = ["run", "steps", "first ppl", "last ppl", "accuracy", "layers", "top-1 MU %"]
-    note = f"Held-out text of data/{corpus}; the steps of the initial model count."
+    note = f"Held-out text of data/{first['dataset']}; the steps of the initial model count."
     write_table(args.out, header, rows, note, runs, draw_curves)
 
 
@@ -203,7 +212,7 @@ def browse(args):
     corpus = CorpusReads(model.to(open_device(args)[0]), args.run, args.data, args.sequences)
     snapshots = {}
     with contextlib.suppress(UserError):  # a run has them, a folder of weights does not
-        snapshots = read_usage(args.run)
+        snapshots = Run(args.run).usage_snapshots()
     data = page_data(corpus.ids, corpus.tokenizer, corpus.layers, n_slots, snapshots, args.contexts)
     note = (f"{checkpoint.name}: what {corpus.ids.size:,} tokens of data/{corpus.name}'s test text "
             "read, nothing masked")
@@ -249,8 +258,7 @@ def sample(args):
 
 def predict(args):
     """Predict for new texts with a fine-tuned model; print or write a TSV table."""
-    with contextlib.redirect_stdout(io.StringIO()):  # the table is alone on stdout
-        device, _ = open_device(args)
+    device, _, _ = choose_device(args.device, "float32")  # the table is alone on stdout
     file = Path("/dev/stdin" if args.file == "-" else args.file)
     header, rows = predict_file(args.run, file, device)
     text = tsv_text([header, *rows])
@@ -263,7 +271,9 @@ def predict(args):
 
 def open_device(args, dtype="float32"):
     """Choose the device of --device and print it: (torch.device, torch.dtype)."""
-    return choose_device(args.device, dtype)
+    device, dtype, line = choose_device(args.device, dtype)
+    print(line)
+    return device, dtype
 
 
 def open_language_model(args, causal):

@@ -1,11 +1,12 @@
 """
-BERT, by hand (Devlin et al., 2018), with a product-key memory in some of its layers.
+BERT (Devlin et al., 2018), with a product-key memory in some of its layers.
 
 x' = LN(x + alpha * FFN(x) + beta * PKM(x))      Kim & Jung (2020), section 4.2
-(alpha, beta) = (1, 0) is the FFN layer, (0, 1) the PKM layer, (1, 1) the residual memory (ResM).
-With causal = True the same network predicts the next token, as Lample et al.'s (2019) does. Its
-logits then come from earlier tokens only; but in training the statistics of a memory's query batch
-norm are over all tokens of a batch, as in XLM.
+
+With (alpha, beta) = (1, 0) this is the FFN layer. (0, 1) is the PKM layer, and (1, 1) the residual
+memory (ResM). With causal = True the same network predicts the next token, as Lample et al.'s
+(2019) does. Its logits then depend on earlier tokens only. But in training the batch norm of a
+memory's queries takes its statistics from all tokens of a batch, as in XLM.
 
 >>> model = MaskedLM(BertConfig(**SIZES["base"], memory_layers=(4, 8)))  # 515M parameters
 >>> logits = model(ids)                             # (batch, time) -> (batch, time, vocab_size)
@@ -17,15 +18,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from lib.common.errors import UserError
-from lib.distributed.sharded_values import table_class
 from pkm import PKM
 
 SIZES = {
     "base": {"n_layer": 12, "n_head": 12, "d_model": 768, "d_ff": 3072},
     "large": {"n_layer": 24, "n_head": 16, "d_model": 1024, "d_ff": 4096},
     "distil": {"n_layer": 6, "n_head": 12, "d_model": 768, "d_ff": 3072, "type_vocab": 0},
-    # init_std: 0.02 at width 768 is 0.07 at width 64, by 1 / sqrt(width); with 0.02 the demo ends
-    # at perplexity 77.3, not at 41.3 (one seed, configs/demo.py)
+    # init_std goes with 1 / sqrt(width): 0.02 at width 768 is 0.07 at width 64. With 0.02 the demo
+    # ends at perplexity 77.3 instead of 41.3 (one seed, configs/demo.py)
     "demo": {"n_layer": 4, "n_head": 4, "d_model": 64, "d_ff": 128, "max_len": 128,
              "init_std": 0.07},
 }
@@ -39,17 +39,18 @@ class BertConfig:
     d_model: int = 768
     d_ff: int = 3072
     max_len: int = 512  # learned positions
-    type_vocab: int = 2  # token types: first and second sentence; 0: none, as DistilBERT
+    type_vocab: int = 2  # token types: first and second sentence; 0: none (DistilBERT)
     dropout: float = 0.1
-    init_std: float = 0.02  # of every Linear and Embedding but the memory's
-    causal: bool = False  # a token sees itself and those before it: to predict the next one
+    init_std: float = 0.02  # standard deviation of new weights, except in memories
+    causal: bool = False  # a token sees only itself and earlier tokens
     memory_layers: tuple = ()  # counted from 1: (4, 8) of 12, (2, 4) of 6 in section 5.1
-    alpha: float = 1.0  # of the FFN, in memory layers; 0: no FFN parameters there
-    beta: float = 1.0  # of the memory; 0: none, plain layers
+    alpha: float = 1.0  # weight of the FFN in memory layers; 0: they have no FFN
+    beta: float = 1.0  # weight of the memory; 0: they have no memory
     n_keys: int = 512  # n_keys^2 slots
     memory_heads: int = 4
     topk: int = 32
     key_dim: int = 256
+    query_norm: bool = True  # batch norm on the memory's queries
 
     def __post_init__(self):
         self.memory_layers = tuple(self.memory_layers)
@@ -67,7 +68,7 @@ class BertConfig:
 
 
 class Layer(nn.Module):
-    """One encoder layer: self-attention, then FFN, memory or both, each with post-LN."""
+    """One encoder layer: self-attention, then FFN, memory or both, with post-LN."""
 
     def __init__(self, config, alpha, beta):
         super().__init__()
@@ -83,22 +84,22 @@ class Layer(nn.Module):
         self.norm = nn.LayerNorm(d, eps=1e-12)
 
     def add_memory(self, config):
-        """Build the memory, if the layer has one: last, so that all other weights are drawn as in a
-        model without memory."""
+        """Build the memory of a memory layer. Memories are built last, so the encoder's other
+        weights get the same random numbers as without memory."""
         if self.beta:
             try:
                 self.memory = PKM(config.d_model, config.n_keys, config.memory_heads, config.topk,
-                                  config.key_dim, table_class())
+                                  config.key_dim, query_norm=config.query_norm)
             except ValueError as error:
                 raise UserError(str(error)) from None
 
     def forward(self, x, mask=None):
-        """x: (batch, time, d_model); mask: (batch, time) bool, or None. Returns x's shape."""
+        """x: (batch, time, d_model). mask: (batch, time) bool, or None. Returns x's shape."""
         batch, time, d = x.shape
         heads = batch, time, 3, self.n_head, d // self.n_head
         q, k, v = self.qkv(x).view(heads).permute(2, 0, 3, 1, 4)
         seen = None if mask is None else mask[:, None, None, :]
-        if self.causal and mask is not None:  # is_causal and a mask do not go together
+        if self.causal and mask is not None:  # attention takes is_causal or a mask, not both
             seen = seen & mask.new_ones(time, time).tril()
         attended = F.scaled_dot_product_attention(
             q, k, v, attn_mask=seen, is_causal=self.causal and mask is None,
@@ -109,7 +110,7 @@ class Layer(nn.Module):
         if self.alpha:
             ffn = self.down(F.gelu(self.up(x)))
             y = torch.add(y, F.dropout(ffn, self.dropout, self.training), alpha=self.alpha)
-        if self.beta:  # without dropout, as in XLM's memory layers: our reading
+        if self.beta:  # no dropout, as in XLM's memory layers (our reading)
             y = torch.add(y, self.memory(x, mask), alpha=self.beta)
         return self.norm(y)
 
@@ -135,16 +136,16 @@ class Bert(nn.Module):
             layer.add_memory(config)
 
     def init_weights(self, module):
-        """Normal (Devlin et al.'s is truncated), biases 0."""
+        """Draw weights from a normal distribution (Devlin et al.'s is truncated); biases are 0."""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.init_std)
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.bias)
 
     def forward(self, ids, mask=None, token_types=None):
-        """ids: (batch, time) token ids; mask: (batch, time), true or not 0 at real tokens, None
-        without padding; token_types: (batch, time), default 0, ignored by a model that has none.
-        Returns (batch, time, d_model)."""
+        """Encode token ids (batch, time) to hidden states (batch, time, d_model). mask: (batch,
+        time), true or not 0 at real tokens, None without padding. token_types: (batch, time), 0 by
+        default; a model without token types ignores them."""
         if ids.shape[1] > self.config.max_len:
             raise UserError(f"sequence of {ids.shape[1]} tokens: the model has "
                             f"{self.config.max_len} positions (max_len)")
@@ -159,13 +160,13 @@ class Bert(nn.Module):
         return x
 
     def pool(self, hidden):
-        """(batch, time, d_model) to (batch, d_model): tanh of a projection of [CLS]."""
+        """Project [CLS]: (batch, time, d_model) to (batch, d_model)."""
         return self.pooler(hidden[:, 0]).tanh()
 
 
 class MaskedLM(nn.Module):
-    """BERT with its language-model head; the decoder is tied to the word embeddings. With
-    config.causal its logits are of the next token, not of a masked one."""
+    """BERT with its language-model head, whose decoder is tied to the word embeddings. It predicts
+    masked tokens, or the next token if config.causal."""
 
     def __init__(self, config):
         super().__init__()
@@ -176,9 +177,9 @@ class MaskedLM(nn.Module):
         self.bert.init_weights(self.transform)
 
     def forward(self, ids, mask=None, token_types=None, positions=None, labels=None):
-        """Logits at `positions` (batch, masked) only, or everywhere: the vocabulary is most of
-        the head's work. With `labels` (batch, masked; -100 does not count) their mean
-        cross-entropy in nats instead."""
+        """Predict words: logits (batch, time, vocab_size). With `positions` (batch, masked) only
+        there, because the vocabulary is most of the head's work. With `labels`, one for each
+        position (-100 does not count), return their mean cross-entropy in nats."""
         x = self.bert(ids, mask, token_types)
         if positions is not None:
             x = x.gather(1, positions[..., None].expand(-1, -1, x.shape[2]))  # (batch, masked, d)
@@ -190,8 +191,8 @@ class MaskedLM(nn.Module):
 
     @torch.no_grad()
     def generate(self, ids, tokens, window, temperature=1.0, top_k=50, generator=None):
-        """Of a causal model: the list `ids` and so many tokens more, each drawn from the top_k
-        likeliest after the last `window` tokens; at temperature 0 it is the likeliest."""
+        """Continue the list `ids` by `tokens` sampled tokens (causal models only). A token is one
+        of the top_k likeliest after the last `window` tokens; at temperature 0 the likeliest."""
         ids = list(ids)
         for _ in range(tokens):
             seen = torch.tensor([ids[-window:]], device=self.bias.device)
@@ -204,8 +205,8 @@ class MaskedLM(nn.Module):
 
 
 class Classifier(nn.Module):
-    """BERT with a linear layer over the pooled [CLS]: one or two sentences to a class, or to a
-    number where n_classes is 1 (GLUE)."""
+    """BERT with a linear layer over the pooled [CLS]. It maps one or two sentences to a class, or
+    to a number if n_classes is 1 (GLUE)."""
 
     def __init__(self, config, n_classes):
         super().__init__()
@@ -214,8 +215,8 @@ class Classifier(nn.Module):
         self.bert.init_weights(self.head)
 
     def forward(self, ids, mask=None, token_types=None, labels=None):
-        """(batch, time) to logits (batch, n_classes). With `labels` (batch,) their mean
-        cross-entropy instead, the mean squared error of float labels."""
+        """Classify ids (batch, time): logits (batch, n_classes). With `labels` (batch,) return
+        their mean cross-entropy, or the mean squared error of float labels."""
         pooled = self.bert.pool(self.bert(ids, mask, token_types))
         logits = self.head(F.dropout(pooled, self.bert.config.dropout, self.training))
         if labels is None:
@@ -226,7 +227,7 @@ class Classifier(nn.Module):
 
 
 class SpanReader(nn.Module):
-    """BERT with a linear layer over each token: where an answer starts and ends (SQuAD)."""
+    """BERT with a linear layer over each token, to find an answer in a text (SQuAD)."""
 
     def __init__(self, config):
         super().__init__()
@@ -235,8 +236,8 @@ class SpanReader(nn.Module):
         self.bert.init_weights(self.head)
 
     def forward(self, ids, mask=None, token_types=None, labels=None):
-        """(batch, time) to logits (batch, time, 2): of starts and of ends. With `labels`
-        (batch, 2), positions of both, their mean cross-entropy among the real tokens instead."""
+        """Score each token as start and end: logits (batch, time, 2). With `labels` (batch, 2),
+        positions of start and end, return their mean cross-entropy among the real tokens."""
         logits = self.head(self.bert(ids, mask, token_types))
         if labels is None:
             return logits
@@ -249,12 +250,12 @@ HEADS = {None: MaskedLM, "classifier": Classifier, "span": SpanReader}  # as che
 
 
 def build_model(config, head=None, labels=()):
-    """A model of a BertConfig. head: a key of HEADS; labels: a classifier's classes, none of a
-    regression's."""
+    """Build a model from a BertConfig. `head` is a key of HEADS, `labels` the classes of a
+    classifier, none for a regression."""
     return Classifier(config, max(1, len(labels))) if head == "classifier" else HEADS[head](config)
 
 
 def value_tables(model):
-    """{layer, counted from 1: ValueTable}: the memories' values, which LazyAdam updates."""
+    """Collect the memories' values, {layer counted from 1: ValueTable}, for LazyAdam."""
     layers = enumerate(model.bert.layers, 1)
     return {n: layer.memory.values for n, layer in layers if layer.beta}

@@ -9,9 +9,10 @@ $ python prepare_data.py check wikibooks                   # are the files as th
 $ python prepare_data.py weights bert-base-uncased         # to data/weights/, for init_from
 $ python prepare_data.py glue SST-2 RTE                    # to data/glue/; squad: to data/squad/
 
-The .bin files are flat little-endian uint16 token ids, every document ended by [SEP], no [CLS].
-vocab.txt is BERT's (WordPiece), a trained one, or GPT-2's (--tokenizer gpt2; tokenizer.json lies
-beside it). data.Corpus reads it all. A command that was stopped goes on where it was.
+The .bin files are flat little-endian uint16 token ids. Every document ends with [SEP]; none starts
+with [CLS]. vocab.txt is BERT's (WordPiece), a trained one, or GPT-2's (--tokenizer gpt2), which
+comes with a tokenizer.json. lib.corpus.batches.Corpus reads all of it. A command that was stopped
+goes on where it was.
 """
 import hashlib
 import zipfile
@@ -19,191 +20,28 @@ from functools import partial
 from pathlib import Path
 
 from lib.common.errors import Failure, UserError, run_main
-from lib.common.files import atomic, lock, write_text
+from lib.common.files import atomic, discard, lock, write_text
 from lib.common.settings import Parser, whole_number
+from lib.corpus import download
 from lib.corpus.batches import SPLITS, Corpus
-from lib.corpus.download import (
-    FILES,
-    GLUE,
-    PRETRAINED,
-    SQUAD,
-    damaged,
-    fetch,
-    fetch_corpus,
-    fetch_task,
-    fetch_weights,
-    unpack_once,
-)
 from lib.corpus.text import docstrings, find_codecs, find_files, stream
-from lib.corpus.vocabulary import (
-    GPT2_SPECIALS,
-    byte_characters,
-    gpt2_vocab,
-    read_vocab,
-    special_tokens,
-)
-from lib.corpus.write import Part, write_corpus
+from lib.corpus.vocabulary import gpt2_vocab, read_vocab
+from lib.corpus.write import Source, write_corpus
 from lib.tasks.squad import read_squad
 
-
-def _vocabulary(args, name, default):
-    """The vocabulary of data/<name>/, which must not exist, as asked for on the command line, or
-    `default`: the tokens by id, or how many to learn."""
-    if Path("data", name).exists() and not args.force:
-        raise UserError(f"data/{name} exists already (--force replaces it)")
-    if args.tokenizer:
-        return gpt2_vocab()
-    if (args.vocab_size or 0) > 2**16:
-        raise UserError(f"--vocab_size={args.vocab_size}: ids of 16 bits allow 65,536")
-    chosen = args.vocab or args.vocab_size or default
-    if isinstance(chosen, int):
-        return chosen
-    if chosen in PRETRAINED and not Path(chosen).exists():
-        chosen = fetch_weights(chosen, only="vocab.txt")
-    vocab, characters = read_vocab(chosen), set(byte_characters())
-    if special_tokens(vocab) is GPT2_SPECIALS and not (
-            characters <= set(vocab) and characters >= set("".join({*vocab} - {*GPT2_SPECIALS}))):
-        raise UserError(f"{chosen}: not a vocabulary of byte-level BPE: expected a token for each "
-                        "of the 256 bytes, and tokens made of these")
-    return vocab
-
-
-def prepare_text(args):
-    """Text files, and folders of *.txt, whose documents end at blank lines or with the file."""
-    vocab = _vocabulary(args, args.name, 8192)
-    files = dict.fromkeys(file for path in args.paths for file in find_files(Path(path), ".txt"))
-    codecs = find_codecs(files, args.encoding)
-    write_corpus(args.name, f"{len(files)} text files: {' '.join(args.paths)}",
-                 [Part(file, partial(stream, file, args.split, codecs[file])) for file in files],
-                 vocab, args.val_every)
-
-
-def prepare_wikitext(args):
-    """WikiText in its official splits, from a folder or zip on disk, or else downloaded."""
-    vocab = _vocabulary(args, args.name, 8192)
-    kind = args.command.removeprefix("wikitext") + "-raw" * args.raw
-    source = FILES[f"wikitext-{kind}-v1.zip"]
-    path = args.path or fetch([source])[0]
-    if not path.is_dir() and not zipfile.is_zipfile(path):
-        raise UserError(f"{path}: neither a folder nor a whole zip file")
-    top = path if path.is_dir() else zipfile.Path(str(path))
-    folders, parts = [top, *(inside for inside in top.iterdir() if inside.is_dir())], []
-    for split, stem in zip(SPLITS, ("train", "valid", "test")):
-        names = (f"wiki.{stem}.{'raw' if args.raw else 'tokens'}", f"{stem}.txt")
-        files = [file for folder in folders for n in names if (file := folder / n).is_file()]
-        if not files:
-            raise UserError(f"{path}: no {' or '.join(names)} in it")
-        parts.append(Part(files[0], partial(stream, files[0], "wikitext"), split))
-    try:
-        write_corpus(args.name, str(args.path or source[0]), parts, vocab)
-    except zipfile.BadZipFile as error:
-        raise damaged(path, error) from None
-
-
-PAPER = {  # the parts of the paper's corpora: (name, where documents end, its split)
+PAPER = {  # the paper's corpora: (name, where documents end, official split)
     "wikipedia": [("wikipedia", "blank", None)],
     "bookcorpus": [("bookcorpus", "sentences", None)],
+    "wikibooks": [("wikipedia", "blank", None), ("bookcorpus", "sentences", None)],
     "pg19": [("pg19", "file", "test")]}
-PAPER["wikibooks"] = PAPER["wikipedia"] + PAPER["bookcorpus"]
-
-
-def prepare_paper(args):
-    """The paper's corpora, each from a file or folder on disk (.parquet or text; for BookCorpus
-    also the tar), or else downloaded. wikibooks is two of them; pg19 is for measuring only."""
-    if args.command == "pg19" and args.vocab_size:
-        raise UserError("pg19 has no training split to learn a vocabulary from: give --vocab")
-    vocab = _vocabulary(args, args.name, "bert-base-uncased")
-    parts, sources = [], []
-    for (name, ends, split), path in zip(PAPER[args.command], args.path or [None, None]):
-        path = path or fetch_corpus(name)
-        if path.name.endswith(".tar.bz2"):
-            path = unpack_once(path)
-        parts += [Part(file, partial(stream, file, ends), split, ends == "sentences")
-                  for file in find_files(path, ".parquet", ".txt")]
-        sources.append(f"{name}: {path}")
-    write_corpus(args.name, "; ".join(sources), parts, vocab, args.val_every)
-
-
-def prepare_docs(args):
-    """The docstrings of the standard library, torch and numpy as installed: about 9 MB, read from
-    their source, nothing imported. A document is a source file, a line of it a docstring."""
-    vocab = _vocabulary(args, args.name, 4096)
-    source, files = docstrings()
-    documents = [line for _, texts in files for line in [*(f"{text}\n" for text in texts), None]]
-    write_corpus(args.name, source, [Part(source, lambda: documents)], vocab, val_every=20)
-
-
-def prepare_docs_task(args):
-    """data/docs_task/{train,dev,test}.tsv: which package is a docstring of? Only its first
-    paragraph is given. What is dev here is val in the corpus, less what stands in train too."""
-    if Path("data/docs_task").exists():
-        raise UserError("data/docs_task exists already: remove it to make it again")
-    rows = {"train": [], "dev": [], "test": []}
-    for at, (package, texts) in enumerate(docstrings()[1]):
-        split = {18: "dev", 19: "test"}.get(at % 20, "train")
-        rows[split] += [(" ".join(text.split("\n\n")[0].split()), package) for text in texts]
-    train = {text for text, _ in rows["train"]}
-    with atomic(Path("data/docs_task")) as temporary:
-        temporary.mkdir()
-        for split, some in rows.items():
-            new = [row for row in some if split == "train" or row[0] not in train]
-            lines = ["index\tsentence", *(f"{n}\t{text}" for n, (text, _) in enumerate(new))]
-            if split != "test":
-                lines = ["sentence\tlabel", *map("\t".join, new)]
-            write_text(temporary / f"{split}.tsv", "\n".join(lines) + "\n")
-
-
-def check(args):
-    """Compare a corpus with its meta.json: the vocabulary, sizes, ids and SHA-256."""
-    corpus, damaged = Corpus(args.name), 0
-    if "sha256" not in corpus.meta:
-        raise UserError(f"{corpus.folder}/meta.json: has no SHA-256, it is of an earlier version: "
-                        "prepare the corpus again with --force to have them")
-    for split in SPLITS:
-        file = corpus.folder / f"{split}.bin"
-        found = "not there"
-        if file.exists():
-            with file.open("rb") as source:
-                found = hashlib.file_digest(source, "sha256").hexdigest()
-        same = found == corpus.meta["sha256"][split]
-        damaged += not same
-        print(f"{file}: " + ("as it was written" if same else f"DAMAGED: SHA-256 {found[:12]}, "
-                             f"written was {corpus.meta['sha256'][split][:12]}"))
-    if damaged:
-        raise Failure(f"{corpus.folder}: {damaged} of {len(SPLITS)} files are not as they were "
-                      "written: prepare the corpus again with --force")
-
-
-def prepare_weights(args):
-    """Trained weights: data/weights/NAME/."""
-    if args.path and len(args.names) > 1:
-        raise UserError("--from PATH has the files of one model: give one NAME")
-    for name in args.names:
-        print(f"{fetch_weights(name, args.path)}: there")
-
-
-def prepare_squad(args):
-    """Official files: data/squad/."""
-    with lock(Path("data/squad"), "fetches it", wait=True):
-        fetch_task(Path("data/squad"), SQUAD, args.path, args.force,
-                            check=read_squad)
-
-
-def prepare_glue(args):
-    """Official files: data/glue/TASK/ of the tasks named, or of all."""
-    names = args.names or list(GLUE)
-    if unknown := sorted(set(names) - GLUE.keys()):
-        raise UserError(f"{unknown[0]}: no task of GLUE: expected {', '.join(GLUE)}")
-    path = args.path
-    if path and len(names) > 1 and (path.is_file() or (path / "train.tsv").exists()):
-        raise UserError(f"{path} has the files of one task: give one TASK")
-    for name in names:
-        with lock(Path("data/glue", name), "fetches it", wait=True):
-            fetch_task(Path("data/glue", name), GLUE[name], path, args.force)
+GLUE_ARCHIVES = {task: [f"{task}.zip"] for task in ("CoLA", "SST-2", "STS-B", "MNLI", "RTE")} | {
+    "QQP": ["QQP-clean.zip"], "QNLI": ["QNLIv2.zip"],
+    "MRPC": ["msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "mrpc_dev_ids.tsv"]}
+SQUAD_FILES = ["train-v1.1.json", "dev-v1.1.json"]
 
 
 def parse_arguments():
-    force, source, corpus, named = (Parser(add_help=False) for _ in range(4))
+    force, source, corpus, named, once = (Parser(add_help=False) for _ in range(5))
     force.add_argument("--force", action="store_true", help="replace what exists")
     source.add_argument("--from", dest="path", type=Path, metavar="PATH",
                         help="a folder or file on disk, instead of a download")
@@ -214,8 +52,10 @@ def parse_arguments():
                         help="train a vocabulary of N tokens (4096 for docs, else 8192)")
     either.add_argument("--tokenizer", choices=["gpt2"], help="GPT-2's byte-level BPE (RoBERTa's)")
     named.add_argument("--name", help="the corpus is data/NAME, by default named as the command")
+    once.add_argument("--if_missing", action="store_true",
+                      help="do nothing if it is there, and wait if another process makes it")
     parser = Parser(description=__doc__)
-    parser.set_defaults(name=None)
+    parser.set_defaults(name=None, raw=False, if_missing=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
     def add(name, function, what, *parents):
@@ -223,11 +63,9 @@ def parse_arguments():
         command.set_defaults(prepare=function)
         return command
 
-    once = Parser(add_help=False)
-    once.add_argument("--if_missing", action="store_true",
-                      help="do nothing if it is there, and wait if another process makes it")
     add("docs", prepare_docs, "docstrings: Python, torch, numpy", force, corpus, named, once)
-    add("docs_task", prepare_docs_task, "which package is a docstring of? for finetune.py", once)
+    add("docs_task", prepare_docs_task, "which package is a docstring of? for finetune.py",
+        force, once)
     for name in ("wikitext2", "wikitext103"):
         wikitext = add(name, prepare_wikitext, "Wikipedia articles", force, corpus, named, source)
         wikitext.add_argument("--raw", action="store_true", help="the version without <unk>")
@@ -238,7 +76,7 @@ def parse_arguments():
     text.add_argument("name", help="the corpus is data/NAME")
     text.add_argument("paths", nargs="+", metavar="PATH", help="a text file or a folder of *.txt")
     text.add_argument("--encoding", default="utf-8", metavar="NAME",
-                      help="of the files: %(default)s, another, or auto: UTF-8 or else Windows-1252")
+                      help="of the files: %(default)s, another, or auto: UTF-8, else Windows-1252")
     text.add_argument("--split", choices=("blank", "file"), default="blank",
                       help="documents end at blank lines (default) or with their file")
     helps = {"wikipedia": "English Wikipedia of 2023-11-01", "bookcorpus": "BookCorpus",
@@ -249,32 +87,168 @@ def parse_arguments():
         if name != "pg19":
             paper.add_argument("--val_every", default=1000, **heldout)
         paper.add_argument("--from", dest="path", type=Path, nargs=len(PAPER[name]),
-                           metavar=tuple(part[0].upper() for part in PAPER[name]),
+                           metavar=tuple(title.upper() for title, *_ in PAPER[name]),
                            help="files or folders on disk: parquet or text")
     glue = add("glue", prepare_glue, "the tasks of GLUE, for finetune.py", force, source)
     glue.add_argument("names", nargs="*", metavar="TASK",
-                      help=f"of {', '.join(GLUE)} (all)")
+                      help=f"of {', '.join(GLUE_ARCHIVES)} (all)")
     add("squad", prepare_squad, "SQuAD 1.1, for finetune.py", force, source)
     add("check", check, "is data/NAME as it was written?").add_argument("name", metavar="NAME")
-    weights = add("weights", prepare_weights, "trained models, for init_from", source)
+    weights = add("weights", prepare_weights, "trained models, for init_from")
     weights.add_argument("names", nargs="+", metavar="NAME",
-                         help=f"{', '.join(PRETRAINED)}, or ORG/NAME of the hub: any BERT")
+                         help=f"{', '.join(download.PRETRAINED)}, or ORG/NAME of the hub: any BERT")
     return parser.parse_args()
+
+
+def choose_vocab(args, default):
+    """Return the vocabulary asked for, or `default`: the tokens by id, or how many to learn."""
+    if args.tokenizer:
+        return gpt2_vocab()
+    if (args.vocab_size or 0) > 2**16:
+        raise UserError(f"--vocab_size={args.vocab_size}: ids of 16 bits allow 65,536")
+    vocab = args.vocab or args.vocab_size or default
+    if isinstance(vocab, int):
+        return vocab
+    if vocab in download.PRETRAINED and not Path(vocab).exists():
+        vocab = download.fetch_weights(vocab, "vocab.txt")
+    return read_vocab(vocab)
+
+
+def prepare_text(args):
+    """Prepare text files, and folders of *.txt."""
+    vocab = choose_vocab(args, 8192)
+    files = dict.fromkeys(file for path in args.paths for file in find_files(Path(path), ".txt"))
+    codecs = find_codecs(files, args.encoding)
+    sources = [Source(file, partial(stream, file, args.split, codecs[file])) for file in files]
+    origin = f"{len(files)} text files: {' '.join(args.paths)}"
+    write_corpus(args.name, origin, sources, vocab, args.val_every)
+
+
+def prepare_docs(args):
+    """Prepare the docstrings of the standard library, torch and numpy as installed: about 9 MB.
+    They are read from source files, and nothing is imported. A document is a source file."""
+    vocab = choose_vocab(args, 4096)
+    origin, files = docstrings()
+    documents = [line for _, texts in files for line in [*(f"{text}\n" for text in texts), None]]
+    write_corpus(args.name, origin, [Source(origin, lambda: documents)], vocab, val_every=20)
+
+
+def prepare_docs_task(args):
+    """Write data/docs_task/{train,dev,test}.tsv: which package is a docstring of? A row has the
+    first paragraph of a docstring. The files of dev are those of val in the corpus docs. Rows that
+    are also in train are left out of dev and test."""
+    rows = {"train": [], "dev": [], "test": []}
+    for number, (package, texts) in enumerate(docstrings()[1]):
+        split = {18: "dev", 19: "test"}.get(number % 20, "train")
+        rows[split] += [(" ".join(text.split("\n\n")[0].split()), package) for text in texts]
+    train = {text for text, _ in rows["train"]}
+    discard("data/docs_task")
+    with atomic("data/docs_task") as temporary:
+        temporary.mkdir()
+        for split, pairs in rows.items():
+            new = [pair for pair in pairs if split == "train" or pair[0] not in train]
+            lines = ["sentence\tlabel", *map("\t".join, new)]
+            if split == "test":
+                lines = ["index\tsentence", *(f"{n}\t{text}" for n, (text, _) in enumerate(new))]
+            write_text(temporary / f"{split}.tsv", "\n".join(lines) + "\n")
+
+
+def prepare_wikitext(args):
+    """Prepare WikiText in its official splits, from a folder or zip on disk, or downloaded."""
+    vocab = choose_vocab(args, 8192)
+    kind = args.command.removeprefix("wikitext") + "-raw" * args.raw
+    source = download.FILES[f"wikitext-{kind}-v1.zip"]
+    path = args.path or download.fetch([source])[0]
+    if not path.is_dir() and not zipfile.is_zipfile(path):
+        raise UserError(f"{path}: neither a folder nor a whole zip file")
+    top = path if path.is_dir() else zipfile.Path(str(path))
+    folders = [top, *(inside for inside in top.iterdir() if inside.is_dir())]
+    sources = []
+    for split, stem in zip(SPLITS, ("train", "valid", "test")):
+        names = (f"wiki.{stem}.{'raw' if args.raw else 'tokens'}", f"{stem}.txt")
+        files = [file for folder in folders for n in names if (file := folder / n).is_file()]
+        if not files:
+            raise UserError(f"{path}: no {' or '.join(names)} in it")
+        sources.append(Source(files[0], partial(stream, files[0], "wikitext"), split))
+    try:
+        write_corpus(args.name, str(args.path or source[0]), sources, vocab)
+    except zipfile.BadZipFile as error:
+        raise download.damaged(path, error) from None
+
+
+def prepare_paper(args):
+    """Prepare a corpus of the paper, from files or folders on disk (.parquet or text; for
+    BookCorpus also the tar), or downloaded."""
+    if args.command == "pg19" and args.vocab_size:
+        raise UserError("pg19 has no training split to learn a vocabulary from: give --vocab")
+    vocab = choose_vocab(args, "bert-base-uncased")
+    sources, origins = [], []
+    for (name, ends, split), path in zip(PAPER[args.command], args.path or [None, None]):
+        path = path or download.fetch_corpus(name)
+        if path.name.endswith(".tar.bz2"):
+            path = download.unpack_once(path)
+        sources += [Source(file, partial(stream, file, ends), split, ends == "sentences")
+                    for file in find_files(path, ".parquet", ".txt")]
+        origins.append(f"{name}: {path}")
+    write_corpus(args.name, "; ".join(origins), sources, vocab, args.val_every)
+
+
+def prepare_glue(args):
+    """Fetch the official files of GLUE's tasks to data/glue/TASK/."""
+    names, path = args.names or list(GLUE_ARCHIVES), args.path
+    if unknown := sorted(set(names) - GLUE_ARCHIVES.keys()):
+        raise UserError(f"{unknown[0]}: no task of GLUE: expected {', '.join(GLUE_ARCHIVES)}")
+    if path and len(names) > 1 and (path.is_file() or (path / "train.tsv").exists()):
+        raise UserError(f"{path} has the files of one task: give one TASK")
+    for name in names:
+        folder = Path("data/glue", name)
+        with lock(folder, "fetches it", wait=True):
+            download.fetch_task(folder, GLUE_ARCHIVES[name], path, args.force)
+
+
+def prepare_squad(args):
+    """Fetch SQuAD's official files to data/squad/."""
+    with lock(Path("data/squad"), "fetches it", wait=True):
+        download.fetch_task(Path("data/squad"), SQUAD_FILES, args.path, args.force, read_squad)
+
+
+def prepare_weights(args):
+    """Fetch trained weights to data/weights/NAME/."""
+    for name in args.names:
+        print(f"{download.fetch_weights(name)}: there")
+
+
+def check(args):
+    """Compare a corpus with its meta.json: the vocabulary, sizes, ids and SHA-256."""
+    corpus, changed = Corpus(args.name), 0
+    for split, written in corpus.meta["sha256"].items():
+        file = corpus.folder / f"{split}.bin"
+        found = "no file"
+        if file.exists():
+            with file.open("rb") as source:
+                found = hashlib.file_digest(source, "sha256").hexdigest()
+        changed += found != written
+        print(f"{file}: " + ("as it was written" if found == written else
+                             f"DAMAGED: SHA-256 {found[:12]}, written was {written[:12]}"))
+    if changed:
+        raise Failure(f"{corpus.folder}: {changed} of {len(SPLITS)} files are not as they were "
+                      "written: prepare the corpus again with --force")
 
 
 def main():
     args = parse_arguments()
     if args.prepare in (check, prepare_glue, prepare_squad, prepare_weights):
         return args.prepare(args)
-    name = args.name
-    if name is None:
-        name = args.command + "_raw" * getattr(args, "raw", False)
+    name = args.command + "_raw" * args.raw if args.name is None else args.name
     if Path(name).name != name or name[:1] in ("", "."):
         raise UserError(f"{name}: a corpus's name is a folder's name, without / or a leading .")
-    args.name, if_missing = name, getattr(args, "if_missing", False)
-    with lock(Path("data", name), "prepares it", wait=if_missing):
-        if not (if_missing and Path("data", name).exists()):
-            args.prepare(args)
+    args.name, folder = name, Path("data", name)
+    with lock(folder, "prepares it", wait=args.if_missing):
+        if folder.exists() and args.if_missing:
+            return 0
+        if folder.exists() and not args.force:
+            raise UserError(f"{folder} exists already (--force replaces it)")
+        args.prepare(args)
     return 0
 
 

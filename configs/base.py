@@ -1,4 +1,4 @@
-"""BERT base without memory: model (a) of Table 2, and where the Init systems start from."""
+"""BERT base without memory: model (a) of Table 2. The Init systems start from it."""
 model = "base"
 dataset = "wikibooks"  # English Wikipedia + BookCorpus, 17 GB of text in the paper
 seq_len = 512  # our reading: the paper does not say
@@ -7,12 +7,12 @@ accumulation = 32  # 32 x 32 = 1,024 sequences a step = 524,288 tokens (section 
 max_steps = 500_000  # x 524,288 = 262 billion tokens
 warmup_steps = 10_000
 lr = 1e-4
-weight_decay = 0.01  # with the dropout of 0.1 and the linear decay: as Devlin et al.
+weight_decay = 0.01  # this, dropout 0.1 and linear decay: as Devlin et al.
 usage_interval = 100_000  # Figure 2
 
-# the memory of the other base configs (section 5.1); without memory_layers there is none
+# the memory of the other base configs (section 5.1); this one sets no memory_layers
 n_keys = 512  # 512 x 512 = 262,144 slots x 768 = 201M values a layer
 memory_heads = 4
 topk = 32  # 4 x 32 = 128 slots read a token
 key_dim = 256
-value_lr = 1e-3  # of the values, sparsely updated; constant (our reading)
+value_lr = 1e-3  # for the values, which are updated sparsely; constant (our reading)

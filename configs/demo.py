@@ -13,7 +13,7 @@ eval_interval = 400
 usage_interval = 400
 checkpoint_interval = 400
 
-# the memory of the other demo configs; without memory_layers there is none
+# the memory of the other demo configs; this one sets no memory_layers
 n_keys = 64  # 64 x 64 = 4,096 slots x 64 = 0.26M values a layer
 memory_heads = 4
 topk = 8  # 4 x 8 = 32 slots read a token

@@ -1,7 +1,7 @@
-"""demo.py's model, trained on without memory: what the others are to be compared with."""
+"""demo.py's model, trained on without memory: the control for demo_*_init.py."""
 from configs.demo import *  # all else is the same
 
 init_from = "out/demo"
 seed = 1  # not demo.py's: another order of the text, other masks
 max_steps = 1800  # x 2,048 = 3.7 million tokens
-lr = 3e-3  # with warm-up once more
+lr = 3e-3  # with a new warm-up

@@ -1,13 +1,15 @@
 """
-finetune.py's peer in results/study.md: the same examples, batches and settings, in the hands of
-transformers' own model and Trainer. It takes finetune.py's settings, weights in Hugging Face
-layout, and needs transformers and accelerate.
+Fine-tune with transformers' own model and Trainer, to compare finetune.py with them.
+
+Examples, batches and settings are those of finetune.py (results/study.md, last table). The initial
+weights must be in Hugging Face layout. Needs transformers and accelerate.
 
 $ PYTHONPATH=. python results/trainer.py configs/finetune_glue.py --task=RTE --epochs=3 \
     --init_from=sentence-transformers/all-MiniLM-L6-v2 --seeds=3
 
-Scores and seconds go to out/<name>_trainer.json: those after the last epoch, as in finetune.py's
-eval_results.json under last_. The same command goes on with the seeds that are not in it.
+out/<name>_trainer.json gets each seed's seconds and its scores after the last epoch. In
+finetune.py's eval_results.json these scores are called last_<metric>. After an interruption the
+same command continues with the missing seeds.
 """
 import json
 import shutil
@@ -26,13 +28,13 @@ from lib.common.device import choose_device, keep_freed_memory
 from lib.common.errors import UserError, run_main
 from lib.common.files import read_json, write_text
 from lib.common.settings import load_settings
-from lib.corpus.vocabulary import load_tokenizer
+from lib.corpus.vocabulary import text_tokenizer
 from lib.tasks.glue import find_task, task_name
 from lib.weights.checkpoint import find_weights, load_model
 
 
 class Trainer(transformers.Trainer):
-    """It trains on batches that were made before."""
+    """Train on a given list of batches."""
 
     def __init__(self, batches, *args):
         super().__init__(*args)
@@ -82,14 +84,14 @@ def score(model, tokenizer_file, data, device, dtype):
 def main(argv):
     config = load_settings(finetune.Config, argv)
     if config.accumulation != 1:
-        raise UserError("accumulation: expected 1, a batch is one micro-batch here")
+        raise UserError(f"accumulation = {config.accumulation}: expected 1")
     folder, vocab = find_weights(config.init_from)
     out = Path(config.out or f"out/{folder.name}_{task_name(config.task)}_trainer.json")
-    device, dtype = choose_device(config.device, config.dtype, config.seed)
+    device, dtype, line = choose_device(config.device, config.dtype)
+    print(line)
     keep_freed_memory(device)
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
-    tokenizer = load_tokenizer(vocab)
-    tokenizer.encode_special_tokens = True
+    tokenizer = text_tokenizer(vocab)
     task = find_task(config.task)
     data = finetune.Data(task, tokenizer, config)
     config.max_steps = config.max_steps or config.epochs * data.steps_per_epoch
@@ -97,7 +99,7 @@ def main(argv):
                 if key not in ("seed", "seeds", "out")}
     saved = read_json(out) if out.exists() else {"settings": settings, "seeds": {}}
     if saved["settings"] != settings:
-        raise UserError(f"{out} has other settings: --out=out/NAME.json starts anew")
+        raise UserError(f"{out} was made with other settings: give this run its own --out=out/NAME.json")
     each = saved["seeds"]
     kind = transformers.BertForQuestionAnswering if data.is_squad \
         else transformers.BertForSequenceClassification

@@ -15,10 +15,12 @@ import finetune
 import prepare_data
 import pretrain
 from lib.common.errors import run_main
+from lib.common.settings import setting
 from lib.training.trainer import optimizer_groups
-from lib.weights.checkpoint import find_checkpoint, save_checkpoint
+from lib.weights.checkpoint import checkpoint_files
+from lib.weights.run import Run
 from model import BertConfig, MaskedLM, value_tables
-from pkm import LazyAdam
+from values import LazyAdam
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"  # larger texts; tests of them are skipped without it
@@ -42,7 +44,8 @@ def save_model(run, model, labels=(), step=3):
     """A checkpoint of a model that was not trained."""
     dense = torch.optim.AdamW(optimizer_groups(model, 0))
     values = LazyAdam(value_tables(model).values())
-    return save_checkpoint(run, model, dense, values, {"step": step}, labels=labels)
+    files = checkpoint_files(model, dense, values, {"step": step}, labels)
+    return Run(run).save_checkpoint(step, files, keep=2)
 
 
 def record_search(model):
@@ -61,11 +64,11 @@ def record_search(model):
 
 @dataclasses.dataclass
 class Settings:
-    lr: float = 0.1
-    steps: int = 3
-    name: str = "a"
-    flag: bool = False
-    layers: tuple = ()
+    lr: float = setting(0.1, "the rate", least=0)
+    steps: int = setting(3, "")
+    name: str = setting("a", "")
+    flag: bool = setting(False, "")
+    layers: tuple = setting((), "")
 
 
 TINY = {
@@ -105,7 +108,7 @@ def assert_same(a, b, where=""):
 
 
 def steps_saved(run):
-    newest = find_checkpoint(run)
+    newest = Run(run).newest_checkpoint()
     return int(newest.name[5:]) if newest else 0
 
 

@@ -1,5 +1,5 @@
 """
-Causal language models: the network, its batches, training and what measures it.
+Causal language models: the network, its batches, training and measuring.
 """
 import json
 import math
@@ -20,9 +20,8 @@ from lib.corpus.batches import CausalBatches, Corpus, causal_heldout
 from lib.corpus.vocabulary import load_tokenizer
 from lib.for_transformers.export import main
 from lib.slot_usage.evaluation import evaluate_language_model
-from lib.training.trainer import flops_per_token
-from lib.weights.checkpoint import find_checkpoint, load_model, load_weights
-from lib.weights.huggingface import from_huggingface
+from lib.training.flops import flops_per_token
+from lib.weights.checkpoint import load_model
 from model import value_tables
 from tests.helpers import (
     ROOT,
@@ -36,29 +35,6 @@ from tests.helpers import (
 )
 
 SYSTEMS = [{}, {"memory_layers": (2,)}, {"memory_layers": (2,), "alpha": 0.0}]
-
-
-def test_logits_equal_hugging_face():
-    """Those of BertLMHeadModel, a decoder, whose weights and names are BertForMaskedLM's."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    theirs = transformers.BertLMHeadModel(transformers.BertConfig(
-        vocab_size=99, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, is_decoder=True,
-        intermediate_size=64, max_position_embeddings=24)).eval()
-    for name, p in theirs.named_parameters():  # so that every weight shows in the logits
-        torch.nn.init.normal_(p, float("norm" in name.lower() and "weight" in name), 0.4)
-    sizes = {"vocab_size": 99, "n_head": 4, "d_model": 32, "d_ff": 64, "max_len": 24}
-    ours = tiny_bert(**sizes, causal=True).eval()
-    weights = from_huggingface(theirs.state_dict(), ours.bert.config)
-    load_weights(ours, weights, "theirs", partial=True)
-    ids, mask = torch.randint(99, (3, 20)), torch.arange(20) < torch.tensor([[20], [13], [5]])
-    with torch.no_grad():
-        torch.testing.assert_close(ours(ids), theirs(ids)[0], rtol=0, atol=1e-4)
-        expected, logits = theirs(ids, attention_mask=mask.long())[0], ours(ids, mask)
-        torch.testing.assert_close(logits[mask], expected[mask], rtol=0, atol=1e-4)
-        masked = tiny_bert(**sizes).eval()
-        masked.load_state_dict(ours.state_dict())
-        assert expected[mask].std() > 1 and (masked(ids) - ours(ids)).abs().max() > 1
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -83,7 +59,7 @@ def test_no_bit_comes_from_later_tokens(system, compiled):
 
 @pytest.mark.parametrize("system", SYSTEMS[:2], ids=["plain", "ResM"])
 def test_loss_is_that_of_every_next_token(place, system):
-    """Against a sum over single predictions in float64, each from the tokens before it only."""
+    """It equals a sum over single predictions in float64, each from earlier tokens only."""
     corpus = Corpus("tiny")
     batch = CausalBatches(corpus, pretrain.Config(**TINY)).get(3, 1)
     ids, labels = (torch.from_numpy(batch[name].copy()) for name in ("ids", "labels"))
@@ -103,7 +79,7 @@ def test_loss_is_that_of_every_next_token(place, system):
 
 
 def test_batches_are_the_text_as_it_stands(place):
-    """Every epoch predicts each token once, but for those left over at its ends."""
+    """Every epoch predicts each token once, except a few at its ends."""
     corpus, config = Corpus("tiny"), pretrain.Config(**TINY)
     batches, tokens = CausalBatches(corpus, config), corpus.split("train").tolist()
     assert batches.per_epoch == len(tokens) // 16 - 1
@@ -124,10 +100,10 @@ def test_batches_are_the_text_as_it_stands(place):
 @pytest.mark.parametrize("stride", [16, 8, 5, 1])
 @pytest.mark.parametrize("system", SYSTEMS[:2], ids=["plain", "ResM"])
 def test_perplexity_of_a_split_equals_brute_force(place, system, stride):
-    """Each token once, from the tokens of the window that is to predict it."""
+    """Each token is predicted once, from the tokens of its window."""
     corpus = Corpus("tiny")
     model = tiny_bert(causal=True, **system).eval()
-    text, loss = [corpus.sep_id, *corpus.split("test").tolist()], 0.0
+    text, loss = [corpus.special_ids.sep, *corpus.split("test").tolist()], 0.0
     predicted = 0  # tokens, up to here
     for start in [*range(0, len(text) - 17, stride), len(text) - 17]:
         with torch.no_grad():
@@ -158,19 +134,7 @@ def test_a_run_says_what_it_is(place):
         **{**vars(model.bert.config), "causal": False}), 16)
 
 
-def test_an_older_checkpoint_is_a_masked_model(place):
-    assert train("--max_steps=2") == 0
-    file = find_checkpoint("out/tiny") / "model.pt"
-    saved = torch.load(file, weights_only=True)
-    assert saved["config"].pop("causal") is False
-    torch.save(saved, file)
-    config = Path("out/tiny/config.json")
-    config.write_text(config.read_text().replace('"objective": "masked",\n', ""))
-    assert not load_model("out/tiny").bert.config.causal
-    assert train("--max_steps=4") == 0
-
-
-def test_masked_tools_and_causal_ones_are_told_apart(place, capsys, monkeypatch):
+def test_tools_for_masked_models_refuse_causal_ones_and_the_reverse(place, capsys, monkeypatch):
     assert train("--max_steps=2") == 0
     assert train("--max_steps=2", "--objective=causal", "--out=out/causal") == 0
     for path, kind in (("out/causal", "causal"), ("out/causal/step_000002", "causal")):
@@ -202,13 +166,13 @@ def test_a_causal_run_is_measured(place, capsys):
     assert train(*args) == 0 and train(*args, "--memory_layers=", "--out=out/plain") == 0
     runs = ["out/plain", "out/tiny"]
     measure.main(["table", *runs, "--data", "tiny", "--device", "cpu", "--out", "results/t"])
-    found = json.loads(Path("results/t.json").read_text())["runs"][1]["results"]["tiny"][0]
+    saved = json.loads(Path("results/t.json").read_text())["runs"][1]["results"]["tiny"][0]
     corpus, model = Corpus("tiny"), load_model("out/tiny")
     batches = causal_heldout(corpus, "test", 16, 8, stride=8)
     results, _ = evaluate_language_model(model, batches, torch.device("cpu"))
-    assert found["masked_tokens"] == len(corpus.split("test"))
-    assert found["perplexity"] == pytest.approx(results["perplexity"], rel=1e-6)
-    assert found["layers"]["2"]["accesses"] == 2 * sum(batch["ids"].size for batch in batches)
+    assert saved["masked_tokens"] == len(corpus.split("test"))
+    assert saved["perplexity"] == pytest.approx(results["perplexity"], rel=1e-6)
+    assert saved["layers"]["2"]["accesses"] == 2 * sum(batch["ids"].size for batch in batches)
     measure.main(["curves", *runs, "--out", "results/c"])
     measure.main(["staleness", "out/tiny"])
     capsys.readouterr()
@@ -225,11 +189,11 @@ def test_a_causal_run_is_measured(place, capsys):
 
 @pytest.mark.parametrize("layers", ["--memory_layers=2,3", "--memory_layers="])
 def test_sample_goes_on_with_a_text(place, capsys, layers):
-    """At temperature 0 with the likeliest token, step by step; otherwise with one of the top k."""
+    """It adds the likeliest token at temperature 0, otherwise one of the top k."""
     assert train("--objective=causal", "--max_steps=12", layers) == 0
     model, corpus = load_model("out/tiny").eval(), Corpus("tiny")
     tokenizer = corpus.tokenizer()
-    prompt = [corpus.sep_id, *tokenizer.encode("the old cat saw").ids]
+    prompt = [corpus.special_ids.sep, *tokenizer.encode("the old cat saw").ids]
 
     def run(*args):
         capsys.readouterr()
@@ -259,7 +223,7 @@ def test_sample_goes_on_with_a_text(place, capsys, layers):
         ids = tokenizer.encode(text).ids
         for n in range(len(prompt) - 1, len(ids)):
             with torch.no_grad():
-                logits = model(torch.tensor([[corpus.sep_id, *ids[:n]]]))[0, -1]
+                logits = model(torch.tensor([[corpus.special_ids.sep, *ids[:n]]]))[0, -1]
             assert ids[n] in logits.topk(2).indices
     assert run("--samples", "1", "--tokens", "6", "--top_k", "2", "--temperature", "1")[1] == (
         texts[:1])
@@ -296,14 +260,14 @@ PAPER = ["causal_12", "causal_24", "causal_12_memory", "causal_12_pkm"]
 
 
 def test_recipes(capsys):
-    """They differ in depth, memory and FFN, and nothing else."""
+    """They differ only in depth, memory and FFN."""
     configs = {path.stem: load_settings(pretrain.Config, [str(path)])
-               for path in ROOT.glob("configs/*causal*.py")}
+               for path in ROOT.glob("configs/**/*causal*.py")}
     assert configs.keys() == {*PAPER, "demo_causal", "demo_causal_memory", "demo_causal_wide"}
     for first, *others in (PAPER, sorted(configs.keys() - set(PAPER))):
         for name in (first, *others):
             config = configs[name]
-            sizes = pretrain.validate(config)
+            sizes = pretrain.model_sizes(config)
             same = {"n_layer", "memory_layers", "alpha", "d_ff"}
             assert config.objective == "causal" and sizes["causal"]
             assert sizes["n_layer"] == {"12": 12, "24": 24}.get(name.split("_")[1], 4)
@@ -314,7 +278,7 @@ def test_recipes(capsys):
 
 
 def test_gpt2s_vocabulary(workdir, gpt2_files, capsys):
-    """A causal run on byte-level BPE, whose documents end with </s>."""
+    """A causal run works on byte-level BPE, whose documents end with </s>."""
     Path("long.txt").write_text("\n\n".join(f"The cat {n} sat on the mat, then left." for n in
                                             range(300)))
     prepare("text", "bytes", "long.txt", "--tokenizer", "gpt2")
@@ -338,4 +302,4 @@ def test_the_models_of_runs_are_timed(place, monkeypatch, capsys):
     sizes = [sum(p.numel() for p in load_model(run).parameters())
              for run in ("out/plain", "out/tiny")]
     assert [r["parameters"] for r in results] == sizes * 2
-    assert [r["model"] for r in results] == ["out/plain", "out/tiny"] * 2
+    assert [r["system"] for r in results] == ["out/plain", "out/tiny"] * 2

@@ -10,7 +10,7 @@ from tests.helpers import ROOT
 CARD = {"model", "pkm", "values", "prepare_data", "pretrain", "finetune", "measure", "bench"}
 SCRIPTS = {"prepare_data", "pretrain", "finetune", "measure", "bench"}
 # Each line may import from itself and from the lines above it.
-ORDER = ["values", "pkm", "lib.common", "lib.distributed", "model", "lib.corpus", "lib.weights",
+ORDER = ["values", "pkm", "lib.common", "model", "lib.distributed", "lib.corpus", "lib.weights",
          "lib.training", "lib.tasks", "lib.slot_usage", "lib.for_transformers"]
 PACKAGES = {"torch", "numpy", "tiktoken", "tokenizers", "requests", "tqdm", "huggingface_hub",
             "matplotlib", "pyarrow", "safetensors"}

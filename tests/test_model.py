@@ -1,5 +1,5 @@
 """
-The network: its layers and heads against formulas, closed forms and Hugging Face's logits.
+The layers and heads of the network, against formulas, closed forms and Hugging Face's logits.
 """
 import math
 
@@ -16,7 +16,8 @@ from tests.helpers import tiny_bert
 
 
 def closed_form(size, vocab, memory_layers=(), ffn_in_them=True):
-    """Parameters of BERT with pooler and head, and of memories of 512^2 slots, from the shapes."""
+    """Count the parameters of BERT with pooler, head and memories of 512^2 slots by their shapes.
+    """
     layers, d, d_ff = (SIZES[size][name] for name in ("n_layer", "d_model", "d_ff"))
     ffn = 2 * d * d_ff + d + d_ff
     count = (vocab + 512 + 2) * d + 2 * d  # embeddings and their norm
@@ -32,18 +33,17 @@ def test_parameter_counts_are_those_of_table_1(size, layers, millions):
     systems = [((), 1.0), (layers, 0.0), (layers, 1.0)]  # BERT, PKM, ResM
     for (memory_layers, alpha), expected in zip(systems, millions, strict=True):
         with torch.device("meta"):
-            model = MaskedLM(BertConfig(memory_layers=memory_layers, alpha=alpha,
-                                                  **SIZES[size]))
+            model = MaskedLM(BertConfig(memory_layers=memory_layers, alpha=alpha, **SIZES[size]))
         count = sum(p.numel() for p in model.parameters())
         assert count == closed_form(size, 30522, memory_layers, bool(alpha))
         assert round(count / 1e6, 1) == expected
-        for number, layer in enumerate(model.bert.layers, 1):
+        for n, layer in enumerate(model.bert.layers, 1):
             names = {name.split(".")[0] for name, _ in layer.named_parameters()}
-            assert ("memory" in names) == (number in memory_layers)
-            assert ("up" in names) == ("down" in names) == (number not in memory_layers or alpha)
+            assert ("memory" in names) == (n in memory_layers)
+            assert ("up" in names) == ("down" in names) == (n not in memory_layers or alpha)
 
 
-def test_sizes_are_those_that_were_published():
+def test_sizes_are_the_published_ones():
     for name, layers, width in (("base", 12, 768), ("large", 24, 1024), ("distil", 6, 768)):
         config = BertConfig(**SIZES[name])
         assert (config.n_layer, config.d_model, config.d_ff) == (layers, width, 4 * width)
@@ -64,8 +64,9 @@ def test_sizes_that_cannot_be(settings, word):
 
 
 @pytest.mark.parametrize("head", [None, "classifier", "span"])
-def test_how_a_model_starts(head):
-    """Matrices normal with init_std, the memory's as PKM has them, biases 0, norms as in BERT."""
+def test_initial_weights(head):
+    """Matrices are normal with init_std, biases are 0, norms start as in BERT, memories as in PKM.
+    """
     torch.manual_seed(0)
     config = BertConfig(vocab_size=99, n_layer=2, n_head=2, d_model=64, d_ff=96, max_len=40,
                         init_std=0.5, memory_layers=(2,), n_keys=16, topk=4, key_dim=32)
@@ -103,7 +104,7 @@ def test_memory_layer_is_the_papers_formula():
 
 
 def test_padding_changes_no_real_token_of_bert():
-    """Also while training, when a memory's batch norm takes its statistics from the batch."""
+    """This holds in training too, where a memory's batch norm uses the batch's statistics."""
     mask = torch.arange(6) < torch.tensor([[6], [2], [4]])
     results = []
     for pad in (1, 39):
@@ -114,34 +115,36 @@ def test_padding_changes_no_real_token_of_bert():
         torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-9)
 
 
-def test_a_model_with_memories_is_one_graph():
-    """Also in training: no graph break, though the reads are kept for the optimizer."""
-    torch.compiler.reset()
-    graphs = []
-
+def compile_and_keep(model, **settings):
+    """Compile a model with a backend that keeps its graphs. Returns the model and the graphs."""
     def backend(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
+    torch.compiler.reset()
+    graphs = []
+    return torch.compile(model, backend=backend, **settings), graphs
+
+
+def test_a_memory_changes_no_other_weight_of_the_encoder():
+    memory, plain = (tiny_bert(memory_layers=layers).bert.state_dict() for layers in ((2, 3), ()))
+    assert all(torch.equal(memory[name], plain[name]) for name in plain)
+    assert all(".memory." in name for name in memory.keys() - plain.keys())
+
+
+def test_a_model_with_memories_is_one_graph():
+    """There is no graph break in training either, where the optimizer needs the reads."""
     model = tiny_bert(n_layer=6, memory_layers=(2, 4))
+    compiled, graphs = compile_and_keep(model, fullgraph=True)
     ids, positions = torch.randint(5, 40, (2, 12)), torch.randint(12, (2, 3))
-    batch = {"ids": ids, "positions": positions, "labels": ids[:, :3]}
-    loss = torch.compile(model, backend=backend, fullgraph=True)(**batch)
-    loss.backward()
+    compiled(ids=ids, positions=positions, labels=ids[:, :3]).backward()
     assert len(graphs) == 1 and all(t.reads for t in value_tables(model).values())
 
 
-def test_padded_batches_compile_but_once():
-    """Each has another number of real tokens: that must not be compiled into a graph."""
-    torch.compiler.reset()
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    model, ids = tiny_bert(memory_layers=(2,)), torch.randint(5, 20, (2, 12))
-    compiled = torch.compile(model, backend=backend)
+def test_padded_batches_are_compiled_only_once():
+    """The number of real tokens, which differs in every batch, is not part of a graph."""
+    ids = torch.randint(5, 20, (2, 12))
+    compiled, graphs = compile_and_keep(tiny_bert(memory_layers=(2,)))
     for real in range(2, 12):
         mask = torch.arange(12) < torch.tensor([[12], [real]])
         compiled(ids, mask=mask).sum().backward()
@@ -152,8 +155,10 @@ def test_padded_batches_compile_but_once():
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0], ids=["PKM", "ResM"])
 def test_dropout_is_where_devlin_et_al_have_it(monkeypatch, alpha):
-    """After the embeddings, in attention, after attention and FFN, before the classifier; none in
-    a memory, and none in evaluation."""
+    """It is after the embeddings, in and after attention, after the FFN and before the classifier.
+
+    There is none in a memory, and none in evaluation.
+    """
     def dropout(x, p, training):
         rates.append(("dropout", p if training else 0.0))
         return x
@@ -175,7 +180,7 @@ def test_dropout_is_where_devlin_et_al_have_it(monkeypatch, alpha):
 
 
 def test_losses_of_the_heads():
-    """Against the definition, by hand; padded tokens are no place for an answer."""
+    """They equal the definitions. An answer cannot be at a padded token."""
     config = tiny_bert(dropout=0.0).bert.config
     ids, mask = torch.randint(40, (3, 8)), torch.arange(8) < torch.tensor([[8], [5], [3]])
     reader, classes, score = SpanReader(config), Classifier(config, 4), Classifier(config, 1)
@@ -211,20 +216,31 @@ def test_head_at_positions_and_loss():
     torch.testing.assert_close(loss.double(), sum(losses) / 7, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForPreTraining"])
-def test_logits_equal_hugging_face(kind):
+SMALL = {"vocab_size": 99, "n_head": 4, "d_model": 32, "d_ff": 64, "max_len": 24}
+
+
+def hugging_face_model(kind, **settings):
+    """Make a transformers model of SMALL sizes, whose every weight shows in the logits."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    theirs = getattr(transformers, kind)(transformers.BertConfig(
+    model = getattr(transformers, kind)(transformers.BertConfig(
         vocab_size=99, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
-        intermediate_size=64, max_position_embeddings=24)).eval()
-    for name, p in theirs.named_parameters():  # so that every weight shows in the logits
+        intermediate_size=64, max_position_embeddings=24, **settings)).eval()
+    for name, p in model.named_parameters():
         nn.init.normal_(p, float("norm" in name.lower() and "weight" in name), 0.4)
-    ours = tiny_bert(vocab_size=99, n_head=4, d_model=32, d_ff=64, max_len=24).eval()
+    return model
+
+
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForPreTraining", "BertLMHeadModel"])
+def test_logits_equal_hugging_face(kind):
+    """BertLMHeadModel is a decoder, with the weights and names of BertForMaskedLM."""
+    causal = kind == "BertLMHeadModel"
+    theirs = hugging_face_model(kind, is_decoder=causal)
+    ours = tiny_bert(**SMALL, causal=causal).eval()
     weights = from_huggingface(theirs.state_dict(), ours.bert.config)
-    loaded = load_weights(ours, weights, "theirs", partial=True)
-    missing = ours.state_dict().keys() - loaded
-    assert missing == ({"bert.pooler.weight", "bert.pooler.bias"} if "Masked" in kind else set())
+    missing = ours.state_dict().keys() - load_weights(ours, weights, "theirs", partial=True)
+    pooler = {"bert.pooler.weight", "bert.pooler.bias"}
+    assert missing == (set() if kind == "BertForPreTraining" else pooler)
     ids, types = torch.randint(99, (3, 20)), torch.randint(2, (3, 20))
     mask = torch.arange(20) < torch.tensor([[20], [13], [5]])
     with torch.no_grad():
@@ -237,31 +253,29 @@ def test_logits_equal_hugging_face(kind):
             hidden = theirs.bert(ids, attention_mask=mask.long(), token_type_ids=types)
             torch.testing.assert_close(ours.bert.pool(ours.bert(ids, mask, types)),
                                        hidden.pooler_output, rtol=0, atol=1e-4)
+        if causal:  # a masked model with the same weights says something else
+            masked = tiny_bert(**SMALL).eval()
+            masked.load_state_dict(ours.state_dict())
+            assert (masked(ids) - ours(ids)).abs().max() > 1
 
 
 @pytest.mark.parametrize("kind", ["BertForSequenceClassification", "BertForQuestionAnswering"])
 def test_heads_equal_hugging_face(kind):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    theirs = getattr(transformers, kind)(transformers.BertConfig(
-        vocab_size=99, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_labels=
-        3 if "Sequence" in kind else 2, intermediate_size=64, max_position_embeddings=24)).eval()
-    for name, p in theirs.named_parameters():  # so that every weight shows in the logits
-        nn.init.normal_(p, float("norm" in name.lower() and "weight" in name), 0.4)
-    config = tiny_bert(vocab_size=99, n_head=4, d_model=32, d_ff=64, max_len=24).bert.config
-    ours = Classifier(config, 3) if "Sequence" in kind else SpanReader(config)
-    weights, head = theirs.state_dict(), "classifier" if "Sequence" in kind else "qa_outputs"
+    is_classifier = kind == "BertForSequenceClassification"
+    theirs = hugging_face_model(kind, num_labels=3 if is_classifier else 2)
+    config = tiny_bert(**SMALL).bert.config
+    ours = Classifier(config, 3) if is_classifier else SpanReader(config)
+    weights, head = theirs.state_dict(), "classifier" if is_classifier else "qa_outputs"
     mapped = from_huggingface(weights, config)
-    mapped |= {f"head.{part}": weights[f"{head}.{part}"] for part in ("weight", "bias")}
-    loaded = load_weights(ours, mapped, "theirs", partial=True)
-    missing = ours.state_dict().keys() - loaded
-    assert missing == (set() if "Sequence" in kind else {"bert.pooler.weight", "bert.pooler.bias"})
+    mapped |= {f"head.{name}": weights[f"{head}.{name}"] for name in ("weight", "bias")}
+    missing = ours.state_dict().keys() - load_weights(ours, mapped, "theirs", partial=True)
+    assert missing == (set() if is_classifier else {"bert.pooler.weight", "bert.pooler.bias"})
     ids, types = torch.randint(99, (3, 20)), torch.randint(2, (3, 20))
     mask = torch.arange(20) < torch.tensor([[20], [13], [5]])
     with torch.no_grad():
         expected = theirs(ids, attention_mask=mask.long(), token_type_ids=types)
         logits = ours.eval()(ids, mask, types)
-    if "Sequence" in kind:
+    if is_classifier:
         assert expected.logits.std() > 0.5
         return torch.testing.assert_close(logits, expected.logits, rtol=0, atol=1e-4)
     for mine, name in zip(logits.unbind(2), ("start_logits", "end_logits"), strict=True):

@@ -1,6 +1,7 @@
 """
-What a module and an optimizer of torch's can do, the memory can: compile, export, copies, half
-precision, checkpoints of activations, closures, schedulers.
+Test that the memory does what torch expects of a module and of an optimizer.
+
+This is compilation, export, copies, half precision, activation checkpointing, closures, schedulers.
 """
 import copy
 import io
@@ -10,16 +11,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import pkm
+import values
 from pkm import PKM, LazyAdam, ValueTable
 from test_pkm import assert_near, small_memory
 
 
 def deep(n_layers=3, dtype=torch.float32):
-    """A chain of memories with something before and after each. It ends in a layer norm: the sum of
-    its whole output is constant, and has no gradient."""
+    """Make a chain of memories with something before and after each.
+
+    It ends in a layer norm. The sum of its whole output is constant, and has no gradient.
+    """
     torch.manual_seed(0)
     layers = [part for _ in range(n_layers) for part in
               (nn.Linear(8, 8), PKM(8, n_keys=16, heads=2, topk=4, key_dim=8), nn.LayerNorm(8))]
@@ -29,7 +33,7 @@ def deep(n_layers=3, dtype=torch.float32):
 
 
 def test_compiled_training_equals_eager():
-    """One graph; 20 steps of several memories, whose buffers inductor shares."""
+    """Train several memories, whose buffers inductor shares, as one graph."""
     torch.compiler.reset()
     results = []
     for compiled in (False, True):
@@ -58,13 +62,13 @@ def test_compiled_training_equals_eager():
 
 def test_few_graphs_for_many_lengths_and_many_tables():
     torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     memory = torch.compile(small_memory(), backend=counter)
     for tokens in range(10, 16):
         memory(torch.randn(tokens, 6, dtype=torch.float64)).sum().backward()
     assert counter.frame_count == 2  # one for the first length, one for all others
     torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     memories = [small_memory() for _ in range(4)]
     for memory in memories:
         memory.compile(backend=counter)
@@ -72,11 +76,39 @@ def test_few_graphs_for_many_lengths_and_many_tables():
     assert counter.frame_count == 1 and all(len(m.values.reads) == 1 for m in memories)
 
 
-def test_torch_checks_the_ops():
-    """Its own checker: schemas, fake kernels, autograd, ahead-of-time dispatch."""
-    values, slots = ValueTable(20, 8), torch.randint(20, (5, 3), dtype=torch.int32)
-    weights = torch.rand(5, 3, requires_grad=True)
-    torch.library.opcheck(pkm.read, (values.weight, slots, weights, values.number, torch.float32))
+def test_masks_need_no_more_graphs():
+    """Compile once for all numbers of real tokens."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("eager")
+    memory, counts = small_memory(), []
+    compiled = torch.compile(memory, backend=counter)
+    for real in range(2, 7):
+        compiled(torch.randn(3, 6, 6, dtype=torch.float64), torch.arange(6).expand(3, 6) < real)
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[-1]
+
+
+def test_torch_checks_the_op(monkeypatch):
+    """Check schema, fake kernel and ahead-of-time dispatch, and that no compiler may drop it."""
+    table, slots = ValueTable(20, 8), torch.randint(20, (5, 3), dtype=torch.int32)
+    read = torch.randn(5, 8), table.weight.detach(), slots, torch.rand(5, 3)
+    with monkeypatch.context() as patch:  # opcheck passes copies of the weight
+        patch.setattr(values, "tables_of", lambda weight: [table])
+        torch.library.opcheck(values.store_copies, read)
+    table.reads.clear()
+    out = values.store_copies(*read)
+    (stored_slots, stored_weights, stored_grad), = table.reads
+    kept = stored_grad, stored_slots, stored_weights
+    for ours, theirs in zip((out, *kept), (read[0], read[0], *read[2:]), strict=True):
+        assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
+    assert kept[0].data_ptr() != out.data_ptr()
+    op = torch.ops.values.store.default
+    assert torch.Tag.cudagraph_unsafe in op.tags
+    graph = torch.fx.Graph()
+    graph.call_function(op, tuple(graph.placeholder(name) for name in "abcd"))
+    graph.output(None)
+    graph.eliminate_dead_code()
+    assert op in [node.target for node in graph.nodes]
 
 
 def test_values_changed_before_backward_are_an_error():
@@ -89,16 +121,31 @@ def test_values_changed_before_backward_are_an_error():
 
 
 def test_functional_call_with_other_values():
-    """Gradients are of those values; the table's own reads are not touched."""
+    """Take gradients with respect to the other values; the table stores no read."""
     memory, x = small_memory(), torch.randn(5, 6, dtype=torch.float64)
     (2 * memory(x)).sum().backward()
     expected = memory.keys.grad.clone()
     memory.zero_grad()
     memory.values.reads.clear()
-    values = (2 * memory.values.weight).detach().requires_grad_()
-    torch.func.functional_call(memory, {"values.weight": values}, (x,)).sum().backward()
+    others = (2 * memory.values.weight).detach().requires_grad_()
+    torch.func.functional_call(memory, {"values.weight": others}, (x,)).sum().backward()
     assert_near(memory.keys.grad, expected, 1e-12)
-    assert not memory.values.reads
+    assert not memory.values.reads and memory.values.weight.grad is None
+    slots, weights = memory.search(memory.query_norm(memory.query(x)))
+    per_row = torch.zeros(144, dtype=torch.float64).index_add_(0, slots.flatten(), weights.flatten())
+    assert_near(others.grad, per_row[:, None].expand(-1, 6), 1e-12)
+
+
+def test_compiled_functional_call_with_other_values_is_refused_in_words():
+    torch.compiler.reset()
+    memory, x = small_memory(), torch.randn(5, 6, dtype=torch.float64)
+    others = (2 * memory.values.weight).detach().requires_grad_()
+
+    @torch.compile(backend="aot_eager")
+    def call(x, others):
+        return torch.func.functional_call(memory, {"values.weight": others}, (x,))
+    with pytest.raises(RuntimeError, match="other than a ValueTable's own"):
+        call(x, others).sum().backward()
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-6)])
@@ -123,11 +170,13 @@ def test_traced_and_exported_models_read_other_slots_for_another_input(how):
         other_model = (torch.jit.trace(memory, x) if how == "trace" else
                        torch.export.export(memory, (x,)).module())
     torch.testing.assert_close(other_model(other), memory(other), rtol=0, atol=1e-12)
+    other_model(other).sum().backward()  # its values train as any parameter
+    assert memory.values.weight.grad.any() and not memory.values.reads
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
-    """Of a whole model, and of the values alone."""
+    """Convert a whole model, or the values alone."""
     x = torch.randn(50, 64)
     memory = PKM(64, n_keys=32, heads=4, topk=8, key_dim=16).eval()
     with torch.no_grad():
@@ -146,7 +195,7 @@ def test_half_precision(dtype):
 
 
 def test_scores_of_a_half_precision_memory_are_float32s():
-    """No ties by rounding: the same slots and weights as from the same numbers in float32."""
+    """Find the slots and weights that the same numbers in float32 give, without ties."""
     memory = small_memory(torch.bfloat16, n_keys=64, topk=8).eval()
     query = torch.randn(200, 16, dtype=torch.bfloat16)
     slots, weights = memory.search(query)
@@ -155,7 +204,7 @@ def test_scores_of_a_half_precision_memory_are_float32s():
 
 
 def test_autocast():
-    """grad_out is kept in its dtype; scores and softmax are float32's, for what the query is."""
+    """Keep grad_out in autocast's dtype, and scores and softmax in float32."""
     memory, x = PKM(8, n_keys=16, heads=2, topk=4, key_dim=8).eval(), torch.randn(9, 8)
     with torch.autocast("cpu", torch.bfloat16):
         query = memory.query(x)
@@ -166,6 +215,9 @@ def test_autocast():
     expected = memory.search(memory.query_norm(query.float()))
     assert torch.equal(slots, expected[0].flatten(1))
     assert torch.equal(weights, expected[1].flatten(1))
+    before = memory.values.weight.detach().clone()
+    LazyAdam([memory.values], lr=0.1).step()
+    assert not torch.equal(memory.values.weight, before)
 
 
 def test_activation_checkpointing():
@@ -183,7 +235,7 @@ def test_activation_checkpointing():
 
 
 def test_only_backward_stores_reads():
-    """Not a forward pass alone, nor torch.autograd.grad, nor a backward pass to other inputs."""
+    """Store nothing in a forward pass, torch.autograd.grad, or a backward pass to other inputs."""
     memory, x = small_memory(), torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     memory(x)
     torch.autograd.grad(memory(x).sum(), x)
@@ -191,20 +243,23 @@ def test_only_backward_stores_reads():
     memory(x).sum().backward(inputs=[x])
     assert not memory.values.reads
     memory(x).sum().backward()
-    assert len(memory.values.reads) == 1
+    memory(x).sum().backward(inputs=[memory.values.weight])
+    assert len(memory.values.reads) == 2
 
 
 def test_zero_grad_drops_pending_reads():
     model, (_, optimizer), tables = deep()
     before = [table.weight.detach().clone() for table in tables]
     model(torch.randn(4, 8))[:, 0].sum().backward()
+    tables[0].weight.grad = torch.ones_like(tables[0].weight)  # as another loss can leave it
     optimizer.zero_grad()
     optimizer.step()
+    assert tables[0].weight.grad is None
     assert all(torch.equal(t.weight, old) for t, old in zip(tables, before, strict=True))
 
 
 def test_reads_that_pile_up_warn_once(monkeypatch):
-    monkeypatch.setattr(pkm, "WARN_AT", 3)
+    monkeypatch.setattr(values, "WARN_AT", 3)
     memory = small_memory()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -217,7 +272,7 @@ def test_reads_that_pile_up_warn_once(monkeypatch):
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_is_a_model_of_its_own(how):
-    """Taken between backward and step: both go on with the same reads."""
+    """Copy between backward and step, after which both go on with the same reads."""
     model, optimizers, tables = deep()
     model(torch.randn(4, 8))[:, 0].sum().backward()
     if how == "deepcopy":
@@ -250,7 +305,8 @@ def test_a_memory_made_on_the_meta_device_is_filled_by_its_state_dict():
     assert torch.equal(memory.eval()(x), other.eval()(x))
 
 
-def test_state_dicts_are_copies():
+def test_a_loaded_state_dict_goes_on_as_the_saved_one():
+    """Hold the moments themselves in state_dict(), as every optimizer of torch does."""
     def train(model, optimizer, steps):
         for step in range(steps):
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
@@ -259,17 +315,16 @@ def test_state_dicts_are_copies():
 
     model, (_, optimizer), _ = deep()
     train(model, optimizer, 3)
-    saved, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
-    kept = copy.deepcopy(saved)
+    saved, weights = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+    moments = optimizer.state[model[1].values.weight]
+    assert optimizer.state_dict()["state"][0]["exp_avg"] is moments["exp_avg"]
     train(model, optimizer, 2)
     again, (_, other), _ = deep()
     again.load_state_dict(weights)
     other.load_state_dict(saved)
     train(again, other, 2)
     assert torch.equal(again[1].values.weight, model[1].values.weight)
-    for name in ("step", "exp_avg", "exp_avg_sq"):
-        assert torch.equal(torch.as_tensor(saved["state"][0][name]),
-                           torch.as_tensor(kept["state"][0][name]))
+    assert other.state[again[1].values.weight]["step"] == 5
 
 
 def test_moments_follow_the_table():
@@ -312,7 +367,7 @@ def test_a_closure_is_the_step():
 
 
 def test_settings_of_a_group_are_used():
-    """betas and eps, against torch.optim.SparseAdam."""
+    """Compare betas and eps with torch.optim.SparseAdam's."""
     ours, bag = ValueTable(9, 4), nn.EmbeddingBag(9, 4, mode="sum", sparse=True)
     bag.weight.data.copy_(ours.weight)
     settings = {"lr": 0.1, "betas": (0.5, 0.9), "eps": 0.01}
@@ -328,7 +383,7 @@ def test_settings_of_a_group_are_used():
 
 
 def test_an_optimizer_minds_its_own_tables():
-    """All that share a weight, no other."""
+    """Update all tables that share a weight, and no other."""
     model, _, tables = deep()
     first, second = LazyAdam(tables[:1], lr=0.1), LazyAdam(tables[1:2], lr=0.1)
     tables[2].weight = tables[1].weight
@@ -347,6 +402,35 @@ def test_a_table_with_another_weight_is_refused_in_words():
     memory.values.load_state_dict(copy.deepcopy(memory.values.state_dict()), assign=True)
     with pytest.raises(RuntimeError, match="another weight tensor"):
         optimizer.step()
+
+
+def test_a_table_within_a_larger_tensor_learns():
+    """Update a table at an offset, where its rows are not aligned."""
+    tables = [ValueTable(9, 4), ValueTable(9, 4)]
+    whole = torch.zeros(9 * 4 + 1)
+    whole[1:] = tables[0].weight.detach().flatten()
+    tables[1].weight = nn.Parameter(whole[1:].view(9, 4))
+    assert tables[1].weight.storage_offset() == 1
+    for table in tables:
+        table(torch.tensor([[[3, 5]]]), torch.full((1, 1, 2), 0.5)).sum().backward()
+        LazyAdam([table], lr=0.1).step()
+    assert torch.equal(tables[0].weight, tables[1].weight)
+    assert torch.equal(whole[1:], tables[0].weight.flatten()) and whole[0] == 0
+
+
+def test_tables_that_share_storage_are_one():
+    """Read a shallow copy, and a table made by load_state_dict(assign=True), each once."""
+    tables, expected = [ValueTable(9, 4)], ValueTable(9, 4)
+    expected.load_state_dict(tables[0].state_dict())
+    with torch.device("meta"):
+        tables.append(ValueTable(9, 4))
+    tables[1].load_state_dict(tables[0].state_dict(), assign=True)
+    tables.append(copy.copy(tables[0]))
+    for table in [*tables, *3 * [expected]]:
+        table(torch.tensor([[[3, 5]]]), torch.full((1, 1, 2), 0.5)).sum().backward()
+    for table in (tables[1], expected):
+        LazyAdam([table], lr=0.1).step()
+    assert torch.equal(tables[0].weight, expected.weight) and not any(t.reads for t in tables)
 
 
 def test_a_model_without_memory_has_nothing_to_update():

@@ -1,1 +1,1 @@
-"""What every room may use: settings, errors, files, the device, progress."""
+"""Settings, errors, files, the device, progress: any room may use them."""

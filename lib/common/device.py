@@ -1,31 +1,25 @@
 """
-Choose the device and the dtype.
+Choose the device and the dtype, and use a CPU well.
 """
 import ctypes
+import os
 import sys
 
 from lib.common.errors import UserError
-from lib.common.torchrun import under_torchrun
-
-# OpenMP's threads spin while they wait, and so take the cores from whatever else runs. Spinning less
-# costs little: tokens/s of configs/demo.py on two cores of a Zen 4 EPYC, quiet and beside one busy
-# process, were 61,900 and 13,700 by default, 59,500 and 22,200 with this. OMP_NUM_THREADS=1, with
-# 35,500 and 37,800, is for machines that are always busy (results/speed.md). The variables are read
-# when torch is loaded, so a script imports this file before torch.
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
+from lib.common.torchrun import first_rank, under_torchrun
 
 
-def choose_device(device="auto", dtype="auto", seed=0):
-    """Choose the device and the dtype of the matrix products, say why, seed torch.
+def choose_device(device="auto", dtype="auto"):
+    """Choose the device and the dtype of the matrix products.
 
-    device: 'auto' (cuda, else mps, else cpu) or a torch device; dtype: 'auto', 'float32',
-    'bfloat16' or 'float16'. Returns (torch.device, torch.dtype); anything but float32 is meant
-    for torch.autocast, with a GradScaler for float16.
+    device: 'auto' (cuda, else mps, else cpu) or a torch device. dtype: 'auto', 'float32',
+    'bfloat16' or 'float16'; all but float32 are for torch.autocast, and float16 for a GradScaler.
+    Returns (torch.device, torch.dtype, a line to print).
     """
     import torch
 
     if under_torchrun() and ":" in device:
-        raise UserError(f"device = {device!r}: each rank has a card of its own: --device=cuda")
+        raise UserError(f"device = {device!r}: each rank takes its own card: --device=cuda")
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     name = ("cuda" if cuda else "mps" if mps else "cpu") if device == "auto" else device
     try:
@@ -46,15 +40,50 @@ def choose_device(device="auto", dtype="auto", seed=0):
             dtype, reason = "float16", "the card has no bfloat16: gradients are scaled"
     if dtype == "float16" and chosen.type != "cuda":
         raise UserError("dtype = 'float16' needs CUDA: take bfloat16 or float32")
-    torch.manual_seed(seed)
     card = f" ({torch.cuda.get_device_name(chosen)})" if chosen.type == "cuda" else ""
-    print(f"device {chosen}{card}, torch {torch.__version__}, dtype {dtype}: {reason}")
-    return chosen, getattr(torch, dtype)
+    line = f"device {chosen}{card}, torch {torch.__version__}, dtype {dtype}: {reason}"
+    return chosen, getattr(torch, dtype), line
+
+
+def use_device(device, dtype):
+    """Choose the device and the dtype, print why, and prepare a CPU for a long run."""
+    chosen, dtype, line = choose_device(device, dtype)
+    print(line)
+    if advice := cpu_advice(chosen):
+        print(advice)
+    keep_freed_memory(chosen)
+    return chosen, dtype
+
+
+def cpu_advice(device):
+    """Advise fewer threads on a busy CPU (see thread_advice), in a line to print, or None."""
+    import torch
+
+    if device.type != "cpu" or not first_rank():
+        return None
+    try:
+        load = os.getloadavg()[0]  # of the last minute
+    except OSError:  # unknown, as where /proc is missing
+        return None
+    return thread_advice(load, os.cpu_count(), torch.get_num_threads())
+
+
+def thread_advice(load, cores, threads):
+    """Advise one thread for each free core, in a line, or None if enough are free.
+
+    A thread that waits for a core makes all others wait. Beside one busy process on two cores, one
+    thread was 2.8 times as fast as two (results/speed.md). `load` is the machine's load average.
+    """
+    free = max(1, int(cores - load))
+    if load < cores / 4 or threads <= free:
+        return None
+    return (f"load average {load:.1f} on {cores} cores: if other processes keep them busy, "
+            f"OMP_NUM_THREADS={free} is faster than {threads} threads")
 
 
 def keep_freed_memory(device):
-    """Let a process that works on a CPU keep the memory that it frees for the next step. By
-    default glibc gives large blocks back to Linux, which then has to clear every page anew."""
+    """Keep the memory that a CPU process frees, for its next step. By default glibc gives large
+    blocks back to Linux, which has to clear every page anew."""
     linux = device.type == "cpu" and sys.platform == "linux"
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None) if linux else None:
         m_trim_threshold, m_mmap_max = -1, -4

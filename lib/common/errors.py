@@ -1,5 +1,5 @@
 """
-How a script ends: errors in one line, exit statuses, optional packages.
+End a script: errors in one line, exit statuses, optional packages.
 """
 import importlib
 import os
@@ -15,12 +15,15 @@ class UserError(ValueError):
 
 
 class Failure(RuntimeError):
-    """Something failed while working: one line on stderr, exit status 1."""
+    """A failure at work: one line on stderr, exit status 1."""
 
 
 def run_main(main):
-    """Call main() and end the process with its exit status: 0, or 2 for a UserError, 1 for a
-    Failure or an error of the operating system (no space left, say), 130 for Ctrl-C."""
+    """Call main() and end the process with its exit status.
+
+    An error becomes one line on stderr and a status: 2 for a UserError, 130 for Ctrl-C, 1 for a
+    Failure or an OSError (such as a full disk). Other errors keep their traceback.
+    """
     try:
         try:
             status = main()
@@ -35,15 +38,15 @@ def run_main(main):
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        print(f"error: {str(error).splitlines()[0]} Take a smaller batch_size (in pretraining with "
-              "as much more accumulation the step stays the same), fewer tokens or a smaller model",
+        print(f"error: {str(error).splitlines()[0]} Take a smaller batch_size (raise accumulation "
+              "by the same factor to keep the step), fewer tokens or a smaller model",
               file=sys.stderr)
         sys.exit(1)
 
 
 def flush_stdout():
-    """Write what was printed. Python would only do it at its very end, where a closed pipe or a
-    full disk can no longer be caught; after an error here it has nothing left to write."""
+    """Write what was printed while an error can still be caught. Python would do it at its end.
+    After an error stdout is /dev/null, because Python would report the error again."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -52,20 +55,21 @@ def flush_stdout():
 
 
 def out_of_memory(error):
-    """Whether torch's RuntimeError says so; on a CPU it has no type of its own."""
+    """Whether torch's RuntimeError reports it; on a CPU the error has no own type."""
     return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
 
 
-def need(module, what):
-    """Import an optional package; UserError that names it where it is missing."""
+def need(module, purpose):
+    """Import an optional package, or raise a UserError that names it."""
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise UserError(f"{what} needs a package: pip install {module.split('.')[0]}") from None
+        package = module.split(".")[0]
+        raise UserError(f"{purpose} needs a package: pip install {package}") from None
 
 
 def run_script(script, *args):
-    """Run another script of this folder, as a person would; Failure if it fails."""
+    """Run another script of this folder as a person would; Failure if it fails."""
     print(f"$ python {script} {' '.join(args)}", flush=True)
     path = ROOT / script
     if subprocess.run([sys.executable, path, *args], check=False).returncode:

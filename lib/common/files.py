@@ -1,5 +1,5 @@
 """
-Files that are never half written, and locks.
+Write files that are whole or absent, lock folders, read damaged files without harm.
 """
 import contextlib
 import errno
@@ -14,13 +14,18 @@ from pathlib import Path
 from lib.common.errors import UserError, need
 from lib.common.torchrun import first_rank
 
+CHECKPOINT = {  # {file of a checkpoint: keys that it must have}, see lib/weights/checkpoint.py
+    "model.pt": {"config", "weights"}, "optimizer.pt": {"dense", "values"}, "state.pt": {"step"}}
+
 
 @contextlib.contextmanager
 def atomic(path):
-    """Give a temporary path beside `path` to write a file or a folder to; at the end what was
-    written is flushed to disk and renamed to `path`, or removed if writing failed. So `path` is
-    whole or absent, whenever the process is killed. An existing file is replaced, an existing
-    folder is an error. Of torchrun's processes only the first one writes."""
+    """Write a file or a folder that is whole or absent, even after a kill.
+
+    Yields a temporary path beside `path`. At the end it is flushed to disk and renamed to `path`,
+    or removed if there was an error. An existing file is replaced; an existing folder is an error.
+    Under torchrun only the first rank writes.
+    """
     path = Path(path)
     if not first_rank():
         with tempfile.TemporaryDirectory() as folder:
@@ -41,28 +46,35 @@ def atomic(path):
 
 
 @contextlib.contextmanager
-def lock(path, what, wait=False):
-    """Let one process at a time into a with block for `path`, a folder that need not exist yet. A
-    second one ends with a UserError that names the first, or with `wait` it waits. The lock is
-    flock's, on a file beside the folder: it ends with its process, even one that is killed.
+def lock(path, work, wait=False):
+    """Let one process at a time work in a folder, which need not exist yet.
 
-    what: what the first process does, for the second one's line: "trains there". Of torchrun's
-    processes the first has the lock for all."""
+    `work` is what the process does: "trains there". A second process gets a UserError that names
+    the first and its work, or waits for it if `wait`. The lock is flock's, on a file beside the
+    folder. It ends with its process, even after a kill. Under torchrun the first rank takes it.
+    """
     if not first_rank():
         yield
         return
     path = Path(path).resolve()
-    file, new = path.with_name(f".lock_{path.name}"), [p for p in path.parents if not p.exists()]
+    file = path.with_name(f".lock_{path.name}")
+    new_folders = [folder for folder in path.parents if not folder.exists()]
+    told = False
     while True:
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            handle = file.open("a+")
-            _flock(handle, path, what, wait)
-            if os.path.samestat(os.fstat(handle.fileno()), file.stat()):
-                break
+            handle, holder = _try_lock(file)
         except (FileNotFoundError, FileExistsError):  # the last holder removes file and folder
             if file.parent.exists() and not file.parent.is_dir():
                 raise
+            continue
+        if handle:
+            break
+        if holder and not wait:
+            raise UserError(f"{path}: process {holder} {work}: one process at a time")
+        if holder and not told:
+            print(f"waiting: process {holder} {work}", flush=True)
+            told = True
+        time.sleep(0.05)
     handle.truncate(0)
     print(os.getpid(), file=handle, flush=True)
     try:
@@ -71,47 +83,39 @@ def lock(path, what, wait=False):
         file.unlink(missing_ok=True)
         handle.close()
         with contextlib.suppress(OSError):  # not empty
-            for folder in new:
+            for folder in new_folders:
                 folder.rmdir()
 
 
-def _flock(handle, path, what, wait):
-    told = False
-    while True:
-        try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            handle.seek(0)
-            holder = handle.read().strip()  # empty at first: the lock comes before the number
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
-                raise
-            return print(f"warning: {path.parent}: no locks on this file system "
-                         f"({error.strerror}): start no second process for {path.name}")
-        if holder and not wait:
-            raise UserError(f"{path}: process {holder} {what}: one process at a time")
-        if holder and not told:
-            print(f"waiting: process {holder} {what}", flush=True)
-            told = True
-        time.sleep(0.2 if told else 0.01)
-
-
-CHECKPOINT = {  # what the files of a checkpoint hold, see checkpoint.py
-    "model.pt": {"config", "weights"}, "optimizer.pt": {"dense", "values"}, "state.pt": {"step"}}
+def _try_lock(file):
+    """Lock a file: (open file, ''), or (None, number of its process), '' if not written yet."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None, handle.read().strip()
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
+            raise
+        print(f"warning: {file.parent}: no locks on this file system ({error.strerror}): "
+              f"start no second process for {file.name.removeprefix('.lock_')}")
+    still_there = os.path.samestat(os.fstat(handle.fileno()), file.stat())
+    return (handle if still_there else None), ""
 
 
 def load_file(path, mmap=False, hint="remove its folder to use an older checkpoint"):
-    """A file of torch.save or a .safetensors: tensors and plain Python, nothing that runs. With
-    mmap, a tensor is read from disk when it is first used."""
+    """Load a file of torch.save or a .safetensors, without running code in it. With mmap, a tensor
+    is read from disk when it is first used. UserError with `hint` if the file is damaged."""
     import torch
 
     try:
         if path.suffix == ".safetensors":
             return need("safetensors.torch", f"{path}").load_file(path)
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         for key in CHECKPOINT.get(path.name, ()):
-            found[key]  # raises where it is another file
-        return found
+            content[key]  # raises if this is another file
+        return content
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
@@ -120,7 +124,7 @@ def load_file(path, mmap=False, hint="remove its folder to use an older checkpoi
 
 
 def read_json(path):
-    """The dict in a JSON file of ours; UserError if it is damaged."""
+    """Read a JSON file that holds an object; UserError if it is damaged."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -131,21 +135,22 @@ def read_json(path):
 
 
 def write_text(path, text):
-    """Write a file that is whole or absent (see atomic)."""
+    """Write a text file that is whole or absent (see atomic)."""
     with atomic(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def discard(path):
-    """Remove a file or a folder, if there is one; a folder loses its name before its content."""
+    """Remove a file, a link or a folder, if it is there. A folder is renamed before its content
+    is deleted, so none is ever half there."""
     path = Path(path)
     if not first_rank():
         return
-    if path.is_dir():
-        hidden = path.with_name(f".tmp_{path.name.removeprefix('.tmp_')}")
-        if hidden != path:
-            discard(hidden)
-        path.rename(hidden)
-        shutil.rmtree(hidden)
-    else:
+    if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
+        return
+    hidden = path.with_name(f".tmp_{path.name.removeprefix('.tmp_')}")
+    if hidden != path:
+        discard(hidden)
+    path.rename(hidden)
+    shutil.rmtree(hidden)

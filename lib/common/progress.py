@@ -1,5 +1,5 @@
 """
-Progress bars and tables for a person to read.
+Show progress, and print tables.
 """
 import sys
 
@@ -25,7 +25,7 @@ class Progress(tqdm):
 
 
 def markdown(header, rows, align=str.ljust):
-    """A table in Markdown, columns aligned: one string. A float gets two decimals, None nothing."""
+    """Format a Markdown table with aligned columns. A float gets two decimals, None is empty."""
     def text(cell):
         cell = "" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell)
         return cell.replace("|", "\\|")

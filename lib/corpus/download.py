@@ -1,8 +1,8 @@
 """
-Files from the network: whole or absent, checked, and resumed where they were cut.
+Fetch files from the network: whole or absent, checked, and resumed where a download was cut.
 
 >>> fetch([FILES["RTE.zip"]])                       # data/downloads/RTE.zip
->>> fetch(hub_files("google-bert/bert-base-uncased", "config.json"))
+>>> fetch_from_hub("google-bert/bert-base-uncased", "config.json", folder=Path("weights"))
 >>> unpack(Path("data/downloads/RTE.zip"), Path("data/glue/RTE"))
 
 HF_ENDPOINT names a mirror of the hub, HF_TOKEN is its token; HTTPS_PROXY and the like are honoured.
@@ -14,9 +14,7 @@ import json
 import os
 import re
 import shutil
-import tarfile
 import time
-import zipfile
 from pathlib import Path
 
 from lib.common.errors import ROOT, Failure, UserError, need
@@ -30,7 +28,7 @@ PRETRAINED = {  # weights that prepare_data.py fetches from the hub, all Apache-
 
 
 def unknown_weights(name):
-    """The UserError for weights that are neither on disk nor known."""
+    """Return the UserError for weights that are neither on disk nor known."""
     if "roberta" in name.lower():
         return UserError(f"{name}: RoBERTa's weights have ids of their own for GPT-2's tokens, and "
                          "are not read here: train from scratch on a corpus of --tokenizer gpt2")
@@ -71,16 +69,7 @@ for name, *facts in map(str.split, FILES_BY_SERVER.strip().splitlines()):
         server = name
     else:
         FILES[name] = (server + name, facts[0])
-HUB = "https://huggingface.co"
-MIRRORS = {  # the same bytes
-    "wikitext-2-raw-v1.zip": f"{HUB}/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip",
-    "wikitext-103-raw-v1.zip":
-        f"{HUB}/datasets/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip"}
 BERT_VOCAB = "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3"  # SHA-256
-GLUE = {task: [f"{task}.zip"] for task in ("CoLA", "SST-2", "STS-B", "MNLI", "RTE")} | {
-    "QQP": ["QQP-clean.zip"], "QNLI": ["QNLIv2.zip"],
-    "MRPC": ["msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "mrpc_dev_ids.tsv"]}
-SQUAD = ["train-v1.1.json", "dev-v1.1.json"]
 DATASETS = {  # on the hub: (repository, files, revision)
     "wikipedia": ("wikimedia/wikipedia", "20231101.en/*.parquet", "main"),  # CC BY-SA 4.0
     "bookcorpus_copy": ("rojagtap/bookcorpus", "default/train/*.parquet", "refs/convert/parquet"),
@@ -88,113 +77,63 @@ DATASETS = {  # on the hub: (repository, files, revision)
 PG19 = "https://storage.googleapis.com/deepmind-gutenberg/test/"  # Apache-2.0
 DOWNLOADS = Path("data/downloads")
 TIMEOUT = 30  # seconds without a byte before a download is tried again
-NO_NETWORK = "no connection: without a network give --vocab FILE or --from PATH"
+NO_NETWORK = "without a network give --vocab FILE or --from PATH"
+REFUSED = {401: "gated, private or not there (a token goes into HF_TOKEN)",  # by HTTP status
+           403: "gated or private (a token goes into HF_TOKEN)", 404: "no such file"}
 
 
 def fetch(sources, folder=DOWNLOADS):
-    """The local files of [(URL, checksum)], downloaded to `folder` where it has none yet."""
+    """Download each (URL, SHA-256) to `folder` where it has no such file; return the paths."""
     paths = [folder / Path(url).name for url, _ in sources]
-    for path, (url, checksum) in zip(paths, sources):
+    for path, (url, sha256) in zip(paths, sources):
         with lock(path, "downloads it", wait=True):
-            try:
-                if not path.exists():
-                    download(url, path, checksum)
-            except Failure as error:
-                if path.name not in MIRRORS:
-                    raise
-                print(f"{error}; trying {MIRRORS[path.name]}", flush=True)
-                download(MIRRORS[path.name], path, checksum)
+            if not path.exists():
+                download(url, path, sha256)
     return paths
 
 
-def hub_files(repo, *patterns, kind="model", revision="main"):
-    """[(URL, checksum)] of the files of a repository on the hub whose path matches the first of
-    `patterns` that any does: the SHA-256, or for small files, of which the hub has none, git's
-    SHA-1. Failure if the hub has no such file or cannot be reached; it is asked once."""
-    hub = need("huggingface_hub", "a download from the hub")
-    where = f"{repo}/{' or '.join(patterns)} on the hub"
-    try:
-        info = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT", HUB).rstrip("/")).repo_info(
-            repo, repo_type=kind, revision=revision, files_metadata=True, timeout=TIMEOUT)
-    except hub.errors.HfHubHTTPError as error:
-        raise Failure(f"{where}: {_reason(error)}") from None
-    except Exception as error:  # noqa: BLE001 - errors of httpx or of requests, by hub's version
-        raise Failure(f"{where}: {NO_NETWORK} ({error})") from None
-    checksums = {file.rfilename: file.lfs.sha256 if file.lfs else file.blob_id or ""
-                 for file in info.siblings}
-    names = next(filter(None, (fnmatch.filter(checksums, each) for each in patterns)), [])
-    if not names:
-        raise Failure(f"{where}: no such file")
-    return [(hub.hf_hub_url(repo, name, repo_type=kind, revision=info.sha, endpoint=HUB),
-             checksums[name]) for name in names]
-
-
-def _reason(error):
-    """What an error of a request means for a download."""
-    status = getattr(error.response, "status_code", None)
-    return {None: error, 401: "gated, private or not there (a token goes into HF_TOKEN)",
-            403: "gated or private (a token goes into HF_TOKEN)",
-            404: "no such file"}.get(status, f"the server replied {status}")
-
-
-def download(url, path, checksum=""):
-    """Fetch `url` to the file `path`, which is whole or absent, in up to four attempts.
-
-    What came so far is in <path>.part: the next attempt, or the next call, goes on from there if
-    the server can. (huggingface_hub's download would begin anew and check no SHA-256.) Failure
-    when it cannot be had, or is not what `checksum` says: a SHA-256, or of 40 digits git's SHA-1.
-    """
+def download(url, path, sha256=""):
+    """Download `url` to the file `path`, which is whole or absent, in up to four attempts. The
+    bytes that came are kept in <path>.part. The next attempt, or the next call, asks for the rest.
+    Failure if the file cannot be had or is not the one with this SHA-256."""
     requests = need("requests", "a download")
-    # wikitext.smerity.com wants a browser
-    headers = {"User-Agent": "Mozilla/5.0", "Accept-Encoding": "identity"}
-    if url.startswith(HUB):
-        headers |= need("huggingface_hub.utils", "a download from the hub").build_hf_headers()
-        url = url.replace(HUB, os.environ.get("HF_ENDPOINT", HUB).rstrip("/"))
+    print(f"{url}: downloading", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
-    for attempt, pause in enumerate((2, 8, 30, 0)):
+    for pause in (2, 8, 30, None):
         try:
-            _receive(requests, url, part, headers)
+            _receive(requests, url, part)
             break
         except requests.RequestException as error:
-            if attempt == 0 and "Failed to " in str(error):  # resolve the name, or connect
-                raise Failure(f"{url}: {NO_NETWORK}") from None
-            status = getattr(error.response, "status_code", 500)
-            if not pause or 400 <= status < 500 and status not in (408, 429):
+            status = getattr(error.response, "status_code", None)
+            if not status and not part.exists():
+                raise Failure(f"{url}: no connection: {NO_NETWORK}") from None
+            if not pause or status in REFUSED:
                 raise Failure(f"{url}: {_reason(error)}") from None
             print(f"{url}: {_reason(error)}: again in {pause} s", flush=True)
             time.sleep(pause)
-    kind, new = "SHA-256", hashlib.sha256
-    if len(checksum) == 40:  # git hashes a file with its size before it
-        kind, new = "SHA-1", lambda: hashlib.sha1(b"blob %d\0" % part.stat().st_size)
-    with open(part, "rb+") as file:
-        received = hashlib.file_digest(file, new).hexdigest()
-        os.fsync(file.fileno())
-    if checksum not in ("", received):
-        discard(part)
-        raise Failure(f"{url}: expected {kind} {checksum[:12]}, received {received[:12]}: it was "
-                      "replaced, or damaged on its way")
+    _check(part, url, sha256)
     os.replace(part, path)
 
 
-def _receive(requests, url, part, headers):
-    """One attempt to complete the file `part`."""
+def _receive(requests, url, part):
+    """Make one attempt to complete the file `part`."""
     start = part.stat().st_size if part.exists() else 0
+    # wikitext.smerity.com wants a browser
+    headers = {"User-Agent": "Mozilla/5.0", "Accept-Encoding": "identity"}
     if start:
-        headers = headers | {"Range": f"bytes={start}-"}
+        headers["Range"] = f"bytes={start}-"
     with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply:
         span = reply.headers.get("Content-Range", "")
         if reply.status_code == 416 and span == f"bytes */{start}":
-            return  # all of it had come
+            return  # the part is the whole file
         if reply.status_code in (206, 416) and not span.startswith(f"bytes {start}-"):
-            discard(part)  # it is not the beginning of what is there now
+            part.write_bytes(b"")  # it began an older file
             raise requests.RequestException(f"it cannot go on at byte {start:,}")
         reply.raise_for_status()
         start = start if reply.status_code == 206 else 0
         length = int(reply.headers.get("Content-Length", 0))
         total = start + length if length else None
-        print(f"{url}: {f'{length:,} bytes' if length else 'of unknown size'}"
-              f"{f', {start:,} are there' if start else ''}", flush=True)
         progress = Progress(desc=part.stem, total=total, initial=start, unit="B", unit_scale=True)
         with progress, open(part, "ab" if start else "wb") as file:
             for chunk in reply.iter_content(2**16):
@@ -204,9 +143,51 @@ def _receive(requests, url, part, headers):
             raise requests.RequestException(f"{progress.n:,} of {total:,} bytes came")
 
 
+def _check(path, source, sha256):
+    """Discard a downloaded file, with a Failure, if it has another SHA-256 (unless that is "")."""
+    with open(path, "rb") as file:
+        received = hashlib.file_digest(file, "sha256").hexdigest()
+    if sha256 not in ("", received):
+        discard(path)
+        raise Failure(f"{source}: expected SHA-256 {sha256[:12]}, received {received[:12]}: it was "
+                      "replaced, or damaged on its way")
+
+
+def _reason(error):
+    """Say in one line why a request failed."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status:
+        return REFUSED.get(status, f"the server replied {status}")
+    return str(error).split("\n")[0]
+
+
+def fetch_from_hub(repo, *patterns, folder, kind="model", revision="main"):
+    """Download files of a repository on Hugging Face's hub to `folder`; return their names. They
+    are the files that match the first of `patterns` which any file matches. Failure if there is
+    none, or the hub cannot be reached."""
+    hub = need("huggingface_hub", "a download from the hub")
+    where = f"{repo}/{' or '.join(patterns)} on the hub"
+    try:
+        info = hub.HfApi().repo_info(repo, repo_type=kind, revision=revision)
+        everything = [file.rfilename for file in info.siblings]
+        matches = (fnmatch.filter(everything, pattern) for pattern in patterns)
+        names = next(filter(None, matches), [])
+        for name in names:
+            hub.hf_hub_download(repo, name, repo_type=kind, revision=info.sha, local_dir=folder)
+    except hub.errors.HfHubHTTPError as error:
+        raise Failure(f"{where}: {_reason(error)}") from None
+    except Exception as error:
+        if getattr(error, "errno", None):  # the disk is full, say
+            raise
+        raise Failure(f"{where}: {_reason(error)}: {NO_NETWORK}") from None
+    if not names:
+        raise Failure(f"{where}: no such file")
+    return names
+
+
 def fetch_corpus(name):
-    """The folder with the files of wikipedia, pg19's test split or bookcorpus; of the last the tar,
-    unless that is gone and its copy on the hub is taken."""
+    """Fetch wikipedia, bookcorpus or pg19's test split; return the folder with its files. For
+    bookcorpus, return the tar, or the folder of its copy on the hub if the tar is gone."""
     if name == "bookcorpus":
         try:
             return fetch([FILES["bookcorpus.tar.bz2"]])[0]
@@ -217,11 +198,10 @@ def fetch_corpus(name):
     listing = folder / "files.json"  # with it, a complete folder needs no network
     files = json.loads(listing.read_text()) if listing.exists() else [""]
     if not all((folder / file).is_file() for file in files):
-        sources = hub_files(repo, pattern, kind="dataset", revision=revision)
-        write_text(listing, json.dumps([Path(url).name for url, _ in sources]))
-        fetch(sources, folder)
+        files = fetch_from_hub(repo, pattern, folder=folder, kind="dataset", revision=revision)
+        write_text(listing, json.dumps(files))
     if name == "pg19":
-        books = folder / "test_files.txt"
+        books = folder / files[0]
         ids = re.findall(r"test/(\d+)\.txt", books.read_text(errors="replace"))
         if not ids:
             raise damaged(books, "no list of books")
@@ -230,8 +210,8 @@ def fetch_corpus(name):
 
 
 def unpack_once(path):
-    """Unpack an archive to a folder of data/downloads/ that is named after its content, unless that
-    is there. Returns the folder."""
+    """Unpack an archive to data/downloads/, unless that was done; return the folder. The folder has
+    a name made from the archive's content: archives of one name can differ."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder = DOWNLOADS / f"{path.name.split('.')[0]}_{digest[:12]}"
@@ -240,52 +220,28 @@ def unpack_once(path):
 
 
 def unpack(path, folder):
-    """Unpack a zip or tar to the new `folder` and return it; without the one folder that all may be
-    in (QQP-clean.zip: QQP/). Nothing is written outside. UserError, and nothing stays, if it is
-    damaged, empty or larger than what the disk has free."""
+    """Unpack a zip or tar to the new `folder`, and nothing outside of it; return the folder.
+    UserError, and no folder, if the archive is damaged or the disk is full."""
     print(f"{path}: unpacking", flush=True)
-    with atomic(folder) as temporary:
-        free = shutil.disk_usage(temporary.parent).free
-
-        def take(size):
-            nonlocal free
-            free -= size
-            if free < 0:
-                raise OSError("it is larger than what the disk has free")
-
-        def member(info, to):
-            take(info.size)
-            return tarfile.data_filter(info, to)  # nothing outside
-
-        try:
-            if path.suffix == ".zip":  # zipfile writes nothing outside, nor more than it lists
-                with zipfile.ZipFile(path) as archive:
-                    take(sum(info.file_size for info in archive.infolist()))
-                shutil.unpack_archive(path, temporary)
-            else:
-                shutil.unpack_archive(path, temporary, filter=member)
-        except Exception as error:  # noqa: BLE001 - each kind of archive has its own errors
-            raise UserError(f"{path}: not unpacked ({error}): if it is damaged, remove it to "
-                            "download it again") from None
-        discard(temporary / "__MACOSX")
-        inside = list(temporary.glob("*"))
-        if not inside:
-            raise damaged(path, "no file in it")
-        if len(inside) == 1 and inside[0].is_dir():
-            top = inside[0].rename(temporary / ".top")  # a file in it may have the same name
-            for file in list(top.iterdir()):
-                file.rename(temporary / file.name)
-            top.rmdir()
+    inside = {} if path.suffix == ".zip" else {"filter": "data"}  # zips need no filter
+    try:
+        with atomic(folder) as temporary:
+            temporary.mkdir()
+            shutil.unpack_archive(path, temporary, **inside)
+    except Exception as error:  # noqa: BLE001 - each kind of archive has its own errors
+        raise UserError(f"{path}: not unpacked ({error}): if it is damaged, remove it to "
+                        "download it again") from None
     return folder
 
 
 def damaged(path, why):
+    """Return the UserError for a downloaded file that cannot be read."""
     return UserError(f"{path}: damaged ({why}): remove it to download it again")
 
 
 def replace_folder(folder, new):
-    """Rename `new` to `folder` and discard an older one. Killed between the two renames, it leaves
-    both, and the same command ends it."""
+    """Rename `new` to `folder`, then discard an older one. A killed call leaves both, and the next
+    one ends its work."""
     old = folder.with_name(f".old_{folder.name}")
     if folder.exists():
         discard(old)
@@ -294,46 +250,41 @@ def replace_folder(folder, new):
     discard(old)
 
 
-def check_kind(name, folder):
-    """Before its weights are fetched: UserError, and no folder, for a model of another kind."""
-    kind = json.loads((folder / "config.json").read_text()).get("model_type", "bert")
-    if kind not in ("bert", "distilbert", "pkm-bert"):
-        discard(folder)
-        raise UserError(f"{name}: model_type = {kind!r}: expected bert or distilbert")
+def fetch_weights(name, *wanted):
+    """Fetch weights of BERT's shape to data/weights/<name>/; return this folder.
 
-
-def fetch_weights(name, path=None, only=None):
-    """Weights of BERT's shape: data/weights/<name>/ with config.json, vocab.txt (or tokenizer.json)
-    and model.safetensors (or pytorch_model.bin); `only`: one of these files. name: one of
-    PRETRAINED, or ORG/NAME of the hub. Returns the folder. UserError for an unknown name or another
-    kind of model, or if the folder `path` lacks a file."""
+    name: a key of PRETRAINED, or ORG/NAME of the hub. wanted: the names of the files, by default
+    config.json, vocab.txt (or tokenizer.json) and model.safetensors (or pytorch_model.bin).
+    UserError for an unknown name or another kind of model.
+    """
     if name not in PRETRAINED and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
         raise unknown_weights(name)
     folder, formats = Path("data/weights", name), ["model.safetensors", "pytorch_model.bin"]
     if not importlib.util.find_spec("safetensors"):
         formats.reverse()
-    vocab = ["vocab.txt", "tokenizer.json"]
-    for choices in [[only]] if only else [["config.json"], vocab, formats]:
+    everything = [["config.json"], ["vocab.txt", "tokenizer.json"], formats]
+    for choices in [[file] for file in wanted] or everything:
         if any((folder / choice).exists() for choice in choices):
             continue
-        if path is None:
-            url, sha256 = hub_files(PRETRAINED.get(name, name), *choices)[0]
-            known = name in PRETRAINED and choices[0] == "vocab.txt"
-            fetch([(url, BERT_VOCAB if known else sha256)], folder)
-            if choices == ["config.json"]:
-                check_kind(name, folder)
-        elif files := [path / choice for choice in choices if (path / choice).is_file()]:
-            with atomic(folder / files[0].name) as temporary:
-                shutil.copyfile(files[0], temporary)
-        else:
-            raise UserError(f"{path}: no {' or '.join(choices)} in it")
+        file = folder / fetch_from_hub(PRETRAINED.get(name, name), *choices, folder=folder)[0]
+        if name in PRETRAINED and file.name == "vocab.txt":
+            _check(file, f"{name}/vocab.txt", BERT_VOCAB)
+        if file.name == "config.json":  # before the weights, which are large
+            kind = json.loads(file.read_text()).get("model_type", "bert")
+            if kind not in ("bert", "distilbert", "pkm-bert"):
+                discard(folder)
+                raise UserError(f"{name}: model_type = {kind!r}: expected bert or distilbert")
     return folder
 
 
 def fetch_task(folder, names, path=None, force=False, check=None):
-    """data/glue/TASK/ or data/squad/ with the official files, as the official archive unpacks.
-    path: that archive, a folder with the downloads or with what they unpack to, or one that has
-    such a folder named TASK. check: is called with each file first, and may raise a UserError."""
+    """Fetch a task's official files to `folder`.
+
+    names: of its archive, or of its files, in FILES. path: the archive, or a folder with the
+    downloads or with the files that they unpack to. These may also lie in a folder in it that is
+    named after the task. force: replace `folder`. check: is called with each file first, and may
+    raise a UserError.
+    """
     if folder.exists() and not force:
         print(f"{folder} exists already (--force replaces it)")
         return
@@ -352,10 +303,16 @@ def fetch_task(folder, names, path=None, force=False, check=None):
         raise UserError(f"{path}: no {', '.join(names)}{' or train.tsv' * zipped} in it")
     for file in files if check else ():
         check(file)
-    new = folder.with_name(f".new_{folder.name}")
-    discard(new)
-    if len(files) == 1 and files[0].suffix == ".zip":
-        unpack(files[0], new)
+    new, unpacked = (folder.with_name(f".{state}_{folder.name}") for state in ("new", "unpacked"))
+    discard(new)  # a killed process may have left it
+    discard(unpacked)
+    if files[0].suffix == ".zip":
+        train = next(unpack(files[0], unpacked).rglob("train.tsv"), None)
+        if train:  # in a folder of the archive, as a rule
+            os.replace(train.parent, new)
+        discard(unpacked)
+        if not train:
+            raise damaged(files[0], "no train.tsv in it")
     else:
         with atomic(new) as temporary:
             temporary.mkdir()

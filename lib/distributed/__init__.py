@@ -1,1 +1,1 @@
-"""Several processes under torchrun, applied to a model from outside."""
+"""Several processes under torchrun: they share the work on a model that knows only of one."""

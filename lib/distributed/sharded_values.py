@@ -1,22 +1,79 @@
 """
-Value tables that are cut by columns over the ranks.
+Cut value tables by columns over the ranks, and save them as if they were whole.
 """
 import mmap
 import os
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-import pkm
+from lib.common.errors import UserError
 from lib.distributed import processes
 from lib.distributed.processes import get_rank, get_world_size, is_distributed
+from pkm import PKM
+from values import ValueTable
 
-GATHERED = 2**22  # bytes of a tensor that the first rank gathers at a time, to save it
+
+def columns(whole):
+    """View this rank's columns of a value table, or of its moments."""
+    return whole.chunk(get_world_size(), dim=1)[get_rank()]
+
+
+def shard_values(model):
+    """Replace each value table of a model by this rank's columns of it."""
+    for module in model.modules():
+        if isinstance(module, PKM):
+            module.values = ShardedValueTable(module.values)
+
+
+class ShardedValueTable(ValueTable):
+    """This rank's columns of a ValueTable; all ranks answer a lookup together.
+
+    Each rank sends the slots that its tokens read to all others. Each sums up its columns for the
+    tokens of all ranks and sends the sums back. Gradients go the other way. So every rank gets what
+    the update of its columns needs, exactly, and no gradient of values is ever reduced. LazyAdam's
+    moments are cut like the values.
+
+    Slots travel in int32, all else in `dtype`. The ranks may have different numbers of tokens. A
+    rank has T tokens with R = heads * topk reads each. With W ranks and s bytes a number (4, or 2
+    in bfloat16) it sends, for each layer and micro-batch,
+        forward   (W - 1) * T * ((4 + s) * R + s * dim / W)    slots, weights; sums of rows
+        backward  (W - 1) * T * (s * R + s * dim / W)          gradients of weights; of sums
+    and T itself, 8 bytes to each rank. torch.compile has a graph break here.
+
+    Under autocast the weights of reads are rounded to bfloat16 (1 part in 256) before they travel,
+    and so is each rank's part of their gradients. One process has them in float32.
+    """
+
+    def __init__(self, table):
+        (n_slots, dim), world_size = table.weight.shape, get_world_size()
+        if dim % world_size:
+            raise UserError(f"values of width d_model = {dim} cannot be cut into {world_size} equal "
+                            "parts, one for each rank: change d_model or --nproc_per_node")
+        with torch.device("meta"):  # draws no random numbers
+            super().__init__(n_slots, dim // world_size)
+        self.weight = nn.Parameter(columns(table.weight.detach()).clone(),
+                                   table.weight.requires_grad)
+
+    @torch.compiler.disable
+    def forward(self, slots, weights, dtype=None):
+        world_size = get_world_size()
+        own = torch.full((world_size,), len(slots))
+        sizes = torch.empty_like(own)
+        dist.all_to_all_single(sizes, own, group=processes.GROUP)
+        own, sizes = own.tolist(), sizes.tolist()  # tokens of this rank, of each rank
+        slots = Exchange.apply(slots.repeat(world_size, 1, 1), own, sizes)
+        sent = weights.repeat(world_size, 1, 1).to(dtype or self.weight.dtype)
+        weights = Exchange.apply(sent, own, sizes).to(weights.dtype)
+        sums = super().forward(slots, weights, dtype)  # (tokens of all ranks, dim / world_size)
+        sums = Exchange.apply(sums, sizes, own)  # (world_size * tokens, dim / world_size)
+        return sums.view(world_size, own[0], sums.shape[1]).transpose(0, 1).flatten(1)
 
 
 class Exchange(torch.autograd.Function):
-    """Rows to every rank, and rows from every rank: sizes[r] of x go to rank r, in this order, and
-    received[r] come from it. The gradient takes the same way back."""
+    """Send sizes[r] rows of x to each rank r, and receive received[r] rows from it. The rows are
+    in the order of the ranks. The gradient travels back the same way."""
 
     @staticmethod
     def forward(ctx, x, sizes, received):
@@ -31,158 +88,85 @@ class Exchange(torch.autograd.Function):
         return Exchange.apply(grad, received, sizes), None, None
 
 
-class ShardedValueTable(pkm.ValueTable):
-    """A ValueTable of which this rank has all slots, but only 1/world() of the columns, and, as
-    LazyAdam makes them after it, of the moments. A slot that a token reads is known to all ranks;
-    each sums up its columns for the tokens of all, and the tokens get their sums back. Gradients
-    go the other way, so every rank has what its columns' update needs: exact, and never reduced.
-
-    Slots travel in int32, all else in `dtype`. The ranks may have different numbers of tokens. With
-    T tokens on each, R = heads * topk reads a token, W ranks and s bytes a number of `dtype` (4; 2
-    in bfloat16 under autocast) a rank sends, a layer and micro-batch,
-        forward   (W - 1) * T * ((4 + s) * R + s * dim / W)    slots, weights; sums of rows
-        backward  (W - 1) * T * (s * R + s * dim / W)          gradients of weights; of sums
-    and 8 bytes to each rank to say what T is. torch.compile has a graph break here.
-
-    So under autocast an update differs from that of one process by more than the order of sums: the
-    read weights, which one process has in float32, and each rank's part of their gradients are
-    rounded to bfloat16 (to 1 part in 256) on their way.
-    """
-
-    def __init__(self, n_slots, dim):
-        if dim % get_world_size():
-            raise ValueError(f"values of width d_model = {dim} cannot be cut into {get_world_size()} equal "
-                             "parts, one for each rank that torchrun started: take another number")
-        super().__init__(n_slots, dim // get_world_size())
-
-    @torch.no_grad()
-    def reset_parameters(self):
-        """On a CPU these are columns of the table that one process would draw, whatever world()
-        is; a chunk of rows at a time, so that there never is a whole one."""
-        dim = self.weight.shape[1] * get_world_size()
-        for rows in self.weight.split(1024):
-            rows.copy_(columns(rows.new_empty(len(rows), dim).normal_(std=dim**-0.5)))
-
-    @torch.compiler.disable
-    def forward(self, slots, weights, dtype=None):
-        own = slots.new_full((get_world_size(),), len(slots), dtype=torch.int64, device="cpu")
-        counts = torch.empty_like(own)
-        dist.all_to_all_single(counts, own, group=processes.GROUP)
-        own, counts = own.tolist(), counts.tolist()
-        slots = Exchange.apply(slots.repeat(get_world_size(), 1, 1), own, counts)
-        sent = weights.repeat(get_world_size(), 1, 1).to(dtype or self.weight.dtype)
-        weights = Exchange.apply(sent, own, counts).to(weights.dtype)
-        sums = super().forward(slots, weights, dtype)  # (tokens of all ranks, dim / world)
-        sums = Exchange.apply(sums, counts, own)  # (world * tokens, dim / world)
-        return sums.view(get_world_size(), own[0], sums.shape[1]).transpose(0, 1).flatten(1)
-
-
-def table_class():
-    return ShardedValueTable if is_distributed() else pkm.ValueTable
-
-
-def columns(whole):
-    """This rank's columns of a value table, or of its moments: a view."""
-    return whole.chunk(get_world_size(), dim=1)[get_rank()]
-
-
-def sharded_tables(model):
-    """{name of its weight: ShardedValueTable} of a model."""
-    return {f"{name}.weight": module for name, module in model.named_modules()
-            if isinstance(module, ShardedValueTable)}
-
-
-def parameter_sizes(model):
-    """{name: numbers in it} of the parameters of the whole model, of which this rank may have some
-    columns only."""
-    cut = sharded_tables(model)
-    return {name: p.numel() * (get_world_size() if name in cut else 1)
-            for name, p in model.named_parameters()}
-
-
 def count_parameters(model):
-    return sum(parameter_sizes(model).values())
-
-
-def cut_weights(model, weights):
-    """A state dict of whole tensors as one with this rank's columns of the value tables."""
-    ours = sharded_tables(model)
-    return {name: columns(w) if name in ours else w for name, w in weights.items()}
-
-
-def cut_moments(state):
-    """LazyAdam's state dict, likewise, but with copies."""
-    return {**state, "state": {n: {key: columns(value).clone() if torch.is_tensor(value) else value
-                                   for key, value in moments.items()}
-                               for n, moments in state["state"].items()}}
+    """Count the parameters of a whole model, those of the other ranks included."""
+    elsewhere = sum(module.weight.numel() for module in model.modules()
+                    if isinstance(module, ShardedValueTable)) * (get_world_size() - 1)
+    return sum(p.numel() for p in model.parameters()) + elsewhere
 
 
 class Columns:
-    """In the content of a file to be saved: a tensor of which each rank has its columns."""
+    """One rank's columns of a tensor that save_whole will write whole."""
 
-    def __init__(self, part):
-        self.part, self.shape = part.detach(), (len(part), part.shape[1] * get_world_size())
+    def __init__(self, own):
+        self.own = own.detach()
+
+    def __reduce_ex__(self, protocol):  # torch.save writes the whole tensor's shape
+        shape = len(self.own), self.own.shape[1] * get_world_size()
+        return torch.empty(shape, dtype=self.own.dtype).__reduce_ex__(protocol)
 
 
-def mark_weights(model, weights):
-    """A state dict with the columns of value tables marked, for save()."""
-    ours = sharded_tables(model)
-    return {name: Columns(w) if name in ours else w for name, w in weights.items()}
+def mark_weights(model):
+    """Make a model's state dict for save_whole: Columns in place of cut value tables."""
+    cut = {f"{name}.weight" for name, module in model.named_modules()
+           if isinstance(module, ShardedValueTable)}
+    return {name: Columns(w) if name in cut else w for name, w in model.state_dict().items()}
 
 
 def mark_moments(state):
-    """LazyAdam's state dict, likewise."""
-    if not is_distributed():
-        return state
-    return {**state, "state": {n: {key: Columns(value) if torch.is_tensor(value) else value
-                                   for key, value in moments.items()}
-                               for n, moments in state["state"].items()}}
+    """Put Columns in place of the moments in LazyAdam's state dict, for save_whole."""
+    return map_moments(Columns, state) if is_distributed() else state
+
+
+def cut_moments(state):
+    """Copy this rank's columns of the moments in LazyAdam's state dict."""
+    return map_moments(lambda whole: columns(whole).clone(), state)
+
+
+def map_moments(function, state):
+    moments = {n: {key: function(value) if torch.is_tensor(value) else value
+                   for key, value in table.items()} for n, table in state["state"].items()}
+    return {**state, "state": moments}
 
 
 def save_whole(content, path):
-    """torch.save(content, path), by the first rank; Columns in it are whole tensors in the file. No
-    rank ever has one of these: the first makes a file with room for them, and fills it a few rows
-    of all ranks at a time."""
+    """Save nested dicts and lists as torch.save does, with whole tensors in place of Columns.
+
+    Every rank must call it. The first one makes a file with room for all tensors, maps it into
+    memory and fills in one tensor at a time. It never has two whole tables in memory.
+    """
     if not is_distributed():
         torch.save(content, path)
         return
-    file = None
+    file = content
     if not get_rank():
         with torch.serialization.skip_data():
-            torch.save(_each(content, lambda part: torch.empty(part.shape, dtype=part.part.dtype)),
-                       path)
+            torch.save(content, path)
         if hasattr(os, "posix_fallocate"):  # a full disk is an error here, not a crash below
             with open(path, "rb+") as reserved:
                 os.posix_fallocate(reserved.fileno(), 0, path.stat().st_size)
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             file = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    _fill(content, file)
+    for tensor, target in zip(leaves(content), leaves(file), strict=True):
+        if isinstance(tensor, Columns):
+            gather_columns(tensor.own, target)
+        elif torch.is_tensor(tensor) and not get_rank():
+            target.copy_(tensor)
 
 
-def _each(content, function):
-    """Nested dicts and lists with function(part) in place of every Columns."""
+def leaves(content):
+    """List what nested dicts and lists contain."""
     if isinstance(content, dict):
-        return {key: _each(value, function) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return type(content)(_each(value, function) for value in content)
-    return function(content) if isinstance(content, Columns) else content
+        content = list(content.values())
+    if not isinstance(content, list | tuple):
+        return [content]
+    return [leaf for part in content for leaf in leaves(part)]
 
 
-def _fill(content, file):
-    """Copy the tensors in `content` to those in `file`, on the first rank; elsewhere file is None.
-    """
-    if isinstance(content, dict | list | tuple):
-        keys = content if isinstance(content, dict) else range(len(content))
-        for key in keys:
-            _fill(content[key], None if file is None else file[key])
-    elif isinstance(content, Columns):
-        rows = max(1, GATHERED // (get_world_size() * content.part[0].nbytes))
-        parts = content.part.new_empty(get_world_size(), rows, content.part.shape[1])
-        for n, part in enumerate(content.part.split(rows)):
-            received = None if get_rank() else list(parts[:, :len(part)])
-            dist.gather(part, received, group=processes.GROUP)
-            if not get_rank():
-                at = slice(n * rows, n * rows + len(part))
-                file[at].view(len(part), get_world_size(), -1).copy_(parts[:, :len(part)].transpose(0, 1))
-    elif torch.is_tensor(content) and not get_rank():
-        file.copy_(content)
+def gather_columns(own, whole):
+    """Copy the columns of all ranks into the tensor `whole` of the first rank."""
+    parts = None if get_rank() else [torch.empty_like(own) for _ in range(get_world_size())]
+    dist.gather(own, parts, group=processes.GROUP)
+    if parts:
+        for target, part in zip(whole.chunk(len(parts), dim=1), parts, strict=True):
+            target.copy_(part)

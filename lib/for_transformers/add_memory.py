@@ -1,11 +1,13 @@
 """
-Product-key memory in an encoder of transformers: x' = LN(x + alpha * FFN(x) + beta * PKM(x)).
+Add a product-key memory to an encoder of transformers.
+
+x' = LN(x + alpha * FFN(x) + beta * PKM(x)), as in model.py.
 
 >>> model = AutoModelForMaskedLM.from_pretrained("bert-base-uncased")
 >>> tables = add_memory(model, layers=(4, 8))       # random memories, to be trained
 >>> values = LazyAdam(tables.values(), lr=1e-3)     # beside the optimizer of the rest
 
-For BERT, RoBERTa, DistilBERT, ELECTRA and every class with their layers. Needs torch only.
+BERT, RoBERTa, DistilBERT, ELECTRA and every class with their layers can take one. Needs torch only.
 """
 import functools
 import inspect
@@ -17,33 +19,39 @@ from pkm import PKM
 
 
 def add_memory(model, layers=(4, 8), alpha=1.0, beta=1.0, **sizes):
-    """Give `layers`, counted from 1, a memory of PKM's `sizes` (n_keys, heads, topk, key_dim), in
-    place: (alpha, beta) = (1, 1) is ResM; (0, 1) PKM, which drops the FFN's weights. All weights
-    keep their names; layer 4's memory is <layers>.3.memory. Tokens that attention_mask leaves out
-    read nothing and are not in the batch statistics. Returns {layer: ValueTable}, for LazyAdam;
-    ValueError for a model of other layers."""
-    (stack, encoder, position), memories = find_layers(model), {}
+    """Add a memory to `layers` of the model, counted from 1, in place.
+
+    (alpha, beta) = (1, 1) is ResM. (0, 1) is PKM, which drops the FFN's weights. sizes: PKM's
+    n_keys, heads, topk and key_dim. All weights keep their names, and layer 4's memory is
+    <layers>.3.memory. Tokens that attention_mask leaves out read nothing and do not enter the batch
+    norm's statistics. Returns {layer: ValueTable}, for LazyAdam. ValueError if the model has no
+    such layers.
+    """
+    stack, encoder, position = find_layers(model)
     if alpha == beta == 0:
         raise ValueError("alpha = beta = 0: layers would have neither FFN nor memory")
     if bad := [n for n in layers if not 1 <= n <= len(stack)]:
         raise ValueError(f"layers = {tuple(layers)}: no layer {bad[0]}: from 1 to {len(stack)}")
     if any(hasattr(layer, "memory") for layer in stack):
         raise ValueError("there is a memory already")
-    for n, layer in [(n, stack[n - 1]) for n in layers]:
-        bert = hasattr(layer, "output")  # else DistilBERT's
-        if alpha == 0 and bert:
+    memories = {}
+    for n in layers:
+        layer = stack[n - 1]
+        is_bert = hasattr(layer, "output")  # else it is DistilBERT's
+        if alpha == 0 and is_bert:
             layer.intermediate, layer.output.dense = nn.Identity(), Zero()
         elif alpha == 0:
             layer.ffn = Zero()
         elif alpha != 1:
-            ffn = layer.output.dense if bert else layer.ffn
+            ffn = layer.output.dense if is_bert else layer.ffn
             ffn.register_forward_hook(functools.partial(scale, alpha))
         if beta:
-            norm = layer.output.LayerNorm if bert else layer.output_layer_norm
-            memory = PKM(len(norm.weight), **sizes)
-            layer.memory = memories[n] = memory.to(norm.weight).train(layer.training)
-            if bert:
-                layer.output.register_forward_pre_hook(functools.partial(add_read_to_input, memory, beta))
+            norm = layer.output.LayerNorm if is_bert else layer.output_layer_norm
+            memory = PKM(len(norm.weight), **sizes).to(norm.weight).train(layer.training)
+            layer.memory = memories[n] = memory
+            if is_bert:
+                layer.output.register_forward_pre_hook(
+                    functools.partial(add_read_to_input, memory, beta))
             else:
                 layer.ffn.register_forward_hook(functools.partial(add_read_to_ffn, memory, beta))
     encoder.register_forward_pre_hook(
@@ -52,22 +60,25 @@ def add_memory(model, layers=(4, 8), alpha=1.0, beta=1.0, **sizes):
 
 
 def find_layers(model):
-    """The model's one list of layers that end as BERT's or as DistilBERT's do, the module that is
-    called with attention_mask, and the position of that argument."""
-    stacks = [module for module in model.modules()
-              if isinstance(module, nn.ModuleList) and len(module) and all(map(is_supported, module))]
+    """Find the model's one list of layers that can take a memory.
+
+    Returns the list, the module that is called with attention_mask, and that argument's position.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    stacks = [layers for layers in lists if len(layers) and all(map(is_supported, layers))]
     encoder = getattr(model, "base_model", model)
     arguments = list(inspect.signature(encoder.forward).parameters)
     if len(stacks) != 1 or "attention_mask" not in arguments:
         raise ValueError(
-            f"{type(model).__name__}: expected a model called with attention_mask, with one list of "
-            "layers that end as BERT's, output(intermediate(x), x), or as DistilBERT's, "
-            f"output_layer_norm(ffn(x) + x), not in chunks; found {len(stacks)} lists")
+            f"{type(model).__name__}: expected a model that takes attention_mask and has one list "
+            "of layers that end as BERT's, output(intermediate(x), x), or as DistilBERT's, "
+            "output_layer_norm(ffn(x) + x), without chunk_size_feed_forward: found "
+            f"{len(stacks)} lists")
     return stacks[0], encoder, arguments.index("attention_mask")
 
 
 def is_supported(layer):
-    """Whether a layer ends so. A pre-LN layer has its norm elsewhere."""
+    """Tell whether this layer can take a memory (post-LN, BERT or DistilBERT style)."""
     names = dict(layer.named_modules())
     bert = isinstance(names.get("output.LayerNorm"), nn.LayerNorm) and (
         {"intermediate", "output.dense"} <= names.keys()
@@ -76,15 +87,15 @@ def is_supported(layer):
     return (bert or distil) and not getattr(layer, "chunk_size_feed_forward", 0)
 
 
-# Hooks, bound by functools.partial: a deep copy of the model then has hooks of its own.
+# Hooks are functions bound by functools.partial: a deep copy of the model copies what they hold.
 def add_read_to_input(memory, beta, output, args):
-    """BERT's layer ends with output(FFN's inside, x), the norm of FFN + x: x gets the read."""
+    """Add the read to x in output(inside of the FFN, x), which ends a layer of BERT."""
     inside, x = args
     return inside, x + beta * memory(x, memory.mask)
 
 
 def add_read_to_ffn(memory, beta, ffn, args, y):
-    """DistilBERT's layer ends with norm(ffn(x) + x): the FFN's output gets the read."""
+    """Add the read to ffn(x) in norm(ffn(x) + x), which ends a layer of DistilBERT."""
     return y + beta * memory(args[0], memory.mask)
 
 
@@ -93,7 +104,7 @@ def scale(alpha, ffn, args, y):
 
 
 def hand_on_mask(memories, position, encoder, args, kwargs):
-    """The encoder's attention_mask, for its memories. It stays, for activation checkpointing."""
+    """Give the encoder's attention_mask to its memories. It stays for activation checkpointing."""
     mask = args[position] if len(args) > position else kwargs.get("attention_mask")
     if mask is not None and mask.dim() != 2:
         raise ValueError(f"attention_mask of shape {tuple(mask.shape)}: expected (batch, time), to "
@@ -102,6 +113,8 @@ def hand_on_mask(memories, position, encoder, args, kwargs):
         memory.mask = mask
 
 
-class Zero(nn.Module):  # in the place of a PKM layer's FFN
+class Zero(nn.Module):
+    """Return zeros, in the place of the FFN that a PKM layer does not have."""
+
     def forward(self, x):
         return torch.zeros_like(x)

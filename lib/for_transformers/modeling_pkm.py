@@ -1,14 +1,14 @@
 """
-BERT with product-key memory, in transformers: export.py writes this file beside the weights.
+BERT with product-key memory, for transformers. An exported folder has this file beside the weights.
 
 >>> model = AutoModelForMaskedLM.from_pretrained(FOLDER, trust_remote_code=True)
 >>> dense = torch.optim.AdamW(model.parameters(), lr=1e-4)   # skips the values: they have no .grad
->>> values = model.value_optimizer(lr=1e-3)                  # the rows that were read
+>>> values = model.value_optimizer(lr=1e-3)                  # updates the rows that were read
 """
 import transformers
 
 from lib.for_transformers.add_memory import add_memory
-from pkm import LazyAdam
+from values import LazyAdam
 
 
 class PKMBertConfig(transformers.BertConfig):
@@ -19,9 +19,10 @@ class WithMemory:
     config_class = PKMBertConfig
 
     def __init__(self, config):
-        named, config.hidden_act = config.hidden_act, "gelu"  # named so that BERT refuses it
+        refused = config.hidden_act  # a name that makes BERT without memory refuse the folder
+        config.hidden_act = "gelu"
         super().__init__(config)
-        config.hidden_act = named
+        config.hidden_act = refused
         self.tables = add_memory(self, config.memory_layers, config.alpha, config.beta,
                                  n_keys=config.n_keys, heads=config.memory_heads,
                                  topk=config.topk, key_dim=config.key_dim)

@@ -23,7 +23,7 @@ def page_data(ids, tokenizer, reads, n_slots, snapshots, contexts):
     """Gather what the page shows, as plain Python.
 
     ids: (sequences, time) tokens of a text. reads: {layer: (slots, weights)}, what the tokens read,
-    both (tokens, heads, topk). n_slots: {layer: slots}. snapshots: read_usage's, or {}. contexts:
+    both (tokens, heads, topk). n_slots: {layer: slots}. snapshots: those of Run, or {}. contexts:
     the most for a slot; there are fewer in a layer of more than 65,536 slots.
     """
     used, text = np.unique(ids, return_inverse=True)

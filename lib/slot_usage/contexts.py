@@ -12,9 +12,19 @@ from lib.common.progress import Progress
 from lib.corpus.batches import Corpus, causal_heldout, cut_split
 from lib.corpus.vocabulary import read_vocab
 from lib.slot_usage.counts import watch_reads
-from lib.tasks.run_facts import training_text
-from lib.weights.checkpoint import find_weights
+from lib.weights.checkpoint import find_weights, read_weights
+from lib.weights.run import Run
 from model import value_tables
+
+
+def training_text(path):
+    """Return (sequence length, corpus) that a model was trained on. Weights in Hugging Face layout
+    have (number of positions, None)."""
+    folder, _ = find_weights(path)
+    if (folder / "model.pt").is_file():
+        settings = Run(folder.parent).settings(["seq_len", "dataset"])
+        return settings["seq_len"], settings["dataset"]
+    return read_weights(path)["config"]["max_len"], None
 
 
 def open_corpus(name, *paths):

@@ -92,7 +92,7 @@ def usage_metrics(read, top1, weight, topk, effective_k):
 
 def staleness_shares(snapshots, layer):
     """Share the slots of a layer out by when they were last top-1 (Figure 2). Returns {step of a
-    usage snapshot, or "never": share}. snapshots: read_usage's."""
+    usage snapshot, or "never": share}. snapshots: those of Run."""
     last = last_used(snapshots, layer)
     shares = np.bincount(last, minlength=len(snapshots) + 1) / len(last)
     return dict(zip(["never", *snapshots], shares.tolist(), strict=True))
@@ -100,6 +100,6 @@ def staleness_shares(snapshots, layer):
 
 def last_used(snapshots, layer):
     """Number the last usage snapshot at which each slot of a layer was top-1: (n_slots,), counted
-    from 1; 0 if there is none. snapshots: read_usage's."""
+    from 1; 0 if there is none. snapshots: those of Run."""
     top1 = [arrays[f"layer{layer}_top1"] for arrays in snapshots.values()]
     return np.max([(counts > 0) * n for n, counts in enumerate(top1, 1)], axis=0)

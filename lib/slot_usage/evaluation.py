@@ -11,9 +11,9 @@ from lib.common.progress import Progress
 from lib.corpus.batches import causal_heldout, masked_heldout
 from lib.distributed.processes import deal_batches, sum_over_ranks
 from lib.slot_usage.counts import count_reads, usage_metrics
-from lib.tasks.run_facts import trained_steps
 from lib.training.trainer import autocast, to_device
 from lib.weights.checkpoint import check_objective, find_weights, load_model, read_weights
+from lib.weights.run import Run
 
 
 @torch.no_grad()
@@ -78,6 +78,5 @@ def evaluate_run(path, heldout, device, dtype):
     results = {name: [evaluate_language_model(model, Progress(batches, f"{path}, data/{name}"),
                                               device, dtype)[0] for batches in maskings]
                for name, maskings in heldout.items()}
-    steps, seed = trained_steps(checkpoint)
-    return {"run": path, "checkpoint": str(checkpoint), "steps": steps, "seed": seed,
-            "results": results}
+    trained = Run(checkpoint.parent).steps_and_seed(checkpoint)
+    return {"run": path, "checkpoint": str(checkpoint), **trained, "results": results}

@@ -69,7 +69,7 @@ def draw_class_distances(records):
 
 def draw_curves(runs):
     """Draw Figure 3: perplexity and, beside it, top-1 usage against the step. Perplexity is zoomed
-    to where the runs start that go on from another model. runs: {path: read_evaluations}."""
+    to where the runs start that go on from another model. runs: {path: Run(path).evaluations()}."""
     layers = {layer for evaluations in runs.values() for layer in evaluations[-1]["layers"]}
     markers = dict(zip(sorted(layers, key=int), itertools.cycle(MARKERS)))
     figure, [[left, *right]] = subplots(1, 1 + bool(layers), 5, 4)

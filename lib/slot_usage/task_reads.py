@@ -13,11 +13,10 @@ from lib.corpus.vocabulary import load_tokenizer, special_ids
 from lib.distributed.processes import deal_batches, first_rank_first
 from lib.slot_usage.counts import count_reads
 from lib.tasks.glue import batches_by_length, find_task, read_split
-from lib.tasks.run_facts import seed_folders
 from lib.tasks.squad import load_examples
-from lib.training.run import read_settings
 from lib.training.trainer import to_device
 from lib.weights.checkpoint import find_weights, load_model
+from lib.weights.run import Run
 
 
 class TaskSample:
@@ -29,10 +28,10 @@ class TaskSample:
     """
 
     def __init__(self, path, task=None, split="train", sequences=None):
-        seeds = seed_folders(path)
+        seeds = Run(path).seeds()
         if not (task or seeds):
             raise UserError(f"{path}: not a fine-tuned run: it takes --data TASK")
-        self.settings = read_settings(seeds[0]) if seeds else {}
+        self.settings = seeds[0].settings() if seeds else {}
         self.checkpoint, vocab = find_weights(path)
         print(f"{path}: weights of {self.checkpoint}")
         tokenizer = load_tokenizer(vocab)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from lib.common.errors import UserError
-from lib.corpus.vocabulary import load_tokenizer, special_ids
+from lib.corpus.vocabulary import special_ids, text_tokenizer
 from lib.distributed.processes import deal_batches, sum_over_ranks
 from lib.tasks.glue import TEXTS, batches_by_length, encode_examples, read_lines
 from lib.tasks.squad import Question, best_answers, make_windows, read_squad
@@ -86,8 +86,7 @@ def predict_file(run, file, device):
     if not saved.get("head"):
         check_objective(run, saved["config"], causal=False)
         raise UserError(f"{run}: not a fine-tuned model: python finetune.py --init_from={run} ...")
-    model, tokenizer = load_model(folder).to(device), load_tokenizer(vocab)
-    tokenizer.encode_special_tokens = True  # a "[SEP]" in a text is text, not the token
+    model, tokenizer = load_model(folder).to(device), text_tokenizer(vocab)
     settings = read_settings(folder.parent) if (folder / "model.pt").is_file() else {}
     longest = settings.get("max_len", min(384, model.bert.config.max_len))
     padding = special_ids(tokenizer)[0], 1

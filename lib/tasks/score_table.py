@@ -10,8 +10,7 @@ import numpy as np
 
 from lib.common.errors import UserError
 from lib.tasks.glue import task_name
-from lib.tasks.run_facts import is_finished, read_scores, seed_folders
-from lib.training.run import NO_EFFECT, read_settings
+from lib.weights.run import Run
 
 COLUMNS = {  # task: (title, metrics)
     "squad": ("SQuAD 1.1 (EM/F1)", ["exact_match", "f1"]),
@@ -26,17 +25,18 @@ COLUMNS = {  # task: (title, metrics)
 }
 TABLE_4 = ["squad", "mnli", "qqp", "qnli", "sst2", "cola"]  # its average leaves SQuAD out
 # Not part of a recipe: settings that change no score, and the seeds
-NO_RECIPE = NO_EFFECT | {"seed", "seeds"}
+NO_RECIPE = {"out", "log_interval", "checkpoint_interval", "device", "compile", "tensorboard",
+             "rank_timeout", "seed", "seeds"}
 
 
 def finished_seeds(paths):
-    """List the folders of the finished seeds of fine-tuned runs. Print which runs have none;
-    UserError if no run has one."""
+    """List the finished seeds of fine-tuned runs, each a Run. Print which runs have none; UserError
+    if no run has one."""
     finished = []
     for path in paths:
         if not Path(path).is_dir():
             raise UserError(f"{path}: no such run")
-        seeds = [folder for folder in seed_folders(path) if is_finished(folder)]
+        seeds = [seed for seed in Run(path).seeds() if seed.has_results()]
         if not seeds:
             print(f"{path} is left out: not fine-tuned, or not done")
         finished += seeds
@@ -45,25 +45,25 @@ def finished_seeds(paths):
     return finished
 
 
-def group_seeds(folders):
+def group_seeds(finished):
     """Group finished seeds: {(initial model, update_memory, recipe): {task: {seed: scores}}}. The
     recipe is usually ''. Where runs of one initial model on one task differ in more than the seed,
     it names these settings: 'lr=2e-05'. UserError if two folders hold the same seed."""
-    runs, systems, folder_of = {}, {}, {}
-    for folder in {folder.resolve(): folder for folder in folders}.values():
-        settings = read_settings(folder)
+    settings_of, systems, run_of = {}, {}, {}
+    for run in {run.folder.resolve(): run for run in finished}.values():
+        settings = run.settings()
         key = settings["init_from"], settings["update_memory"], task_name(settings["task"])
-        runs.setdefault(key, {})[folder] = settings
-    for (initial, updated, task), seeds in runs.items():
-        varied = varied_settings(seeds.values())
-        for folder, settings in seeds.items():
+        settings_of.setdefault(key, {})[run] = settings
+    for (initial, updated, task), runs in settings_of.items():
+        varied = varied_settings(runs.values())
+        for run, settings in runs.items():
             recipe = ", ".join(f"{name}={settings.get(name)}" for name in varied)
             system, seed = (initial, updated, recipe), settings["seed"]
-            other = folder_of.setdefault((system, task, seed), folder)
-            if other is not folder:
-                raise UserError(f"{other} and {folder} have the same settings and the same seed: "
-                                "leave one of them out")
-            systems.setdefault(system, {}).setdefault(task, {})[seed] = read_scores(folder)
+            other = run_of.setdefault((system, task, seed), run)
+            if other is not run:
+                raise UserError(f"{other.folder} and {run.folder} have the same settings and the "
+                                "same seed: leave one out")
+            systems.setdefault(system, {}).setdefault(task, {})[seed] = run.results()
     return systems
 
 

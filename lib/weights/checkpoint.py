@@ -1,109 +1,58 @@
 """
-Trained weights on disk: the checkpoints of a run, and what else a run can start from.
+Save and load trained weights: checkpoints of runs, and folders in Hugging Face layout.
 
-out/<run>/step_000500/{model,optimizer,state}.pt    a checkpoint: whole or absent
->>> model = load_model("out/demo")                  # its newest one; see find_weights
+>>> model = load_model("out/demo")                  # its newest checkpoint; see find_weights
 """
 import copy
-import json
 import re
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
-from lib.common.errors import Failure, UserError
-from lib.common.files import atomic, discard, load_file
+from lib.common.errors import UserError
+from lib.common.files import load_file
 from lib.corpus.download import PRETRAINED, unknown_weights
 from lib.corpus.vocabulary import full_tokenizer
-from lib.distributed.processes import is_distributed, lost_rank, max_over_ranks
-from lib.distributed.sharded_values import (
-    cut_moments,
-    cut_weights,
-    mark_moments,
-    mark_weights,
-    parameter_sizes,
-    save_whole,
-)
+from lib.distributed.sharded_values import cut_moments, mark_moments, mark_weights
 from lib.weights.huggingface import FILES, read_folder
+from lib.weights.run import Run
 from model import HEADS, BertConfig, Classifier, build_model
 
 
 def model_file(model, labels=()):
-    """What a model.pt holds: config and weights; unless it is a MaskedLM also its `head`, and of a
-    Classifier the `labels` of its classes (none for a regression)."""
-    saved = {"config": asdict(model.bert.config),
-             "weights": mark_weights(model, model.state_dict())}
+    """Return the content of model.pt: a dict of config and weights. Classifier and SpanReader also
+    have a `head`, and a Classifier the `labels` of its classes, which are none for a regression."""
+    saved = {"config": asdict(model.bert.config), "weights": mark_weights(model)}
     if head := next(head for head, kind in HEADS.items() if type(model) is kind):
         saved |= {"head": head} | ({"labels": list(labels)} if head == "classifier" else {})
     return saved
 
 
-def save_checkpoint(run, model, dense, values, state, keep=2, labels=()):
-    """Write out/<run>/step_<step>/{model,optimizer,state}.pt, the folder whole or not at all, then
-    drop all but the `keep` newest. dense, values: the two optimizers; state: a dict of plain
-    Python, with `step`; labels: see model_file."""
-    folder = Path(run) / f"step_{state['step']:06d}"
-    moments = torch.optim.Optimizer.state_dict(values)  # LazyAdam's own would be a copy
-    files = {"model": model_file(model, labels),
-             "optimizer": {"dense": dense.state_dict(), "values": mark_moments(moments)},
-             "state": state}
-    save_files(folder, files)
-    for old in list_checkpoints(run)[:-keep]:
-        discard(old)
-    return folder
+def checkpoint_files(model, dense, values, state, labels=()):
+    """Return the content of a checkpoint's three files, {name: content}. `dense` and `values` are
+    the two optimizers. `state` is a dict of plain Python."""
+    optimizers = {"dense": dense.state_dict(), "values": mark_moments(values.state_dict())}
+    return {"model": model_file(model, labels), "optimizer": optimizers, "state": state}
 
 
-def save_files(folder, files):
-    """Write {name: content} as <folder>/<name>.pt, the folder whole or not at all."""
-    try:
-        with atomic(folder) as temporary:
-            temporary.mkdir()
-            for name, content in files.items():
-                save_whole(content, temporary / f"{name}.pt")
-        max_over_ranks()  # it is there for all
-    except RuntimeError as error:  # how torch.save reports a failed write
-        if lost_rank(error):
-            raise
-        reason = str(error).splitlines()[0]
-        raise Failure(f"{folder}: not saved, is the disk full? ({reason}); older "
-                      "checkpoints are untouched") from None
-
-
-def numbered(folder, prefix):
-    """The paths <folder>/<prefix><number>, the lowest number first."""
-    numbers = {path: path.name.removeprefix(prefix) for path in Path(folder).glob(f"{prefix}*")}
-    return sorted((path for path, number in numbers.items()
-                   if re.fullmatch(r"\d+(\.\d+)?", number)), key=lambda path: float(numbers[path]))
-
-
-def list_checkpoints(run):
-    """The run's whole checkpoints, oldest first."""
-    return numbered(run, "step_")
-
-
-def find_checkpoint(path):
-    """`path` itself if it is a checkpoint, the newest one of it if it is a run, else None."""
-    if (Path(path) / "model.pt").is_file():
-        return Path(path)
-    return next(reversed(list_checkpoints(path)), None)
+def find_checkpoint(run):
+    return Run(run).newest_checkpoint()
 
 
 def find_weights(path):
-    """Where the weights of `path` are, for whatever reads weights:
+    """Find the weights that `path` names.
 
-    out/<run>                 of pretraining: its newest checkpoint
-    out/<run>/seed1           of fine-tuning: the weights of its best epoch so far
-    out/<run>                 of fine-tuning: those of its first seed
-    out/<run>/step_000500     itself; so is out/<run>/seed1/best
+    out/<run>                 pretrained: its newest checkpoint
+    out/<run>/seed1           fine-tuned: the weights of its best epoch so far
+    out/<run>                 fine-tuned: the same for its first seed
+    out/<run>/step_000500     this checkpoint; out/<run>/seed1/best works, too
     anything else             a folder in Hugging Face layout, or the name of one in data/weights/
 
-    Returns (folder, its vocab.txt); UserError where there is nothing."""
-    for run in (Path(path), *numbered(path, "seed")):
-        best = [run / "best", *numbered(run, "best_epoch_")]  # a finished run has best/ alone
-        whole = [folder for folder in best if (folder / "model.pt").is_file()]
-        if folder := whole[-1] if whole else find_checkpoint(run):
-            return folder, folder.parent / "vocab.txt"
+    Returns (folder, path of its vocab.txt). UserError if there are none.
+    """
+    if (Path(path) / "model.pt").is_file():
+        return Path(path), Path(path).parent / "vocab.txt"
+    if weights := Run(path).weights():
+        return weights, weights.parent / "vocab.txt"
     for folder in (Path(path), Path("data/weights", path)):
         files = [folder / name for name in FILES]
         if (folder / "config.json").is_file() and any(file.is_file() for file in files):
@@ -114,9 +63,8 @@ def find_weights(path):
 
 
 def read_weights(path):
-    """What find_weights finds: a dict of config (BertConfig's settings), weights (under our names,
-    of a Hugging Face folder those that it has), and maybe head and labels, as save_checkpoint
-    writes it."""
+    """Read the weights that `path` names (see find_weights), as model_file() returns them. A
+    Hugging Face folder gives the weights that it has, under our names."""
     folder, _ = find_weights(path)
     if (folder / "model.pt").is_file():
         return load_file(folder / "model.pt", mmap=True)
@@ -124,9 +72,9 @@ def read_weights(path):
 
 
 def load_model(path):
-    """The MaskedLM, Classifier or SpanReader of `path` (see find_weights). Outside torchrun it
-    maps a checkpoint's file, and has no second copy in memory; writing to the model does not change
-    the file."""
+    """Load the MaskedLM, Classifier or SpanReader that `path` names (see find_weights). The model
+    maps a checkpoint's file: there is no second copy in memory. Writing to the model does not
+    change the file."""
     folder, _ = find_weights(path)
     saved = read_weights(folder)
     weights = saved["weights"]
@@ -134,64 +82,44 @@ def load_model(path):
         raise UserError(f"{path}: an encoder without a masked-LM head, which cannot predict words: "
                         "fine-tune it, or pretrain with --init_from, which makes a random head")
     model = build_model(BertConfig(**saved["config"]), saved.get("head"), saved.get("labels", ()))
-    # Hugging Face leaves the pooler out where the head has no use for it
+    # Hugging Face leaves the pooler out if the head does not need it
     spare = {} if isinstance(model, Classifier) else {
         name: w for name, w in model.state_dict().items() if name.startswith("bert.pooler.")}
-    mapped = (folder / "model.pt").is_file() and not is_distributed()  # a rank copies its columns
+    mapped = (folder / "model.pt").is_file()
     load_weights(model, spare | weights, path, assign=mapped)
     return model
 
 
 def load_run(path):
-    """The model of `path` (see find_weights) in evaluation mode, and its tokenizer, which adds
-    [CLS] and [SEP] and pads a batch: (model, tokenizers.Tokenizer)."""
+    """Load the model that `path` names (see find_weights), in evaluation mode, and its tokenizer.
+    Returns (model, tokenizers.Tokenizer). The tokenizer adds [CLS] and [SEP] and pads a batch."""
     return load_model(path).eval(), full_tokenizer(find_weights(path)[1])
 
 
 def check_objective(path, config, causal):
-    """UserError unless the settings of a model, that of `path`, make it a causal language model, or
-    a masked one, as expected."""
+    """Raise UserError if the model at `path`, whose settings are `config`, is not as expected."""
     if config.get("causal", False) != causal:
         found, expected = ("masked", "causal") if causal else ("causal", "masked")
         raise UserError(f"{path} is a {found} language model, expected a {expected} one")
 
 
-def load_optimizers(checkpoint, model, dense, values):
-    """The other half of save_checkpoint: the moments of both optimizers. Returns the state."""
-    saved = load_file(Path(checkpoint) / "optimizer.pt", mmap=True)
-    if "param_groups" not in saved["values"]:  # an older version's {layer: moments}
-        moments = [{"step": old["steps"], "exp_avg": old["exp_avg"],
-                    "exp_avg_sq": old["exp_avg_sq"]} for old in saved["values"].values()]
-        saved["values"] = {**values.state_dict(), "state": dict(enumerate(moments))}
-    if len(saved["dense"]["param_groups"][0]["params"]) > len(dense.param_groups[0]["params"]):
-        decay_memory(model, dense)
+def load_optimizers(checkpoint, dense, values):
+    """Load the moments of both optimizers. Returns the checkpoint's state, a dict."""
+    saved = load_file(checkpoint / "optimizer.pt", mmap=True)
     try:
-        dense.load_state_dict(copy.deepcopy(saved["dense"]))  # not mapped from the file
-        if is_distributed():  # columns, which are copies already
-            torch.optim.Optimizer.load_state_dict(values, cut_moments(saved["values"]))
-        else:
-            values.load_state_dict(saved["values"])
+        dense.load_state_dict(copy.deepcopy(saved["dense"]))  # a copy does not map the file
+        values.load_state_dict(cut_moments(saved["values"]))
     except ValueError as error:
         raise UserError(f"{checkpoint}/optimizer.pt: of another model than model.pt beside it "
                         f"({error})") from None
-    return load_file(Path(checkpoint) / "state.pt")
-
-
-def decay_memory(model, dense):
-    """Group the parameters as an older version did, with weight decay on a memory's matrices: a run
-    that began with it goes on with it, and its moments lie in that order."""
-    mine = {id(p) for group in dense.param_groups for p in group["params"]}
-    ordered = [p for p in model.parameters() if id(p) in mine]
-    dense.param_groups[0]["params"] = [p for p in ordered if p.dim() > 1]
-    dense.param_groups[1]["params"] = [p for p in ordered if p.dim() <= 1]
-    print("this run began with weight decay on the memory's query and sub-keys, and keeps it")
+    return load_file(checkpoint / "state.pt")
 
 
 def load_weights(model, weights, source, partial=False, assign=False):
-    """Copy a state dict into the model, or with `assign` let the model have its tensors. Each must
-    be there in the model's shape; with `partial` it may lack some, or bring more. Returns the
-    names that were copied."""
-    expected, weights = model.state_dict(), cut_weights(model, weights)
+    """Copy a state dict into the model. Returns the names that were copied. Names and shapes must
+    be the model's; with `partial` some may be missing, or unknown. With `assign` the model takes
+    the tensors themselves. Error messages name `source`."""
+    expected = model.state_dict()
     for name in sorted(expected.keys() & weights.keys()):
         if expected[name].shape != weights[name].shape:
             raise UserError(f"{source}: {name} has shape {tuple(weights[name].shape)}, here it is "
@@ -205,28 +133,47 @@ def load_weights(model, weights, source, partial=False, assign=False):
 
 
 def init_from(model, path, reinit_ffn=False):
-    """Start from the trained model at `path` (see find_weights; section 4.1): copy what fits, and
-    print what was loaded, left random or dropped. With reinit_ffn (ResM') the FFN of memory layers
-    stays random; a task's head always does, and a Classifier's pooler where `path` has one that
-    was never trained."""
+    """Start from the trained model at `path` (see find_weights; section 4.1 of the paper).
+
+    Copies what fits, and prints what was loaded, left random or dropped. A task's head stays
+    random; with reinit_ffn (ResM') the FFN of memory layers does, too. A Classifier gets no pooler
+    that was never trained: otherwise all seeds would share one random pooler.
+
+    Returns what a run keeps as its origin: init_checkpoint, the path of the weights; first_step,
+    the steps that they were trained for, 0 if unknown; and pooler_trained.
+    """
     source, _ = find_weights(path)
     saved = read_weights(source)
     check_objective(path, saved["config"], model.bert.config.causal)
-    weights = saved["weights"]
+    weights, pooler_trained = saved["weights"], pooler_is_trained(source, saved)
     random = {("FFN", n) for n in model.bert.config.memory_layers if reinit_ffn}
     random.add(("task head", None))
-    if isinstance(model, Classifier) and not pooler_is_trained(source, saved):
-        random.add(("pooler", None))  # or all seeds would share one
+    if isinstance(model, Classifier) and not pooler_trained:
+        random.add(("pooler", None))
     loaded = load_weights(model, {name: w for name, w in weights.items()
                                   if _group(name) not in random}, path, partial=True)
-    parameters, groups = parameter_sizes(model), {}
+    print(f"init_from {source}:")
+    _print_loaded(model, weights, loaded)
+    origin = {"init_checkpoint": str(source), "first_step": 0, "pooler_trained": pooler_trained}
+    run = Run(source.parent)
+    if (source / "state.pt").is_file() and run.has_begun():
+        before, steps = run.settings(), load_file(source / "state.pt")["step"]
+        origin["first_step"] = before["first_step"] + steps
+        if steps < before["max_steps"]:
+            print(f"warning: {source} is of an unfinished run: {steps:,} of "
+                  f"{before['max_steps']:,} steps")
+    return origin
+
+
+def _print_loaded(model, weights, loaded):
+    """Print how many parameters were loaded, left random or dropped, by part of the model."""
+    parameters, groups = {name: p.numel() for name, p in model.named_parameters()}, {}
     sizes = {name: w.numel() for name, w in weights.items()} | parameters
     for name in [*parameters, *sorted(weights.keys() - model.state_dict().keys())]:
         status = ("loaded" if name in loaded else "left random" if name in parameters
                   else "dropped")
         part, layer = _group(name)
         groups.setdefault((status, part), []).append((layer, sizes[name]))
-    print(f"init_from {source}:")
     for (status, part), members in groups.items():
         layers = sorted({layer for layer, _ in members if layer})
         where = f"  layers {', '.join(map(str, layers))}" if layers else ""
@@ -235,24 +182,21 @@ def init_from(model, path, reinit_ffn=False):
 
 
 def pooler_is_trained(folder, saved):
-    """Whether the pooler of `saved`, the weights in `folder`, was ever trained: Google's was (next
-    sentence prediction), so was a Classifier's; all other training leaves it as it found it."""
-    while (folder / "model.pt").is_file():
-        if saved.get("head") == "classifier":
-            return True
-        try:
-            origin = json.loads((folder.parent / "config.json").read_text())["init_checkpoint"]
-        except (OSError, ValueError, KeyError):
-            return False  # where its run started is not known
-        folder = Path(origin)
-        if not any((folder / name).is_file() for name in ("model.pt", "config.json")):
-            return folder.name != "" and not folder.name.startswith("step_")  # or it is gone
-        saved = read_weights(folder)
-    return any("pooler" in name for name in saved["weights"])
+    """Return whether the pooler of `saved`, the weights in `folder`, was ever trained. Only
+    Google's next-sentence pretraining and classification train it. A run notes when it begins
+    whether it starts with a trained pooler."""
+    if saved.get("head") == "classifier":
+        return True
+    if not (folder / "model.pt").is_file():  # in Hugging Face layout
+        return any("pooler" in name for name in saved["weights"])
+    try:
+        return Run(folder.parent).settings().get("pooler_trained", False)
+    except UserError:
+        return False  # a checkpoint without its run
 
 
 def _group(name):
-    """The part of the model that a parameter belongs to, and its layer, counted from 1."""
+    """Return the part of the model that a parameter belongs to, and its layer, from 1."""
     layer = re.match(r"bert\.layers\.(\d+)\.(\w+)", name)
     if not layer:
         return ("pooler" if "pooler" in name else "embeddings" if name.startswith("bert.")

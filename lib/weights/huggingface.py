@@ -1,5 +1,5 @@
 """
-Hugging Face's BERT and DistilBERT as weights of ours: their names, and folders in their layout.
+Hugging Face's BERT and DistilBERT: their weights under our names, ours under theirs.
 
 >>> saved = read_folder(Path("data/weights/bert-base-uncased"))   # {"config": ..., "weights": ...}
 """
@@ -15,8 +15,8 @@ from lib.corpus.download import unknown_weights
 from lib.corpus.vocabulary import read_vocab
 from model import BertConfig, build_model
 
-# Hugging Face's names for our modules, of BERT and of DistilBERT; {} stands for query, key, value.
 FILES = ("model.safetensors", "pytorch_model.bin")
+# Hugging Face's names for our modules; {} stands for the parts of our qkv.
 NAMES = {
     "bert": {
         "words": "embeddings.word_embeddings", "positions": "embeddings.position_embeddings",
@@ -34,7 +34,7 @@ NAMES = {
         "up": "ffn.lin1", "down": "ffn.lin2", "layer norm": "output_layer_norm",
         "transform": "vocab_transform", "bias": "vocab_projector.bias",
         "transform_norm": "vocab_layer_norm", "parts": ("q", "k", "v")}}
-SETTINGS = {  # BertConfig's in config.json
+SETTINGS = {  # config.json's names for BertConfig's settings
     "bert": {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
              "d_model": "hidden_size", "d_ff": "intermediate_size", "vocab_size": "vocab_size",
              "max_len": "max_position_embeddings", "type_vocab": "type_vocab_size",
@@ -44,8 +44,8 @@ SETTINGS = {  # BertConfig's in config.json
                    "max_len": "max_position_embeddings", "init_std": "initializer_range"}}
 SETTINGS["pkm-bert"] = {**SETTINGS["bert"], **{name: name for name in (
     "memory_layers", "alpha", "beta", "n_keys", "memory_heads", "topk", "key_dim")}}
-# hidden_act of a model with memory. transformers' own BERT has no activation of this name: its
-# error shows it, where BERT would load and the memory be left out.
+# The hidden_act of a model with memory. transformers' own BERT would load the folder and leave the
+# memory out. It has no activation of this name, and its error shows the name.
 MEMORY_ACT = "gelu (this model has a memory: AutoModelFor..., trust_remote_code=True)"
 HEAD_NAMES = {"classifier": "classifier", "span": "qa_outputs"}
 ARCHITECTURES = {None: "BertForMaskedLM", "classifier": "BertForSequenceClassification",
@@ -53,11 +53,12 @@ ARCHITECTURES = {None: "BertForMaskedLM", "classifier": "BertForSequenceClassifi
 
 
 def their_names(name, head=None, kind="bert"):
-    """Hugging Face's names, without prefix, for a tensor of ours: one, or three for qkv."""
+    """Return Hugging Face's names, without prefix, for our tensor: one, or three for qkv."""
     names = NAMES[kind]
     if layer := re.fullmatch(r"bert\.layers\.(\d+)\.(\w+)\.(.+)", name):
-        part = names.get("layer norm" if layer[2] == "norm" else layer[2], layer[2])  # or memory
-        theirs = f"{names['layers']}.{layer[1]}.{part}.{layer[3]}"
+        number, module, rest = layer.groups()
+        module = names.get("layer norm" if module == "norm" else module, module)  # or memory
+        theirs = f"{names['layers']}.{number}.{module}.{rest}"
         return [theirs.format(p) for p in names["parts"]] if "{}" in theirs else [theirs]
     module, _, rest = name.removeprefix("bert.").partition(".")
     if module == "head":
@@ -65,16 +66,29 @@ def their_names(name, head=None, kind="bert"):
     return [f"{names.get(module, module)}.{rest}" if rest else names[module]]
 
 
+def to_huggingface(weights, head=None):
+    """Rename the tensors of our state dict as Hugging Face's BERT does; qkv becomes three."""
+    renamed = {}
+    for name, w in weights.items():
+        theirs = their_names(name, head)
+        prefix = "bert." if name.startswith("bert.") else ""
+        parts = [w] if len(theirs) == 1 else [part.clone() for part in w.chunk(len(theirs))]
+        renamed |= {prefix + n: part for n, part in zip(theirs, parts, strict=True)}
+    return renamed
+
+
 def from_huggingface(weights, config, head=None):
-    """A state dict of Hugging Face's BERT or DistilBERT under our names, with or without its
-    prefix. What it lacks of ours, say a pooler, is left out, so is what it has besides: the tied
-    decoder, BERT's next-sentence head."""
+    """Rename the tensors of Hugging Face's BERT or DistilBERT as ours; their prefix is optional.
+
+    Tensors that only one side has are left out: our pooler where theirs has none, their tied
+    decoder, BERT's head for next-sentence prediction.
+    """
     theirs = {re.sub(r"^(distil)?bert\.", "", name): w for name, w in weights.items()}
-    for old, new in (("gamma", "weight"), ("beta", "bias")):  # of TensorFlow's LayerNorm
+    for old, new in (("gamma", "weight"), ("beta", "bias")):  # TensorFlow's names of LayerNorm
         theirs = {re.sub(rf"LayerNorm\.{old}$", f"LayerNorm.{new}", n): w
                   for n, w in theirs.items()}
     kind = "distilbert" if "transformer.layer.0.ffn.lin1.weight" in theirs else "bert"
-    with torch.device("meta"):  # for its names
+    with torch.device("meta"):  # only its names are needed
         ours = build_model(config, head).state_dict()
     names = {name: their_names(name, head, kind) for name in ours}
     return {name: torch.cat([theirs[n] for n in parts]) if len(parts) > 1 else theirs[parts[0]]
@@ -82,19 +96,24 @@ def from_huggingface(weights, config, head=None):
 
 
 def read_folder(folder):
-    """A folder in Hugging Face layout, or as export.py writes it: a dict of config (BertConfig's
-    settings), weights (under our names), and maybe head and labels, as a checkpoint has them.
-    UserError where it is damaged or of another kind of model."""
+    """Read a folder in Hugging Face's layout, theirs or an exported one.
+
+    Returns a dict like a checkpoint's: config (BertConfig's settings), weights (under our names),
+    and, where the model has one, its head and a classifier's labels. UserError if the folder is
+    damaged or has another kind of model.
+    """
     settings, config = read_config(folder / "config.json")
     weights = read_tensors(next(folder / name for name in FILES if (folder / name).is_file()))
     head = next((head for head, name in HEAD_NAMES.items() if f"{name}.weight" in weights), None)
     if head == "classifier" and settings.get("model_type") == "distilbert":
-        raise UserError(f"{folder}: DistilBERT's classification head is another one than BERT's")
-    vocab, there = folder / "vocab.txt", (folder / "tokenizer.json").is_file()
-    tokens = read_vocab(vocab) if there or vocab.is_file() else range(config.vocab_size)
-    if len(tokens) != config.vocab_size:
-        raise UserError(f"{vocab}: {len(tokens):,} tokens do not fit weights for "
-                        f"{config.vocab_size:,}")
+        raise UserError(f"{folder}: DistilBERT's classification head differs from BERT's: take a "
+                        "DistilBERT without it")
+    vocab = folder / "vocab.txt"
+    if vocab.is_file() or (folder / "tokenizer.json").is_file():
+        tokens = len(read_vocab(vocab))
+        if tokens != config.vocab_size:
+            raise UserError(f"{vocab}: {tokens:,} tokens do not fit weights for "
+                            f"{config.vocab_size:,}")
     saved = {"config": asdict(config), "weights": from_huggingface(weights, config, head)}
     if head:
         saved["head"] = head
@@ -106,7 +125,7 @@ def read_folder(folder):
 
 
 def read_config(file):
-    """A config.json, and the BertConfig that it describes."""
+    """Read a config.json: its content, and the BertConfig that it describes."""
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
         kind = settings.get("model_type", "bert")  # BERT's first folders have none
@@ -115,8 +134,8 @@ def read_config(file):
         if kind not in SETTINGS:
             raise UserError(f"{file}: model_type = {kind!r}: expected bert or distilbert")
         known = {ours: settings[theirs] for ours, theirs in SETTINGS[kind].items()}
-        known["causal"] = settings.get("is_decoder", False)
-        config = BertConfig(**{"type_vocab": 0, **known})
+        config = BertConfig(**{"type_vocab": 0, "causal": settings.get("is_decoder", False),
+                               **known})
     except UserError:
         raise
     except (ValueError, LookupError, AttributeError, TypeError) as error:
@@ -129,7 +148,7 @@ def read_config(file):
 
 
 def read_tensors(path):
-    """The tensors of a .safetensors or a .bin file, by name."""
+    """Read the tensors of a .safetensors or a .bin file, by name."""
     weights = load_file(path, hint="fetch it again")
     if not (isinstance(weights, dict) and all(map(torch.is_tensor, weights.values()))):
         raise UserError(f"{path}: no state dict: expected names and tensors")

@@ -1,5 +1,5 @@
 """
-What models read: vocabularies, a corpus, its batches, its held-out text, and masks.
+Vocabularies, a corpus, its training batches, its held-out text, and masks.
 """
 import dataclasses
 import hashlib
@@ -16,7 +16,7 @@ import pretrain
 from lib.common.errors import UserError
 from lib.corpus import vocabulary
 from lib.corpus.batches import Corpus, MaskedBatches, mask_tokens, masked_heldout
-from lib.corpus.vocabulary import load_tokenizer, read_vocab
+from lib.corpus.vocabulary import Specials, load_tokenizer, read_vocab, text_tokenizer
 from tests.helpers import PIECES, SHARED, TINY, byte_level_bpe, prepare_sample, texts_of
 
 TRICKY = ["Café déjà-vu, naïve!", "北京 is 中文 and かな", "don't  e.g. U.S.A.\t(x_1) <unk> @-@",
@@ -56,14 +56,16 @@ def test_ids_of_gpt2(workdir, gpt2_files):
     assert vocabulary._merges(numbers) == [tuple(line.split()) for line in lines if line]
     with open(SHARED / "wikipedia.txt", encoding="utf-8") as file:
         texts = [*TRICKY, "  two  spaces\n\n\ttabs \r\n", *itertools.islice(file, 3000)]
-    ours = vocabulary.text_encoder(vocab)(texts)
-    assert ours == [encoding.ids for encoding in reference.encode_batch(texts)]
     Path("vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
     with pytest.raises(UserError, match="tokenizer.json: no tokenizer"):
         load_tokenizer("vocab.txt")
-    vocabulary.byte_level_tokenizer(vocab).save("tokenizer.json")
+    vocabulary.write_vocab(Path(), vocab)
+    ours = vocabulary.encode(text_tokenizer("vocab.txt"), texts)
+    assert ours == [encoding.ids for encoding in reference.encode_batch(texts)]
     tokenizer = load_tokenizer("vocab.txt")
     assert [encoding.ids for encoding in tokenizer.encode_batch(texts)] == ours
+    text = "a </s> b<mask>"  # of a special token, the characters
+    assert text_tokenizer("vocab.txt").encode(text).ids == reference.encode(text).ids
     assert tokenizer.decode(ours[-1]) == texts[-1]
     marked = tokenizer.encode("<s>a <mask> b</s>").ids  # the mask has the space before it
     assert [vocab[i] for i in marked] == ["<s>", "a", "<mask>", "\u0120b", "</s>"]
@@ -86,7 +88,7 @@ def test_prepared_corpus(workdir, capsys):
     assert texts_of(corpus, "test") == ["sat sat"]
     assert Path("data/sample/test.bin").read_bytes() == bytes([7, 0, 7, 0, 3, 0])
     assert corpus.split("test").dtype == np.uint16
-    assert corpus.special_ids == (0, 1, 2, 3, 4) and corpus.mask_id == 4
+    assert corpus.special_ids == (0, 1, 2, 3, 4) and corpus.special_ids.mask == 4
     assert corpus.vocab_size == 11
     assert corpus.tokenizer_hash == hashlib.sha256("\n".join(PIECES).encode()).hexdigest()
     assert corpus.meta["documents"] == {"train": 2, "val": 1, "test": 1}
@@ -98,13 +100,13 @@ def test_prepared_corpus(workdir, capsys):
 
 
 def test_masking():
-    special, mask_id, vocab = (0, 100, 101, 102, 103), 103, 1000
+    special, vocab = Specials(0, 100, 101, 102, 103), 1000
     left_out = (0, 101, 102, 103)  # [UNK] can be chosen, but is not drawn
     ids = np.random.default_rng(0).choice(np.setdiff1d(np.arange(vocab), left_out), (2000, 40))
     ids[:, 0], ids[:, 20], ids[:, -1] = 101, 102, 102
     ids[7, 4:] = 0  # three ordinary tokens
     original = ids.copy()
-    batch = mask_tokens(ids, np.random.default_rng(1), vocab, special, mask_id)
+    batch = mask_tokens(ids, np.random.default_rng(1), vocab, special)
     inputs, positions, labels = (batch[name] for name in ("ids", "positions", "labels"))
     assert np.array_equal(ids, original)
     assert positions.shape == labels.shape == (2000, 6)  # 15% of 40
@@ -120,7 +122,7 @@ def test_masking():
     np.put_along_axis(untouched, positions, ~chosen, 1)
     assert np.array_equal(inputs[untouched], ids[untouched])
     new = np.take_along_axis(inputs, positions, 1)[chosen]
-    masked, kept = new == mask_id, new == at[chosen]
+    masked, kept = new == special.mask, new == at[chosen]
     drawn = new[~masked & ~kept]
     assert not np.isin(drawn, special).any() and drawn.min() < 20 and 980 < drawn.max() < vocab
     n = chosen.sum()
@@ -128,8 +130,8 @@ def test_masking():
         assert abs(share - expected) < 5 * math.sqrt(expected * (1 - expected) / n)
     counts = np.bincount(positions[chosen], minlength=40)[np.r_[1:20, 21:39]]
     assert abs(counts / (n / 38) - 1).max() < 5 / math.sqrt(n / 38)  # every place alike
-    again = mask_tokens(ids, np.random.default_rng(1), vocab, special, mask_id)
-    other = mask_tokens(ids, np.random.default_rng(2), vocab, special, mask_id)
+    again = mask_tokens(ids, np.random.default_rng(1), vocab, special)
+    other = mask_tokens(ids, np.random.default_rng(2), vocab, special)
     assert np.array_equal(again["ids"], inputs)
     assert not np.array_equal(other["positions"], positions)
 
@@ -158,7 +160,7 @@ def test_heldout_covers_the_split_once(place):
         assert ids.shape == (1, 16)
         changed += (ids != batch["ids"]).sum()
         ids = ids[batch.get("mask", np.full(ids.shape, True))].tolist()
-        assert ids[0] == corpus.cls_id and ids[-1] == corpus.sep_id
+        assert ids[0] == corpus.special_ids.cls and ids[-1] == corpus.special_ids.sep
         found += ids[1:-1]
     assert found == tokens and changed > full  # 2 a sequence, of which a tenth stays
     for size in (2, 3, 100):
@@ -176,7 +178,7 @@ def test_heldout_covers_the_split_once(place):
         last = masked_heldout(corpus, "test", length, 8)[-1]
         if "mask" in last:
             ids, mask = last["ids"], last["mask"]
-            assert (ids[~mask] == corpus.pad_id).all() and (ids[mask] != corpus.pad_id).all()
+            assert np.array_equal(ids != corpus.special_ids.pad, mask)
             assert (last["labels"] != -100).sum() == max(1, round(0.15 * mask.sum()))
     short = masked_heldout(corpus, "test", len(tokens) + 4, 8)  # less than one sequence
     assert len(short) == 1 and short[0]["mask"].sum() == len(tokens) + 2
@@ -209,7 +211,7 @@ def test_batches_are_a_function_of_seed_and_step(place):
         """Where in the text the sequences of an epoch begin; two make a micro-batch."""
         for number in range(epoch * batches.per_epoch, (epoch + 1) * batches.per_epoch):
             cls, *row, sep = unmasked(batches.get(*divmod(number // 2, 2)))[number % 2]
-            assert (cls, sep) == (corpus.cls_id, corpus.sep_id)
+            assert (cls, sep) == (corpus.special_ids.cls, corpus.special_ids.sep)
             yield where[bytes(np.array(row, "<u2"))]
 
     first, second = list(starts(0)), list(starts(1))

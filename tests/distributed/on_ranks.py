@@ -1,12 +1,11 @@
 """
-What test_ranks.py runs in several processes. They are as torchrun would start them, but forked from
-one, which saves imports:
+Run commands in several processes, which are forked from one to save imports.
 
-$ python -m tests.distributed.on_ranks 2 float64 pretrain.py tiny.py --out=out/two , 4 float32 values bfloat16
+$ python -m tests.distributed.on_ranks 2 float64 pretrain.py tiny.py , 4 float32 values bfloat16
 
-The commands, with commas between them, run one after the other, each in so many new processes (0:
-one alone), in float32 or float64. The exit status is 0 if all of them succeed; a line says how each
-ended.
+A comma separates commands. A command begins with its number of processes, which get torchrun's
+environment (0: one process without it), and with its dtype, float32 or float64. A line shows the
+exit status of each process. The exit status is 0 if all succeeded.
 """
 import functools
 import itertools
@@ -20,14 +19,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import finetune
 import measure
 import pkm
 import pretrain
 from lib.common.errors import UserError
-from lib.distributed import sharded_values
 from lib.distributed.processes import (
     any_signalled,
     first_rank_first,
@@ -41,19 +38,20 @@ from lib.distributed.sharded_values import ShardedValueTable, columns, cut_momen
 
 
 def values(args):
-    """One rank's part of a lookup and an update, beside a table of one process; the bytes sent. The
-    ranks have 5, 0, 7, 5 tokens, or 3 each with the word `even`; the rows travel in bfloat16 or
-    float16 where that is a word; with `frozen` nothing is updated."""
+    """Compare a lookup and an update with a whole table's, and count the bytes sent.
+
+    args: 'even' gives each rank 3 tokens, otherwise they have 5, 0, 7 and 5. 'bfloat16' or
+    'float16' is the dtype that travels. 'frozen' freezes the table.
+    """
     world, rank, reads, dim = get_world_size(), get_rank(), 6, 16
     tokens = [3] * world if "even" in args else [5, 0, 7, 5][:world]
     dtype = next((getattr(torch, word) for word in args if "float" in word), torch.float32)
     torch.manual_seed(0)
-    ours = ShardedValueTable(100, dim)
-    torch.manual_seed(0)
     whole = pkm.ValueTable(100, dim)
-    assert torch.equal(ours.weight, columns(whole.weight))
-    for table in (ours, whole):
-        table.weight.requires_grad_("frozen" not in args)
+    whole.weight.requires_grad_("frozen" not in args)
+    before, state = whole.weight.detach().clone(), torch.get_rng_state()
+    ours = ShardedValueTable(whole)
+    assert torch.equal(ours.weight, columns(before)) and torch.equal(state, torch.get_rng_state())
     first, last = sum(tokens[:rank]), sum(tokens[:rank + 1])
     slots = torch.randint(100, (sum(tokens), 2, 3), dtype=torch.int32)
     weights = torch.rand(sum(tokens), 2, 3).requires_grad_()
@@ -79,29 +77,24 @@ def values(args):
         assert forward == (world - 1) * 3 * ((4 + size) * reads + size * dim // world)
         assert backward == (world - 1) * 3 * (size * reads + size * dim // world)
     assert sums.dtype == dtype and torch.equal(sums, expected[first:last])
-    near = 1e-5 if dtype == torch.float32 else 2**-6  # each rank's part of it was rounded
+    near = 1e-5 if dtype == torch.float32 else 2**-6  # each rank's part was rounded
     torch.testing.assert_close(own.grad, weights.grad[first:last], rtol=near, atol=near)
     adams = [pkm.LazyAdam([table], lr=0.1) for table in (ours, whole)]
     for adam in adams:
         adam.step(grad_scale=2.0**16)  # a weight divided by it would be 0 in float16
     torch.testing.assert_close(ours.weight, columns(whole.weight), rtol=1e-6, atol=1e-6)
-    assert ("frozen" in args) == torch.equal(whole.weight, pkm_again(100, dim))
+    assert ("frozen" in args) == torch.equal(whole.weight, before)
     for table, adam in zip((ours, whole), adams, strict=True):
         assert not table.reads and len(adam.state) == ("frozen" not in args)
     cut = cut_moments(adams[1].state_dict())["state"]
     for state, expected in zip(adams[0].state.values(), cut.values(), strict=True):
-        for key in ("exp_avg", "exp_avg_sq"):  # memory of a rank: 1/world of the table
+        for key in ("exp_avg", "exp_avg_sq"):  # a rank has 1 / world of the moments
             assert state[key].shape == (100, dim // world) and expected[key].is_contiguous()
             torch.testing.assert_close(state[key], expected[key], rtol=1e-5, atol=0)
 
 
-def pkm_again(*shape):
-    torch.manual_seed(0)
-    return nn.init.normal_(torch.empty(shape), std=shape[1]**-0.5)
-
-
 def one_mistaken(args):
-    """Only the rank args[0] meets a mistake, while the others wait for it."""
+    """Meet a user's mistake on the rank args[0], while the others wait for it."""
     with first_rank_first():
         if get_rank() == int(args[0]):
             raise UserError(f"of rank {args[0]}")
@@ -109,13 +102,13 @@ def one_mistaken(args):
 
 
 def one_signalled(args):
-    """A signal comes to the rank args[0] alone."""
+    """Send a signal to the rank args[0] alone."""
     signals = [15] if get_rank() == int(args[0]) else []
     assert any_signalled(signals) and signals == [15] and not any_signalled([])
 
 
 def hang(args):
-    """The last rank does not come, for longer than the others wait."""
+    """Let the last rank stay away for longer than the others wait."""
     set_timeout(1)
     if get_rank() == get_world_size() - 1:
         time.sleep(3)
@@ -124,7 +117,7 @@ def hang(args):
 
 
 def rewind(args):
-    """Remove the checkpoints of a run that are newer than a step."""
+    """Remove the checkpoints of the run args[0] that are newer than the step args[1]."""
     for folder in Path(args[0]).glob("step_*"):
         if int(folder.name[5:]) > int(args[1]):
             shutil.rmtree(folder)
@@ -136,7 +129,7 @@ MAINS = {"pretrain.py": pretrain.main, "finetune.py": finetune.main, "measure.py
 
 
 def call(dtype, script, args):
-    if dtype == "float64":  # all that computes, the losses too
+    if dtype == "float64":  # for everything, losses too
         torch.set_default_dtype(torch.float64)
         torch.Tensor.float = torch.Tensor.double
     return MAINS[script](args)
@@ -149,7 +142,7 @@ def free_port():
 
 
 def fork(world, function):
-    """The exit status of each rank that calls the function."""
+    """Call a function on each rank. Returns their exit statuses."""
     port, children = free_port(), []
     for rank in range(world or 1):
         if child := os.fork():
@@ -171,7 +164,6 @@ def fork(world, function):
 
 def main():
     torch.set_num_threads(1)
-    sharded_values.GATHERED = 2500  # bytes: tables are saved in several pieces
     commands = [list(group) for comma, group in itertools.groupby(sys.argv[1:], ",".__eq__)
                 if not comma]
     failed = False

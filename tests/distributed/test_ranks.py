@@ -1,7 +1,7 @@
 """
-More than one process: the same run as of one, files that know nothing of their number, and kills.
+Several processes make the run that one makes, write the same files, and survive kills.
 
-$ PKM_TEST_KILLS=20 python -m pytest tests/test_ranks.py     # more kills than 1, more systems
+$ PKM_TEST_KILLS=20 python -m pytest tests/distributed     # 20 kills, not 1, and more systems
 """
 import collections
 import json
@@ -29,26 +29,26 @@ PRETRAIN = ["pretrain.py", "tiny.py", "--accumulation=4", "--max_steps=20", "--n
             "--checkpoint_interval=5"]
 SYSTEMS = {"base": ["--memory_layers="], "pkm": ["--alpha=0"], "resm": [],
            "pkm_init": ["--alpha=0", "--init_from=out/base_0"],
-           "causal": ["--objective=causal"],
-           "resm_init": ["--init_from=out/base_0"]}
-COMPARED = [("base", 4), ("pkm", 2), ("causal", 2), ("resm", 4), ("pkm_init", 4), ("resm_init", 2), ("tuned", 2),
-            ("tuned", 4)]
+           "causal": ["--objective=causal"], "resm_init": ["--init_from=out/base_0"]}
+COMPARED = [("base", 4), ("pkm", 2), ("causal", 2), ("resm", 4), ("pkm_init", 4), ("resm_init", 2),
+            ("tuned", 2), ("tuned", 4)]
 if "PKM_TEST_KILLS" in os.environ:
     COMPARED = [(name, world) for world in (2, 4) for name in (*SYSTEMS, "tuned")]
 
 
 def on_ranks(*commands):
-    """Start the commands, one after the other: (ranks, dtype, *words), see tests/on_ranks.py."""
+    """Start commands, (ranks, dtype, *words), that run one after the other: see on_ranks.py."""
     words = [str(word) for command in commands for word in (*command, ",")]
-    return subprocess.Popen([sys.executable, "-m", "tests.distributed.on_ranks", *words], env=ENVIRONMENT,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-m", "tests.distributed.on_ranks", *words],
+                            env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True)
 
 
 def finish(*processes):
-    """Wait for them; all must succeed. Returns what they printed."""
-    written = [process.communicate() for process in processes]
-    assert not any(process.returncode for process in processes), written
-    return "".join(output for output, _ in written)
+    """Wait for processes, which must succeed. Returns what they printed."""
+    outputs = [process.communicate() for process in processes]
+    assert not any(process.returncode for process in processes), outputs
+    return "".join(output for output, _ in outputs)
 
 
 def pretrain(name, world, dtype="float64"):
@@ -56,7 +56,7 @@ def pretrain(name, world, dtype="float64"):
 
 
 def finetune(world):
-    """Its last batch of an epoch has 3 examples for 4 micro-batches."""
+    """Fine-tune with 43 examples: the last batch of an epoch has 3 for 4 micro-batches."""
     return (world, "float64", "finetune.py", "tune.py", "--init_from=out/resm_0",
             "--accumulation=4", "--train_examples=43", "--epochs=2", f"--out=out/tuned_{world}")
 
@@ -68,7 +68,7 @@ def table(world, run="resm"):
 
 @pytest.fixture(scope="module")
 def compared(prepared, tmp_path_factory):
-    """A folder with runs of one process alone, out/<name>_0, and of 2 and 4 ranks."""
+    """Make a folder with runs of one process, out/<name>_0, and of 2 and 4 ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     shutil.copytree(prepared, folder, dirs_exist_ok=True)
     (folder / "own").mkdir()
@@ -82,7 +82,7 @@ def compared(prepared, tmp_path_factory):
     (folder / "tune.py").write_text("task = 'own'\nmax_len = 32\nbatch_size = 8\nlr = 5e-3\n"
                                     "value_lr = 1e-2\nlog_interval = 5\ndevice = 'cpu'\n")
     resume = [*PRETRAIN, "--out=out/mixed"]
-    mixed = [part for steps, world in ((5, 4), (10, 2), (15, 1)) for part in (
+    mixed = [command for steps, world in ((5, 4), (10, 2), (15, 1)) for command in (
         (0, "float64", "rewind", "out/mixed", steps), (world, "float64", *resume))]
     values = [(world, "float32", "values", *words) for world, words in (
         (1, ["even"]), (2, []), (2, ["even"]), (2, ["frozen"]), (4, []), (4, ["even"]),
@@ -103,7 +103,7 @@ def compared(prepared, tmp_path_factory):
 
 
 def differences(a, b, where=""):
-    """(name, distance, norm) of each pair of tensors and numbers; the rest must be equal."""
+    """Yield (name, distance, norm) for each pair of tensors or floats; the rest must be equal."""
     if isinstance(a, dict | list | tuple):
         assert len(a) == len(b), where
         for key in a if isinstance(a, dict) else range(len(a)):
@@ -117,9 +117,11 @@ def differences(a, b, where=""):
 
 
 def assert_equal_runs(ours, reference, tolerance):
-    """The same log, last weights, moments and usage. All weights have one norm, so have all first
-    and all second moments of an optimizer: a gradient that is 0 but for rounding, as of a bias
-    before a batch norm, has no norm of its own."""
+    """Compare log, last weights, moments and usage.
+
+    All weights are compared by one norm, and so is each kind of moment. A gradient that is 0 except
+    for rounding, as of a bias before a batch norm, has no meaningful norm.
+    """
     def timeless(run):
         return [{k: v for k, v in r.items() if k not in ("tokens_per_s", "examples_per_s",
                                                         "elapsed")} for r in log(run)]
@@ -168,8 +170,7 @@ def test_float32(compared, monkeypatch):
 
 
 def test_checkpoints_know_nothing_of_the_number_of_ranks(compared, monkeypatch):
-    """5 steps in one process, 5 more on 4 ranks, 5 on 2, 5 on 1: as 20 in one process. And their
-    files have the same names, tensors and sizes."""
+    """Steps of 1, 4, 2 and 1 processes equal 20 steps of one; file names and sizes are equal."""
     monkeypatch.chdir(compared)
     assert_equal_runs("out/mixed", "out/resm_0", 1e-12)
     sizes = [[path.stat().st_size for path in sorted(Path(run).glob("step_*/*.pt"))]
@@ -186,8 +187,10 @@ def test_the_table_of_perplexities(compared, monkeypatch, run):
 
 
 def test_a_mistake_is_one_line(compared, monkeypatch):
-    """Of all ranks, or of one while the others wait; all end with status 2. A rank that hangs is a
-    failure of those that wait for it."""
+    """All ranks end with status 2, even if one met the mistake and the others waited.
+
+    A rank that hangs is a failure of the ranks that wait for it.
+    """
     monkeypatch.chdir(compared)
     before = set(Path().rglob("*"))
     new = "pretrain.py", "tiny.py", "--out=out/new"
@@ -205,27 +208,29 @@ def test_a_mistake_is_one_line(compared, monkeypatch):
     words = [*mistakes.values(), "of rank 0", "of rank 1", "one process does it", "1000ms"]
     lines = errors.splitlines()
     assert len(lines) == len(words), errors
-    for line, part in zip(lines, words, strict=True):
-        assert line.startswith("error: ") and part in line
+    for line, word in zip(lines, words, strict=True):
+        assert line.startswith("error: ") and word in line
     assert set(Path().rglob("*")) == before
 
 
 def children(pid):
-    """{rank: pid} of the processes that a torchrun has started."""
-    found = {}
-    for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        environment = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
+    """Find the processes that a torchrun has started: {rank: pid}."""
+    pids = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
         ranks = [int(entry[5:]) for entry in environment if entry.startswith(b"RANK=")]
-        found |= dict.fromkeys(ranks, int(number))
-    return found
+        pids |= dict.fromkeys(ranks, int(child))
+    return pids
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("world", [2, 4] if KILLS > 1 else [2])
 def test_kills_change_nothing(place, world):
-    """SIGKILL of a random rank, every other time during the writing of a checkpoint, after which
-    torchrun starts all ranks again; then SIGTERM to torchrun, which saves. The end is bit for bit
-    that of as many ranks that nothing happened to."""
+    """After kills the run is bit for bit the same as without kills.
+
+    SIGKILL hits a random rank, every other time while a checkpoint is written. torchrun then starts
+    all ranks again. At last SIGTERM to torchrun lets the run save and end.
+    """
     def wait_for(condition):
         while not condition():
             assert process.poll() is None, process.communicate()
@@ -243,7 +248,7 @@ def test_kills_change_nothing(place, world):
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         for number in range(KILLS):
             wait_for(lambda seen=seen: steps_saved(run) > seen)
-            time.sleep(rng.random() * 0.2)  # somewhere in a step
+            time.sleep(rng.random() * 0.2)  # at any point of a step
             if (number + KILLS) % 2:
                 wait_for(saving)
                 time.sleep(rng.random() * 0.003)

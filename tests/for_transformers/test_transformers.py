@@ -1,7 +1,8 @@
 """
-Models with memory in transformers: exported ones, and memories added to its own encoders.
+Models with memory in transformers: exported models, and its own encoders with an added memory.
 """
 import copy
+import os
 import re
 import shutil
 import subprocess
@@ -16,21 +17,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from lib.for_transformers.add_memory import add_memory
-from lib.for_transformers.export import main
-from lib.training.trainer import Trainer
-from lib.weights.checkpoint import find_weights, load_model, load_run, model_file, save_files
+from lib.for_transformers.export import CODE, main
+from lib.training.trainer import Schedule, Trainer
+from lib.weights.checkpoint import find_weights, load_model, load_run, model_file
 from lib.weights.huggingface import read_tensors, their_names
+from lib.weights.run import save_files
 from model import value_tables
-from pkm import LazyAdam
 from tests.helpers import ROOT, assert_near, assert_same, train
 from tests.weights.test_huggingface import saved_run, tiny_head
+from values import LazyAdam
 
 transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def modules(tmp_path_factory):
-    """A folder for the code that transformers copies from models."""
+    """Give transformers a new folder for the code that it copies from models."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE",
                       str(tmp_path_factory.mktemp("modules")))
@@ -39,13 +41,13 @@ def modules(tmp_path_factory):
 
 
 def batch(size=40):
-    """Ids, a mask of 0 and 1 and token types, of three padded sentences."""
+    """Draw three padded sentences: ids, a mask of 0 and 1, and token types."""
     mask = torch.arange(20) < torch.tensor([[20], [13], [5]])
     return torch.randint(size, (3, 20)), mask.long(), torch.randint(2, (3, 20))
 
 
 def spread(model):
-    """Draw all weights so that each shows in the output."""
+    """Draw all weights large enough that each shows in the output."""
     torch.manual_seed(0)
     for name, p in model.named_parameters():
         nn.init.normal_(p, float("norm" in name.lower() and "weight" in name), 0.4)
@@ -58,15 +60,14 @@ HEADS = {None: "MaskedLM", "classifier": "SequenceClassification", "span": "Ques
 
 
 def exported(tmp_path, head, **settings):
-    """A model of ours with memory, whose batch norm has statistics, and its folder."""
+    """Make a model of ours whose batch norm has statistics, and export it to a folder."""
     pytest.importorskip("safetensors")
     labels = ("a", "b", "c") if head == "classifier" else ()
     model = tiny_head(head, labels, **{"memory_layers": (1, 3), "dropout": 0.0, **settings})
     run = saved_run(tmp_path, model, labels=labels)
     with torch.no_grad():
         model.train()(*batch())
-    save_files(tmp_path / "trained", {
-        "model": model_file(model, labels)})
+    save_files(tmp_path / "trained", {"model": model_file(model, labels)})
     (tmp_path / "vocab.txt").write_text((run / "vocab.txt").read_text())
     main([str(tmp_path / "trained"), str(tmp_path / "out")])
     return model.eval(), tmp_path / "out"
@@ -128,7 +129,7 @@ def test_an_exported_memory_trains_in_transformers(tmp_path):
 
 
 def test_an_exported_model_cannot_lose_its_memory(tmp_path):
-    """transformers' own classes refuse it, with a word on what to do; its own code is clean."""
+    """transformers' own classes refuse the folder and name the cure. Its code is ruff-clean."""
     model, folder = exported(tmp_path, None, type_vocab=0)
     for name in ("BertForMaskedLM", "BertModel", "BertForSequenceClassification"):
         with pytest.raises(KeyError, match="trust_remote_code=True"):
@@ -145,6 +146,34 @@ def test_an_exported_model_cannot_lose_its_memory(tmp_path):
     assert_near(other.bert.encoder.layer[0].memory.keys, model.bert.layers[0].memory.keys, 0)
 
 
+ELSEWHERE = """
+import sys, torch, transformers
+model = transformers.AutoModelForMaskedLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+ids = torch.randint(40, (2, 9))
+values = model.value_optimizer(lr=0.1)
+before = model.tables[1].weight.clone()
+model(ids, labels=ids).loss.backward()
+values.step()
+print(int((model.tables[1].weight != before).any(1).sum()), "rows moved")
+"""
+
+
+def test_an_exported_memory_needs_no_file_of_this_repository(tmp_path):
+    """It loads and trains in a process that has only the folder; its imports are relative."""
+    _, folder = exported(tmp_path, None)
+    code = {file.stem: file.read_text() for file in folder.glob("*.py")}
+    assert code.keys() == {Path(name).stem for name in CODE if (ROOT / name).exists()}
+    for text in code.values():
+        modules = re.findall(r"(?m)^(?:from|import) ([\w.]+)", text)
+        packages = {module.split(".")[0] for module in modules} - {""}
+        assert packages <= sys.stdlib_module_names | {"torch", "transformers"}
+    ended = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, folder], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout.split()[0]) > 0
+
+
 # memories in transformers' encoders
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 64,
@@ -157,7 +186,7 @@ KINDS = ["BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForSequenceClassifi
 
 
 def encoder(kind, **more):
-    """A random transformers model, in float64 and in evaluation mode."""
+    """Make a random transformers model, in float64 and in evaluation mode."""
     name = kind.partition("For")[0]
     sizes = DISTIL if name == "DistilBert" else SIZES
     config = getattr(transformers, f"{name}Config")(**{**sizes, **more})
@@ -170,7 +199,7 @@ def layers_of(model):
 
 
 def by_hand(layer, x, mask, alpha, beta):
-    """LN(x + alpha * FFN(x) + beta * PKM(x)) from a layer's own parts, x the FFN's input."""
+    """Compute LN(x + alpha * FFN(x) + beta * PKM(x)) from a layer's modules. x: FFN's input."""
     if hasattr(layer, "ffn"):
         norm = layer.output_layer_norm
         up, down = (layer.ffn.lin1, layer.ffn.lin2) if alpha else (None, None)
@@ -181,7 +210,7 @@ def by_hand(layer, x, mask, alpha, beta):
     if alpha:  # without the hooks
         ffn = F.linear(F.gelu(up(x)), down.weight, down.bias)
     read, memory = torch.zeros_like(x), layer.memory
-    for sentence, real in enumerate(mask.bool()):  # no padded token is looked up
+    for sentence, real in enumerate(mask.bool()):  # padded tokens are not looked up
         slots, weights = memory.search(memory.query_norm(memory.query(x[sentence][real])))
         read[sentence, real] = torch.einsum("thk, thkd -> td", weights,
                                             memory.values.weight[slots.long()])
@@ -290,11 +319,12 @@ def test_classes_of_the_same_layers_work_and_others_are_refused():
 
 # the page about it
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "results/transformers.md").read_text(), re.DOTALL)
+PAGE = (ROOT / "results/transformers.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def run_block(word, names):
-    """Run the page's first block with this word in it, in a dict of names."""
+    """Run the page's first block that contains `word`. names: its variables, a dict."""
     exec(next(block for block in BLOCKS if word in block), names)  # noqa: S102
     return names
 
@@ -322,12 +352,12 @@ def test_the_pages_examples_run(place, capsys, monkeypatch):
     trained, again = names["model"].state_dict(), names["again"].state_dict()
     assert_same(dict(trained), dict(again))
     moments = torch.load("out/trainer/checkpoint-4/values.pt")["state"]
-    assert [each["step"] for each in moments.values()] == [4, 4]
+    assert [table["step"] for table in moments.values()] == [4, 4]
     assert len(BLOCKS) == 5
 
 
 class Batches:
-    """Batches as the Trainer of training.py takes them, and as that of transformers does."""
+    """The same batches for our Trainer and, by theirs(), for transformers'."""
     unit, size, accumulation = "tokens", 60, 1
 
     def __init__(self):
@@ -335,8 +365,9 @@ class Batches:
         mask = np.arange(20) < np.array([[20], [13], [5]])
         self.all = []
         for _ in range(20):
-            labels = np.where(mask & (rng.random((3, 20)) < 0.3), rng.integers(40, size=(3, 20)), -100)
-            ids = rng.integers(1, 40, size=(3, 20))  # 0: transformers learns no padding embedding
+            chosen = mask & (rng.random((3, 20)) < 0.3)
+            labels = np.where(chosen, rng.integers(40, size=(3, 20)), -100)
+            ids = rng.integers(1, 40, size=(3, 20))  # transformers does not train the vector of 0
             self.all.append({"ids": ids, "mask": mask, "labels": labels})
 
     def get(self, step, micro):
@@ -346,22 +377,22 @@ class Batches:
         return 1.0
 
     def theirs(self):
-        for each in self.all:
-            each = {name: torch.from_numpy(array) for name, array in each.items()}
-            yield {"input_ids": each["ids"], "attention_mask": each["mask"].long(),
-                   "labels": each["labels"]}
+        for arrays in self.all:
+            ids, mask, labels = map(torch.from_numpy, arrays.values())
+            yield {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6])
 def test_trainer_does_the_steps_of_our_loop(tmp_path, monkeypatch, alpha):
     pytest.importorskip("accelerate")
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # of our loss
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # in our loss
     batches, memory = Batches(), {"alpha": alpha, "beta": 1.5}
     model, folder = exported(tmp_path, None, **memory)
-    config = SimpleNamespace(seed=0, lr=3e-3, warmup_steps=0, max_steps=20, value_lr=1e-2,
-                             weight_decay=0.1, grad_clip=1.0, compile="off")
-    ours = Trainer(config, model.double().train(), batches, torch.device("cpu"),
-                            torch.float32)
+    config = SimpleNamespace(seed=0, lr=3e-3, keys_lr=1.0, value_lr=1e-2, weight_decay=0.1,
+                             grad_clip=1.0, compile="off")
+    schedule = Schedule(config.lr, warmup_steps=0, max_steps=20)
+    ours = Trainer(config, schedule, model.double().train(), batches, torch.device("cpu"),
+                   torch.float32)
     for step in range(20):
         ours.step(step)
 
@@ -382,7 +413,7 @@ def test_trainer_does_the_steps_of_our_loop(tmp_path, monkeypatch, alpha):
         def get_train_dataloader(self):
             return list(batches.theirs())
 
-        def get_decay_parameter_names(self, model):  # none on a memory, as in adamw()
+        def get_decay_parameter_names(self, model):  # no decay on a memory, as in adamw()
             names = super().get_decay_parameter_names(model)
             return [name for name in names if ".memory." not in name]
 
@@ -390,10 +421,9 @@ def test_trainer_does_the_steps_of_our_loop(tmp_path, monkeypatch, alpha):
     trained = theirs.state_dict()
     for name, w in model.state_dict().items():
         if w.is_floating_point() and "pooler" not in name:
-            parts = [f"{'bert.' * name.startswith('bert.')}{n}"
-                     for n in their_names(name)]
-            assert_near(torch.cat([trained[n] for n in parts]) if len(parts) > 1
-                        else trained[parts[0]], w, 1e-10)
+            prefix = "bert." if name.startswith("bert.") else ""
+            parts = [trained[prefix + n] for n in their_names(name)]
+            assert_near(torch.cat(parts) if len(parts) > 1 else parts[0], w, 1e-10)
     for number, values in value_tables(model).items():
         assert not torch.equal(values.weight, weights[
             f"bert.encoder.layer.{number - 1}.memory.values.weight"].double())

@@ -68,14 +68,18 @@ def test_bench(tmp_path, monkeypatch, capsys, args):
     assert json.loads(line) == json.loads(Path("results/x.json").read_text())
     record = json.loads(line)
     assert record["results"] and record["rounds"] == 2 and record["dtype"] == "float32"
-    if args[0] == "train":
-        assert [r["model"] for r in record["results"]] == ["demo plain", "demo +PKM", "demo +ResM"]
+    names = [r["system"] for r in record["results"]]
     if "--slots" in args:
-        kinds = 1 if args[0] == "causal" else 2
-        assert [r["slots"] for r in record["results"]] == [1024, 1089] * kinds
+        kinds = ["product"] if args[0] == "causal" else ["product", "flat"]
+        assert names == [f"{n}^2 slots, {kind} keys" for kind in kinds for n in (32, 33)]
     elif args[0] == "causal":
-        names = ["4 layers", "8 layers", "4 layers, memory"]
-        assert [r["model"] for r in record["results"]] == names * 2
+        assert names == ["4 layers", "8 layers", "4 layers, memory"] * 2
+    elif args[0] in ("--sizes", "train"):
+        assert names == ["plain", "+PKM", "+ResM"]
+    elif args[0] == "layer":
+        assert names == ["plain", "ours", "bf16", "plain", "ours"]
+    else:
+        assert names == ["theirs", "ours"] * 2
 
 
 def run_train(monkeypatch, *args):
@@ -108,7 +112,7 @@ def test_out_of_memory_halves_the_batch_then_is_one_line(monkeypatch, capsys, er
     def failing_step(largest):
         def training_step(*args):
             def run():
-                batches.append(len(args[3].keywords["ids"]))
+                batches.append(len(args[4].keywords["ids"]))
                 if batches[-1] > largest:
                     raise error
                 function()
@@ -120,22 +124,16 @@ def test_out_of_memory_halves_the_batch_then_is_one_line(monkeypatch, capsys, er
     run_train(monkeypatch, "--batch_size", "8", "--systems", "plain")
     assert list(dict.fromkeys(batches)) == [8, 4, 2]
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert record["results"][0]["tokens"] == 2 * 16
+    assert record["results"][0]["tokens"] == 2 * 16  # of the batch that fits
     monkeypatch.setattr(bench, "training_step", failing_step(0))
     with pytest.raises(SystemExit) as end:
         run_main(lambda: run_train(monkeypatch, "--batch_size", "8"))
-    said = capsys.readouterr().err.splitlines()
-    assert end.value.code == 1 and "Take a smaller batch_size" in said[-1]
-    assert not any("Traceback" in line for line in said)
+    error = capsys.readouterr().err
+    assert end.value.code == 1 and "Take a smaller batch_size" in error.splitlines()[-1]
+    assert "Traceback" not in error
 
 
 def test_float16_training_is_refused(monkeypatch):
-    monkeypatch.setattr("bench.choose_device", lambda *_: (torch.device("cpu"), torch.float16))
+    monkeypatch.setattr("bench.choose_device", lambda *_: (torch.device("cpu"), torch.float16, "float16"))
     with pytest.raises(UserError, match="timed in float32 and bfloat16"):
         run_train(monkeypatch)
-
-
-def test_what_does_not_fit_is_skipped(capsys):
-    assert bench.fits("little", 1, torch.device("cpu"))
-    assert not bench.fits("a model", 1e18, torch.device("cpu"))
-    assert "skipped: a model" in capsys.readouterr().out

@@ -24,7 +24,6 @@ from lib.common.files import lock
 from lib.common.settings import load_settings
 from lib.corpus import vocabulary
 from lib.corpus.batches import Corpus
-from lib.corpus.download import SQUAD
 from lib.corpus.vocabulary import GPT2_SPECIALS, SPECIALS
 from lib.tasks.glue import find_task, read_split
 from tests.helpers import (
@@ -193,9 +192,9 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("text new sample.txt bad.txt --vocab vocab.txt", written("bad.txt", b""), "bad.txt"),
         ("text new sample.txt bad.txt --vocab vocab.txt", written("bad.txt", b" \n\n"), "bad.txt"),
         ("text new sample.txt bad.txt --vocab vocab.txt", written("bad.txt", b"cat\n\0\n"),
-         "bad.txt: byte 4 is 0x00"),
+         "bad.txt: not utf-8 text (a NUL character)"),
         ("text new sample.txt bad.txt --vocab vocab.txt",
-         written("bad.txt", "cat\n\ncafé".encode("latin-1")), "bad.txt: byte 8 is 0xe9"),
+         written("bad.txt", "cat\n\ncafé".encode("latin-1")), "bad.txt: byte 8 is not utf-8"),
         ("text new bad.txt --vocab vocab.txt", written("bad.txt", b"cat\n\nmat\n"), "2 documents"),
         ("text new sample.txt --vocab vocab.txt",
          written("vocab.txt", b"[PAD]\n[UNK]\n[CLS]\n[SEP]\ncat\n"), "[MASK]"),
@@ -210,8 +209,9 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         *[("text new sample.txt --vocab vocab.txt",
            written("vocab.txt", "\n".join([*GPT2_SPECIALS, *more])), "the 256 bytes")
           for more in ("abc", [*vocabulary.byte_characters(), "\u5317"])],
-        ("squad --from .", lambda: [squad_file(Path(name)) and halved(name)() for name in
-                                    SQUAD], "train-v1.1.json: not a file of SQuAD 1.1"),
+        ("squad --from .", lambda: [squad_file(Path(name)) and halved(name)()
+                                    for name in prepare_data.SQUAD_FILES],
+         "train-v1.1.json: not a file of SQuAD 1.1"),
         ("wikipedia --from wiki --vocab vocab.txt", parquet(lambda whole: whole[:-100]),
          "wiki/a.parquet: damaged"),
         ("wikipedia --from wiki --vocab vocab.txt", parquet(lambda whole: b""),
@@ -342,6 +342,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("tiny.py --init_from=out/base", None, "out/base", "python pretrain.py configs/base.py"),
         ("tiny.py --seq_len=2", None, "seq_len"), ("tiny.py --dropout=1.5", None, "dropout"),
         ("tiny.py --seed=-1", None, "seed"), ("tiny.py --lr=-1", None, "lr"),
+        ("tiny.py --keys_lr=-1", None, "keys_lr", "at least 0"),
         ("tiny.py --key_dim=0", None, "key_dim"),
         ("tiny.py --memory_heads=0", None, "memory_heads"),
         ("tiny.py --lr={[]}", None, "lr", "expected float")],

@@ -27,7 +27,7 @@ from lib.corpus.vocabulary import load_tokenizer
 from lib.for_transformers.export import export
 from lib.tasks.glue import find_task
 from lib.tasks.predict import best_spans
-from lib.training.trainer import Trainer
+from lib.training.trainer import Schedule, Trainer
 from lib.weights.checkpoint import find_checkpoint, find_weights, load_model, read_weights
 from model import BertConfig, Classifier, SpanReader
 from tests.helpers import KILLS, ROOT, assert_same, files, log, squad_file, steps_saved, tune
@@ -455,8 +455,8 @@ def test_the_weights_become_those_of_transformers_trainer(tuned):
     shutil.copy("tiny.txt", "theirs/vocab.txt")
     ours = load_model("theirs").train()
     examples = finetune.Data(find_task("own"), load_tokenizer("theirs/vocab.txt"), config)
-    config.warmup_steps = 0
-    trainer = Trainer(config, ours, examples, torch.device("cpu"), torch.float32)
+    schedule = Schedule(config.lr, warmup_steps=0, max_steps=12)
+    trainer = Trainer(config, schedule, ours, examples, torch.device("cpu"), torch.float32)
     first = [p.clone() for p in ours.parameters()]
     for step in range(12):
         trainer.step(step)

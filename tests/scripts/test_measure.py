@@ -2,6 +2,7 @@
 Tables, figures and what slots store: measure.py's commands.
 """
 import collections
+import dataclasses
 import json
 import os
 import re
@@ -16,21 +17,20 @@ import torch
 
 import finetune
 import measure
-import pkm
-import pretrain
 from lib.common.errors import UserError
 from lib.corpus.batches import Corpus, cut_split, masked_heldout
 from lib.corpus.vocabulary import load_tokenizer
 from lib.for_transformers.export import export
+from lib.slot_usage.contexts import training_text
 from lib.slot_usage.counts import watch_reads
 from lib.slot_usage.evaluation import evaluate_language_model
 from lib.slot_usage.task_reads import TaskSample, class_distances
-from lib.tasks.run_facts import training_text
-from lib.training.run import NO_EFFECT, read_evaluations, write_usage
+from lib.tasks.score_table import NO_RECIPE
 from lib.training.trainer import Trainer
-from lib.weights.checkpoint import find_weights, load_model, save_checkpoint
+from lib.weights.checkpoint import find_weights, load_model
+from lib.weights.run import Run
 from model import Classifier
-from tests.helpers import ROOT, prepare, record_search, train, tune
+from tests.helpers import ROOT, prepare, record_search, save_model, train, tune
 
 
 def test_table(place, capsys):
@@ -121,8 +121,7 @@ def test_a_weights_folder_is_measured_like_a_run(place, capsys):
     assert [(run["steps"], run["seed"]) for run in saved["runs"]] == [("2", 0), ("?", "?")]
     measure.main(["fill", "folder", "[MASK] ."])
     tuned = Classifier(load_model("out/tiny").bert.config, 2)
-    save_checkpoint("out/tuned", tuned, torch.optim.SGD(tuned.parameters()),
-                               pkm.LazyAdam([]), {"step": 1})
+    save_model("out/tuned", tuned, step=1)
     shutil.copy("out/tiny/vocab.txt", "out/tuned")
     with pytest.raises(UserError, match="out/tuned: a fine-tuned checkpoint has no"):
         measure.main(["table", "out/tiny", "out/tuned", "--data", "tiny"])
@@ -240,8 +239,10 @@ def fine_tuned(folder, accuracy, **settings):
     Path(folder, "eval_results.json").write_text(json.dumps({"eval_accuracy": accuracy}))
 
 
-def test_what_has_no_effect_is_a_setting_of_both_scripts():
-    assert NO_EFFECT <= vars(finetune.Config()).keys() & vars(pretrain.Config()).keys()
+def test_a_recipe_is_every_setting_that_must_not_change():
+    may_change = {field.name for field in dataclasses.fields(finetune.Config)
+                  if field.metadata["may_change"]}
+    assert NO_RECIPE == may_change | {"seed"}
 
 
 def test_glue_pools_nothing_but_seeds(workdir, capsys):
@@ -292,7 +293,7 @@ def test_staleness(place, capsys):
     steps = [500_000, 1_000_000, 1_500_000]  # where names no longer sort by step
     tops = {n: [rng.integers(0, 2, 50) * 3 for _ in steps] for n in (2, 3)}
     for i, step in enumerate(steps):
-        write_usage(run, step, {n: {"read": tops[n][i], "top1": tops[n][i]} for n in tops})
+        Run(run).write_usage(step, {n: {"read": tops[n][i], "top1": tops[n][i]} for n in tops})
     measure.main(["staleness", "out/hand", "--out", "figures/two"])
     out = capsys.readouterr().out
     saved = json.loads(Path("figures/two.json").read_text())
@@ -318,7 +319,7 @@ def test_curves_go_on_where_the_initial_model_ended(place, capsys):
     assert [line.split("|")[1:3] for line in out[2:5]] == [
         [" out/tiny ", " 4     "], [" out/more ", " 8     "], [" out/pkm  ", " 8     "]]
     assert sorted(os.listdir("figures")) == ["a.json", "a.md", "a.png", "a.svg"]
-    more = read_evaluations("out/more")
+    more = Run("out/more").evaluations()
     assert more[0]["step"] == 4
     assert json.loads(Path("figures/a.json").read_text())["out/more"] == more
 

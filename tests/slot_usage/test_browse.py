@@ -14,7 +14,7 @@ import measure
 from lib.corpus.vocabulary import SPECIALS, wordpiece_tokenizer
 from lib.slot_usage.browse import page_data, page_html
 from lib.slot_usage.counts import last_used
-from lib.training.run import read_usage
+from lib.weights.run import Run
 from tests.helpers import train
 
 BREAKOUT = '</script><img/src=x/onerror="window.broken=1">'
@@ -161,7 +161,7 @@ def test_clicks_keys_and_search(place, browser, capsys):
     page.fill("#search", "no such word")
     assert "not in the text" in page.inner_text("#answer") and not page.locator("#hits li").count()
 
-    last = last_used(read_usage("out/tiny"), 3)
+    last = last_used(Run("out/tiny").usage_snapshots(), 3)
     page.select_option("#view", "last use")
     chips = page.locator("#legend button").all_inner_texts()
     assert [int(chip.split(": ")[1]) for chip in chips] == [int((last == n).sum())

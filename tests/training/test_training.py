@@ -1,5 +1,5 @@
 """
-Pretraining: where it starts, what it leaves, and that no kill, signal or full disk changes it.
+Pretraining: where it starts and what it leaves. No kill, signal or full disk changes that.
 
 $ PKM_TEST_KILLS=20 python -m pytest -k killed      # more SIGKILLs than 5
 """
@@ -30,26 +30,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import pretrain
 from lib.common.errors import Failure, UserError
 from lib.corpus.batches import Corpus, MaskedBatches
-from lib.training.trainer import (
-    Trainer,
-    adamw,
-    check_finite,
-    compile_model,
-    flops_per_token,
-    learning_rate,
-    optimizer_groups,
-    peak_flops,
-    to_device,
-)
-from lib.weights.checkpoint import (
-    find_checkpoint,
-    init_from,
-    load_model,
-    load_optimizers,
-    save_checkpoint,
-)
+from lib.training.flops import flops_per_token, peak_flops
+from lib.training.trainer import Schedule, Trainer, compile_model, optimizer_groups, to_device
+from lib.weights.checkpoint import init_from, load_model
+from lib.weights.run import Run
 from model import Classifier, SpanReader, value_tables
-from pkm import LazyAdam
 from tests.helpers import (
     KILLS,
     ROOT,
@@ -79,26 +64,37 @@ def test_optimizer_groups():
     assert not found
 
 
-def test_an_older_run_keeps_its_weight_decay_and_its_moments(tmp_path, capsys):
-    """An older version had the memory's query weights and sub-keys among the decayed."""
-    model = tiny_bert(memory_layers=(2, 3))
-    tables = {id(table.weight) for table in value_tables(model).values()}
-    dense = [p for p in model.parameters() if id(p) not in tables]
-    old = torch.optim.AdamW([{"params": [p for p in dense if p.dim() > 1], "weight_decay": 0.3},
-                             {"params": [p for p in dense if p.dim() <= 1], "weight_decay": 0.0}])
-    for p in dense:
-        p.grad = torch.randn_like(p)
-    old.step()
-    values = LazyAdam(value_tables(model).values())
-    folder = save_checkpoint(tmp_path, model, old, values, {"step": 3})
-    new = adamw(model, pretrain.Config(), torch.device("cpu"))
-    assert load_optimizers(folder, model, new, values) == {"step": 3}
-    assert "with weight decay on the memory" in capsys.readouterr().out
-    for p in dense:
-        assert_same(dict(new.state[p]), dict(old.state[p]))
-    for ours, theirs in zip(new.param_groups, old.param_groups, strict=True):
-        assert ours["weight_decay"] == theirs["weight_decay"]
-        assert list(map(id, ours["params"])) == list(map(id, theirs["params"]))
+def test_sub_keys_learn_at_their_own_rate(place):
+    """A factor of the schedule's rate, also in a resumed run; 1 is the run without the setting."""
+    def keys(*args):
+        assert train("--max_steps=3", "--checkpoint_interval=2", *args) == 0
+        weights = load_model(args[0].removeprefix("--out=")).state_dict()
+        return [w for name, w in weights.items() if name.endswith(".memory.keys")]
+
+    plain, one = keys("--out=out/plain"), keys("--out=out/one", "--keys_lr=1.0")
+    frozen, slow = keys("--out=out/frozen", "--keys_lr=0"), keys("--out=out/slow", "--keys_lr=.1")
+    torch.manual_seed(0)
+    config = pretrain.Config(**TINY)
+    start, _ = pretrain.make_model(config, Corpus("tiny"), None)
+    first = [w for name, w in start.state_dict().items() if name.endswith(".memory.keys")]
+    assert len(first) == 2
+    for n, initial in enumerate(first):
+        assert torch.equal(plain[n], one[n]) and torch.equal(frozen[n], initial)
+        assert 0.05 < (slow[n] - initial).norm() / (plain[n] - initial).norm() < 0.2
+    shutil.rmtree("out/slow/step_000003")
+    assert all(map(torch.equal, keys("--out=out/slow", "--keys_lr=.1"), slow))
+    with pytest.raises(UserError, match="keys_lr = 0.1, not 1.0"):
+        train("--out=out/slow", "--max_steps=4")
+
+
+def test_a_memory_without_query_norm(place):
+    """The setting reaches the memory, its checkpoint and whatever loads it."""
+    assert train("--query_norm=False", "--max_steps=2") == 0
+    model = load_model("out/tiny")
+    assert not [name for name in model.state_dict() if "query_norm" in name]
+    assert train("--out=out/norm", "--max_steps=2") == 0
+    assert [r["loss"] for r in log()][-1] != [r["loss"] for r in log("out/norm")][-1]
+    assert train("--query_norm=False", "--max_steps=3") == 0
 
 
 @pytest.mark.parametrize("memory", [{}, {"memory_layers": (2,)},
@@ -134,13 +130,14 @@ class TwoBatches:
 
 
 def test_two_steps_equal_the_formulas():
-    """Mean gradient, clipping, warm-up, AdamW with Devlin et al.'s betas and epsilon, weight decay
-    on matrices outside the memory, SparseAdam's update of the rows that were read; in float64."""
-    config = pretrain.Config(lr=0.01, warmup_steps=4, max_steps=8, value_lr=0.02, grad_clip=0.05,
-                             weight_decay=0.3, dropout=0.0)
+    """Each formula is written out here, in float64: the mean gradient, clipping, the warm-up, AdamW
+    with Devlin et al.'s betas and epsilon, and SparseAdam's update of the rows that were read.
+    Weight decay is on matrices outside the memory only."""
+    config = pretrain.Config(value_lr=0.02, grad_clip=0.05, weight_decay=0.3, dropout=0.0)
+    schedule = Schedule(lr=0.01, warmup_steps=4, max_steps=8)
     model = tiny_bert(memory_layers=(2,), dropout=0.0).double()
     ours = copy.deepcopy(model)
-    trainer = Trainer(config, ours, TwoBatches(), torch.device("cpu"), torch.float32)
+    trainer = Trainer(config, schedule, ours, TwoBatches(), torch.device("cpu"), torch.float32)
     moments = {}
     for step in range(2):
         loss, norm = trainer.step(step)
@@ -183,11 +180,11 @@ def test_two_steps_equal_the_formulas():
 
 
 def test_dropout_is_a_function_of_seed_and_step():
-    """Another one at every step and for every seed, the same one again for a resumed run."""
+    """Every step and every seed have another dropout. A resumed run has the same one again."""
     def losses(seed, steps):
-        config = pretrain.Config(seed=seed, lr=0.0, value_lr=0.0, max_steps=9, warmup_steps=0)
-        trainer = Trainer(config, tiny_bert(dropout=0.5), batches, torch.device("cpu"),
-                                   torch.float32)
+        config, schedule = pretrain.Config(seed=seed, value_lr=0.0), Schedule(0.0, 0, 9)
+        trainer = Trainer(config, schedule, tiny_bert(dropout=0.5), batches, torch.device("cpu"),
+                          torch.float32)
         return [trainer.step(step)[0].item() for step in steps]
 
     batches = TwoBatches()
@@ -234,8 +231,7 @@ def test_init_from_another_shape(plain_run):
 
 
 def test_seeds_share_no_random_pooler(plain_run):
-    """Masked-LM pretraining leaves the pooler as it was drawn, and so does SQuAD, which has no use
-    for it; a Classifier's is trained."""
+    """Masked-LM pretraining and SQuAD leave the pooler as it was drawn. A Classifier trains it."""
     (_, initial), sizes = plain_run, tiny_bert().bert.config
 
     def pooler(seed, start=initial):
@@ -245,17 +241,23 @@ def test_seeds_share_no_random_pooler(plain_run):
         return model.bert.pooler.weight
 
     assert not torch.equal(pooler(0), pooler(1)) and torch.equal(pooler(0), pooler(0))
-    reader = save_model(initial.parent / "squad", SpanReader(sizes))
-    (reader.parent / "config.json").write_text(json.dumps({"init_checkpoint": str(initial)}))
-    assert not torch.equal(pooler(0, reader), pooler(1, reader))
     tuned = Classifier(sizes, 2)
     start = save_model(initial.parent / "tuned", tuned)
     assert torch.equal(pooler(0, start), tuned.bert.pooler.weight)
+    vocab = initial.parent / "vocab.txt"
+    vocab.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe")
+    for before, trained in ((initial, False), (start, True)):
+        model = SpanReader(sizes)
+        origin = init_from(model, before)
+        reader = save_model(initial.parent / f"squad_{trained}", model)
+        Run(reader.parent).begin(pretrain.Config(), vocab, origin)
+        shutil.rmtree(before)  # a run knows it without its ancestors
+        assert torch.equal(pooler(0, reader), pooler(1, reader)) == trained
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_loading_a_model_keeps_one_copy(tmp_path):
-    """And writing to it leaves the file as it was."""
+    """Writing to the model leaves the file as it was."""
     model = tiny_bert(memory_layers=(2,), n_keys=512, d_model=64)  # 67 MB of values
     file = save_model(tmp_path, model) / "model.pt"
     before = hashlib.sha256(file.read_bytes()).digest()
@@ -332,7 +334,7 @@ def test_a_logged_loss_is_the_mean_since_the_last(place):
 
 
 def test_speed_is_since_the_last_record_and_elapsed_since_the_start(place, monkeypatch):
-    """By a clock on which a step takes a second; evaluations and checkpoints take no time."""
+    """On this clock a step takes a second. Evaluations and checkpoints take no time."""
     clock, step = [0.0], Trainer.step
 
     def second(trainer, n):
@@ -360,7 +362,7 @@ def test_what_a_killed_process_left_half_written_goes(place):
 
 
 def test_an_older_torch_compiles_no_memory(place, monkeypatch):
-    """2.11 drops what a compiled backward pass keeps for the optimizer, without a word."""
+    """torch 2.11 silently drops what a compiled backward pass keeps for the optimizer."""
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0+cu130"))
     for choice, device in (("on", "cpu"), ("auto", "cuda")):
         with pytest.raises(UserError, match="2.13 or later, this is 2.11.0"):
@@ -370,7 +372,7 @@ def test_an_older_torch_compiles_no_memory(place, monkeypatch):
 
 
 def test_compiled_training_equals_eager(place):
-    """At a value_lr at which values that a compiled graph forgets to train show in the loss."""
+    """The value_lr is so high that values which a compiled graph forgot to train would show."""
     args = ["--n_layer=2", "--memory_layers=1,2", "--dropout=0", "--max_steps=20",
             "--accumulation=1", "--value_lr=0.03"]
     eager, compiled = losses(*args), losses(*args, "--compile=on")
@@ -389,12 +391,12 @@ def test_bfloat16_follows_float32(place):
 
 
 def test_float16_skips_a_step_that_overflows(place):
-    """The scaler finds an inf: nothing moves, the reads go; the next step is unscaled."""
-    config = pretrain.Config(**{**TINY, "dropout": 0.0})
+    """If the scaler finds an inf, nothing moves and the reads go. The next step is unscaled."""
+    config, schedule = pretrain.Config(**{**TINY, "dropout": 0.0}), Schedule(3e-3, 4, 12)
     corpus, device = Corpus("tiny"), torch.device("cpu")
-    model, _ = pretrain.start_model(config, pretrain.validate(config), corpus, None)
+    model, _ = pretrain.make_model(config, corpus, None)
     batches = MaskedBatches(corpus, config)
-    trainer = Trainer(config, model, batches, device, torch.float16)
+    trainer = Trainer(config, schedule, model, batches, device, torch.float16)
     before = {name: w.clone() for name, w in model.state_dict().items() if "running" not in name}
     scale, backward = trainer.scaler.get_scale(), torch.Tensor.backward
     with pytest.MonkeyPatch.context() as patch:
@@ -405,9 +407,9 @@ def test_float16_skips_a_step_that_overflows(place):
     assert trainer.scaler.get_scale() == scale / 2
     tables = value_tables(model).values()
     assert not trainer.values.state and not any(table.reads for table in tables)
-    full = pretrain.start_model(config, pretrain.validate(config), corpus, None)[0]
+    full, _ = pretrain.make_model(config, corpus, None)
     full.load_state_dict(after)
-    other = Trainer(config, full, batches, device, torch.float32)
+    other = Trainer(config, schedule, full, batches, device, torch.float32)
     norms = [t.step(1)[1].item() for t in (trainer, other)]
     assert norms[0] == pytest.approx(norms[1], rel=0.1)  # clipped after it was unscaled
     for half, single in zip(trainer.values.state.values(), other.values.state.values(),
@@ -417,13 +419,13 @@ def test_float16_skips_a_step_that_overflows(place):
 
 
 def assert_same_run(out, reference):
-    """The same log, but for speed, the same last weights, optimizer and value moments."""
+    """The logs are the same but for speed; weights and moments are the same at the end."""
     def timeless(run):
         return [{k: v for k, v in r.items() if k not in ("tokens_per_s", "elapsed")}
                 for r in log(run)]
 
     assert_same(timeless(out), timeless(reference), "log")
-    ends = [find_checkpoint(run) for run in (out, reference)]
+    ends = [Run(run).newest_checkpoint() for run in (out, reference)]
     assert ends[0].name == ends[1].name
     for name in ("model.pt", "optimizer.pt"):
         assert_same(*(torch.load(end / name, weights_only=True) for end in ends), name)
@@ -433,7 +435,7 @@ def assert_same_run(out, reference):
 
 
 def wait_for(condition, process):
-    """Poll until condition() is true, and return its value; the process must not end before."""
+    """Poll until condition() is true, and return its value. The process must not end before."""
     while not (value := condition()):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.001)
@@ -441,13 +443,13 @@ def wait_for(condition, process):
 
 
 def saving(run):
-    """Whether the newest checkpoint, whatever its name, still lacks its last file."""
+    """Whether the newest checkpoint still lacks its last file, under any name."""
     newest = max(run.glob("*step_*"), key=lambda path: path.name[-6:])
     return (newest / "model.pt").exists() and not (newest / "state.pt").exists()
 
 
 def test_a_killed_run_ends_as_if_it_had_not_been(place):
-    """SIGKILL during steps and, every other time, during the writing of a checkpoint."""
+    """Half of the kills come during a step, the others while a checkpoint is written."""
     args = ["--eval_interval=4", f"--max_steps={20 + 6 * KILLS}"]
     rng, run, seen = random.Random(), Path("out/killed"), 0  # other moments every time
     for number in range(KILLS):
@@ -496,8 +498,9 @@ def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, 
 def test_a_loss_that_is_no_number_stops_the_run(place, monkeypatch):
     assert train("--max_steps=4", "--checkpoint_interval=2") == 0
     before = files("out/tiny/step_000004")
-    rate = learning_rate
-    monkeypatch.setattr("lib.training.trainer.learning_rate", lambda n, c: 1e30 if n == 5 else rate(n, c))
+    rate = Schedule.learning_rate
+    monkeypatch.setattr(Schedule, "learning_rate",
+                        lambda self, n: 1e30 if n == 5 else rate(self, n))
     with pytest.raises(Failure, match="^step 7: the loss is (nan|inf)"):
         train("--checkpoint_interval=100")
     assert files("out/tiny/step_000004") == before and steps_saved("out/tiny") == 4
@@ -507,11 +510,13 @@ def test_a_loss_that_is_no_number_stops_the_run(place, monkeypatch):
     (1.0, 1.0, torch.float32, False), (math.nan, 1.0, torch.float32, True),
     (1.0, math.inf, torch.float32, True), (1.0, math.inf, torch.bfloat16, True),
     (1.0, math.inf, torch.float16, False), (math.inf, 1.0, torch.float16, True)])
-def test_what_is_no_number(loss, norm, dtype, stops):
-    """In float16 a norm may overflow, the scaler skips that step; a loss may not."""
+def test_a_loss_or_norm_that_is_no_number_stops(loss, norm, dtype, stops):
+    """In float16 a norm may overflow: the scaler skips that step. A loss may not overflow."""
     steps = [(1.0, 0.5), (loss, norm), (1.0, 0.5)]
+    trainer = Trainer(pretrain.Config(), Schedule(1e-4, 0, 9), tiny_bert(), TwoBatches(),
+                      torch.device("cpu"), dtype)
     with pytest.raises(Failure, match="step 8") if stops else contextlib.nullcontext():
-        check_finite(9, steps, pretrain.Config(), dtype)
+        trainer.check_finite(9, steps)
 
 
 def test_a_gradient_that_is_no_number_is_not_saved(place, monkeypatch):
@@ -526,7 +531,7 @@ def test_a_gradient_that_is_no_number_is_not_saved(place, monkeypatch):
 @pytest.mark.parametrize("file, share", [("model.pt", 0.02), ("model.pt", 0.5),
                                          ("optimizer.pt", 0.9)])
 def test_no_space_left(place, file, share):
-    """The disk takes files up to `share` of this one."""
+    """The disk takes files up to this share of the named one."""
     assert train("--max_steps=4") == 0
     before = files("out/tiny/step_000004")
     limit = int(share * len(before[f"out/tiny/step_000004/{file}"]))
@@ -540,7 +545,7 @@ def test_no_space_left(place, file, share):
 
 
 def test_two_processes_do_not_train_in_one_folder(place):
-    """Started at the same moment, one goes on; the other has one line and writes nothing."""
+    """Two start at the same moment: one goes on, the other prints one line and writes nothing."""
     both = [subprocess.Popen(command("--max_steps=300", "--eval_interval=1000"), text=True,
                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)]
     while all(process.poll() is None for process in both):

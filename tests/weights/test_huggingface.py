@@ -1,5 +1,5 @@
 """
-Weights from Hugging Face's folders and into them.
+Hugging Face's folders, read.
 """
 import json
 import shutil
@@ -11,18 +11,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import measure
-from lib.common.errors import Failure, UserError
+from lib.common.errors import UserError
 from lib.corpus.batches import Corpus, masked_heldout
 from lib.corpus.vocabulary import SPECIALS, load_tokenizer
-from lib.for_transformers.export import export, main
 from lib.training.trainer import to_device
 from lib.weights.checkpoint import init_from, load_model, read_weights
 from model import BertConfig, Classifier, MaskedLM, SpanReader, build_model
-from tests.helpers import assert_one_line, assert_same, log, save_model, tiny_bert, train
+from tests.helpers import assert_one_line, log, save_model, train
 
 
 def hugging_face(kind, **sizes):
-    """A random transformers model in which every weight shows in the logits."""
+    """Make a random transformers model whose weights all show in the logits."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"vocab_size": 40, "max_position_embeddings": 24, **sizes}
@@ -90,7 +89,7 @@ def test_hugging_face_folders_give_the_same_logits(tmp_path, kind, layout):
 
 
 def saved_run(tmp_path, model, vocab_size=40, labels=()):
-    """A run's folder with a checkpoint of the model and a vocabulary of its size."""
+    """Draw the model's weights; save it as a run's checkpoint, with a vocabulary of its size."""
     for name, p in model.named_parameters():
         nn.init.normal_(p, float("norm" in name and "weight" in name), 0.4)
     words = [*SPECIALS, *(f"w{n}" for n in range(vocab_size - 5))]
@@ -105,63 +104,6 @@ def tiny_head(head, labels=(), **settings):
     sizes = {"vocab_size": 40, "n_layer": 3, "n_head": 4, "d_model": 32, "d_ff": 64, "max_len": 24,
              "n_keys": 4, "memory_heads": 2, "topk": 3, "key_dim": 4}
     return build_model(BertConfig(**{**sizes, **settings}), head, labels)
-
-
-@pytest.mark.parametrize("type_vocab", [2, 0])
-@pytest.mark.parametrize("head, auto, labels", [
-    (None, "MaskedLM", ()), ("classifier", "SequenceClassification", ("no", "maybe", "yes")),
-    ("classifier", "SequenceClassification", ()), ("span", "QuestionAnswering", ())],
-    ids=["MLM", "classes", "regression", "span"])
-def test_export_loads_in_transformers(tmp_path, capsys, head, auto, labels, type_vocab):
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("safetensors")
-    model = tiny_head(head, labels, type_vocab=type_vocab)
-    main([str(saved_run(tmp_path, model, labels=labels)), str(tmp_path / "out")])
-    theirs, loading = getattr(transformers, f"AutoModelFor{auto}").from_pretrained(
-        tmp_path / "out", output_loading_info=True)
-    assert not loading["missing_keys"] and not loading["mismatched_keys"]
-    assert type(theirs).__name__ == f"BertFor{auto}"
-    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
-    assert_same_logits(model, theirs.eval())
-    if head == "classifier":
-        assert tuple(theirs.config.id2label.values()) == (labels or ("LABEL_0",))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    pair = tokenizer("W3 w5", "w7 [MASK]")
-    assert pair["input_ids"] == [2, 8, 10, 3, 12, 4, 3]
-    assert pair["token_type_ids"] == [0] * 4 + [1] * 3
-    again = load_model(tmp_path / "out").eval()
-    ids = torch.randint(40, (2, 9))
-    assert type(again) is type(model)
-    torch.testing.assert_close(again(ids), model(ids), rtol=1e-5, atol=1e-6)  # aligned otherwise
-    with pytest.raises(UserError, match="exists"):
-        export(tmp_path / "run", tmp_path / "out")
-
-
-@pytest.mark.parametrize("alpha", [0.0, 1.0], ids=["PKM", "ResM"])
-@pytest.mark.parametrize("head", [None, "classifier", "span"])
-def test_export_of_a_memory_comes_back_bit_for_bit(tmp_path, capsys, head, alpha):
-    """Without a pooler that was not trained: a classifier that starts from it draws its own."""
-    pytest.importorskip("safetensors")
-    model = tiny_head(head, ("a", "b"), memory_layers=(1, 3), alpha=alpha).train()
-    model(torch.randint(40, (4, 9)))  # the batch norm has statistics now
-    run = saved_run(tmp_path, model, labels=("a", "b") if head == "classifier" else ())
-    export(run, tmp_path / "out")
-    saved, again = read_weights(run), read_weights(tmp_path / "out")
-    assert_same({name: w for name, w in saved["weights"].items()
-                 if head == "classifier" or "pooler" not in name}, again["weights"])
-    init_from(tiny_head("classifier", memory_layers=(1, 3), alpha=alpha), tmp_path / "out")
-    assert ("left random  pooler" in capsys.readouterr().out) == (head != "classifier")
-    assert saved["config"] == again["config"] and saved.get("labels") == again.get("labels")
-    ids = torch.randint(40, (2, 9))
-    loaded = load_model(tmp_path / "out").eval()
-    torch.testing.assert_close(loaded(ids), model.eval()(ids), rtol=1e-5,
-                               atol=1e-6)  # another alignment, another rounding
-    readme = (tmp_path / "out/README.md").read_text()
-    assert "trust_remote_code" in readme and "(1, 3)" in readme and "4 x 4 slots" in readme
-    fresh = tiny_head(None, memory_layers=(1, 3), alpha=alpha)
-    init_from(fresh, tmp_path / "out")
-    assert torch.equal(fresh.bert.layers[2].memory.values.weight,
-                       model.bert.layers[2].memory.values.weight)
 
 
 @pytest.mark.parametrize("prefix", ["", "bert."])
@@ -179,8 +121,8 @@ def test_an_encoder_without_a_head_is_a_start(tmp_path, capsys, prefix):
         with torch.no_grad():
             pooled = model.bert.eval().pool(model.bert(ids))
             torch.testing.assert_close(pooled, theirs(ids)[1], rtol=0, atol=1e-5)
-    said = capsys.readouterr().out
-    assert "left random  MLM head" in said and "left random  task head" in said
+    output = capsys.readouterr().out
+    assert "left random  MLM head" in output and "left random  task head" in output
 
 
 def test_a_vocabulary_with_capitals_is_of_a_cased_bert(tmp_path):
@@ -192,26 +134,8 @@ def test_a_vocabulary_with_capitals_is_of_a_cased_bert(tmp_path):
     assert load_tokenizer(tmp_path).encode(text).tokens == theirs.tokenize(text)
 
 
-def test_a_fine_tuned_models_card_has_its_metrics(tmp_path):
-    run = saved_run(tmp_path, tiny_head("classifier", ("a", "b")), labels=("a", "b"))
-    (run / "step_000003").rename(run / "best")
-    (run / "config.json").write_text(json.dumps(
-        {"task": "RTE", "tokenizer_hash": "", "init_checkpoint": "", "first_step": 0}))
-    (run / "eval_results.json").write_text(json.dumps({"eval_accuracy": 0.75, "last_accuracy": 1}))
-    export(run / "best", tmp_path / "out")
-    card = (tmp_path / "out/README.md").read_text()
-    assert "| task " in card and "| accuracy | 0.75 " in card and "| 1 " not in card
-    assert "AutoModelForSequenceClassification" in card
-
-
-def test_a_causal_model_with_memory_is_not_exported(tmp_path):
-    run = saved_run(tmp_path, tiny_head(None, causal=True, memory_layers=(2,)))
-    with pytest.raises(UserError, match="is a causal language model with memory"):
-        export(run, tmp_path / "out")
-
-
-def demo_of_hugging_face(kind, folder, vocab):
-    """A random transformers model of the demo's shape with a vocabulary, saved by torch."""
+def demo_of_hugging_face(folder, vocab):
+    """Save a random transformers model of the demo's shape by torch, with its vocabulary."""
     size = len(Path(vocab).read_text().splitlines())
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -225,13 +149,14 @@ def demo_of_hugging_face(kind, folder, vocab):
 
 
 def test_a_run_starts_from_hugging_faces_weights(place, capsys):
-    """By the name that they have in data/weights; its first evaluation is theirs."""
-    theirs = demo_of_hugging_face("Bert", "data/weights/bert-base-uncased", "tiny.txt")
+    """It finds them by name in data/weights, and its first evaluation is their loss."""
+    theirs = demo_of_hugging_face("data/weights/bert-base-uncased", "tiny.txt")
     args = ["--init_from=bert-base-uncased", "--memory_layers="]
     assert train(*args, "--max_steps=2", "--out=out/init") == 0
     first = log("out/init")[0]
-    said = capsys.readouterr().out
-    assert "init_from data/weights/bert-base-uncased:" in said and "loaded       MLM head" in said
+    output = capsys.readouterr().out
+    assert "init_from data/weights/bert-base-uncased:" in output
+    assert "loaded       MLM head" in output
     batches = masked_heldout(Corpus("tiny"), "val", 16, 2, 8)
     total = 0.0
     with torch.no_grad():
@@ -262,19 +187,3 @@ def test_a_run_starts_from_hugging_faces_weights(place, capsys):
     shutil.copy("other.txt", "data/weights/bert-base-uncased/vocab.txt")
     assert_one_line(capsys, "tiny.py", "--init_from=bert-base-uncased", "--dataset=other",
                     words=["26 tokens do not fit weights for 25"])
-
-
-def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
-    safetensors = pytest.importorskip("safetensors")
-    pytest.importorskip("safetensors.torch")
-    save_model(tmp_path / "run", tiny_bert())
-    (tmp_path / "run/vocab.txt").write_text("\n".join([*SPECIALS, *map(str, range(35))]))
-
-    def full(weights, path, metadata):
-        path.write_bytes(b"half")
-        raise safetensors.SafetensorError("No space left on device")
-
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(Failure, match="No space left"):
-        export(tmp_path / "run", tmp_path / "folder")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]

@@ -1,0 +1,285 @@
+"""
+Read and write the folder of a run. Only this file knows what is in it.
+
+out/<run>/config.json               the settings, and where the run started
+out/<run>/vocab.txt                 the vocabulary; with tokenizer.json if the corpus has one
+out/<run>/log.jsonl                 one JSON object a line: losses and evaluations
+out/<run>/step_000500/              a checkpoint: model.pt, optimizer.pt and state.pt
+out/<run>/usage/step_000500.npz     how often each slot was read during an evaluation
+out/<run>/seed0/                    a fine-tuned run has a run for each seed, and there:
+out/<run>/seed0/best_epoch_2/       model.pt of the best epoch; renamed best/ at the end
+out/<run>/seed0/eval_results.json   the scores of best/
+
+Loading weights reads runs, too, and stands below training. That is why this file is here.
+"""
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import numpy as np
+
+from lib.common.errors import Failure, UserError, need
+from lib.common.files import atomic, discard, load_file, read_json, write_text
+from lib.common.torchrun import first_rank
+from lib.corpus.vocabulary import read_vocab, vocab_hash
+from lib.distributed.processes import first_rank_first, lost_rank, max_over_ranks
+from lib.distributed.sharded_values import save_whole
+
+
+def save_files(folder, files):
+    """Write {name: content} as <folder>/<name>.pt. The folder is written whole or not at all."""
+    try:
+        with atomic(folder) as temporary:
+            temporary.mkdir()
+            for name, content in files.items():
+                save_whole(content, temporary / f"{name}.pt")
+        max_over_ranks()  # all ranks wait until it is there
+    except RuntimeError as error:  # torch.save reports a failed write by it
+        if lost_rank(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise Failure(f"{folder}: not saved, is the disk full? ({reason}); older "
+                      "checkpoints are untouched") from None
+
+
+def numbered(folder, prefix, suffix=""):
+    """Find <folder>/<prefix><number><suffix>. Returns {number: path}, the lowest number first."""
+    paths = {}
+    for path in Path(folder).glob(f"{prefix}*{suffix}"):
+        number = path.name.removeprefix(prefix).removesuffix(suffix)
+        if re.fullmatch(r"\d+(\.\d+)?", number):
+            paths[int(number) if number.isdigit() else float(number)] = path
+    return dict(sorted(paths.items()))
+
+
+class Run:
+    """Read and write the folder of a run. It need not exist yet. A new run is begun with begin().
+    Then open() makes it ready for log() and save_checkpoint()."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.log_file = self.curves = None
+
+    def begin(self, config, vocab, origin):
+        """Write config.json and the tokenizer's files. `config` is a dataclass, `vocab` the path of
+        the corpus's or the initial model's vocab.txt, `origin` what init_from() returned."""
+        for file in (vocab, vocab.with_name("tokenizer.json")):  # the run works without its corpus
+            if file.exists():
+                with atomic(self.folder / file.name) as temporary:
+                    shutil.copyfile(file, temporary)
+        settings = {**asdict(config), **origin, "tokenizer_hash": vocab_hash(read_vocab(vocab))}
+        write_text(self.folder / "config.json", json.dumps(settings, indent=1))
+
+    def has_begun(self):
+        """Return whether the folder has settings."""
+        return (self.folder / "config.json").is_file()
+
+    def settings(self, needed=()):
+        """Read config.json: a dict of all settings, the origin, and tokenizer_hash. UserError if a
+        key of `needed` is missing: a fine-tuned run has no settings of pretraining."""
+        settings = read_json(self.folder / "config.json")
+        if not {"tokenizer_hash", "init_checkpoint", "first_step"} <= settings.keys():
+            raise UserError(f"{self.folder}/config.json: not of pretrain.py or finetune.py: "
+                            f"is {self.folder} a run?")
+        if lacking := [key for key in needed if key not in settings]:
+            raise UserError(f"{self.folder}: a fine-tuned run has no {lacking[0]}: "
+                            "expected one of pretraining")
+        return settings
+
+    def origin(self):
+        """Read the origin that begin() was given."""
+        names = {"init_checkpoint", "first_step", "pooler_trained"}
+        return {key: value for key, value in self.settings().items() if key in names}
+
+    def check_settings(self, config):
+        """Print which settings changed since the run began; UserError if one must not change."""
+        may_change = {field.name for field in fields(config) if field.metadata["may_change"]}
+        before, now = self.settings(), json.loads(json.dumps(asdict(config)))
+        for key in sorted(key for key in now if key in before and now[key] != before[key]):
+            if key not in may_change:
+                raise UserError(f"{self.folder} was trained with {key} = {before[key]!r}, not "
+                                f"{now[key]!r}: give the changed run its own --out=out/NAME")
+            if key not in ("dry_run", "eval_only"):
+                note = ", where the learning rate reaches 0" if key == "max_steps" else ""
+                note += ": it rises again now" if note and now[key] > before[key] else ""
+                print(f"{key} was {before[key]!r}, is now {now[key]!r}{note}")
+
+    def open(self, step, best_epoch=None, tensorboard=False):
+        """Open the log, and remove what a killed process wrote after the checkpoint of `step`. That
+        can be half a file, log records, usage snapshots, and weights of a better epoch than the
+        checkpoint's `best_epoch`."""
+        for place in (".", "usage", "submission"):
+            for temporary in Path(self.folder, place).glob(".tmp_*"):
+                discard(temporary)
+        for number, snapshot in numbered(self.folder / "usage", "step_", ".npz").items():
+            if number > step:
+                discard(snapshot)
+        self._drop_epochs_but(best_epoch)
+        if first_rank():
+            path = self.folder / "log.jsonl"
+            records = self.records() if step and path.exists() else []
+            kept = [json.dumps(record) for record in records if record["step"] <= step]
+            write_text(path, "".join(f"{record}\n" for record in kept))
+            self.log_file = path.open("a", buffering=1)
+            if tensorboard:
+                writer = need("torch.utils.tensorboard", "tensorboard = True").SummaryWriter
+                self.curves = writer(self.folder, purge_step=step and step + 1)
+
+    def log(self, record):
+        """Add a record, a dict with `step`, to log.jsonl and to TensorBoard's curves."""
+        if not self.log_file:  # only the first rank writes
+            return
+        print(json.dumps(record), file=self.log_file)
+        if self.curves:
+            layers = {f"layer {n}": usage for n, usage in record.get("layers", {}).items()}
+            plain = {key: x for key, x in record.items() if key not in ("step", "layers")}
+            for group, numbers in {"train" if "lr" in record else "eval": plain, **layers}.items():
+                for name, number in numbers.items():
+                    self.curves.add_scalar(f"{group}/{name}", number, record["step"])
+            self.curves.flush()
+
+    def records(self):
+        """Read log.jsonl, a list of dicts. A last line that is half written does not count."""
+        path, records = self.folder / "log.jsonl", []
+        try:
+            lines = path.read_text().split("\n")[:-1]
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: not readable ({error})") from None
+        for number, line in enumerate(lines, 1):
+            try:
+                records.append(json.loads(line))
+                records[-1]["step"]  # raises if it is no record
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"{path}:{number}: not a record: remove the line") from None
+        return records
+
+    def evaluations(self):
+        """Read the log's evaluations. Their `step` counts the steps of the initial model, too."""
+        first = self.settings()["first_step"]
+        evaluations = [{**record, "step": first + record["step"]} for record in self.records()
+                       if "perplexity" in record]
+        if not evaluations:
+            raise UserError(f"{self.folder}/log.jsonl: no evaluation in it yet")
+        return evaluations
+
+    def evaluation_before(self, checkpoint):
+        """Return the last evaluation up to a checkpoint, or None."""
+        step = self.settings()["first_step"] + load_file(checkpoint / "state.pt")["step"]
+        earlier = [result for result in self.evaluations() if result["step"] <= step]
+        return earlier[-1] if earlier else None
+
+    def checkpoints(self):
+        """List the paths of the checkpoints, oldest first. Each checkpoint is whole."""
+        return list(numbered(self.folder, "step_").values())
+
+    def newest_checkpoint(self):
+        """Return the path of the newest checkpoint, or None."""
+        return next(reversed(self.checkpoints()), None)
+
+    def weights(self):
+        """Return the path of the weights to use, or None if the run has none yet. That is the best
+        epoch of a seed, and the newest checkpoint of other runs. A fine-tuned run has the weights
+        of its first seed."""
+        for folder in (self.folder, *numbered(self.folder, "seed").values()):
+            epochs = [folder / "best", *numbered(folder, "best_epoch_").values()]
+            whole = [epoch for epoch in epochs if (epoch / "model.pt").is_file()]
+            if weights := whole or Run(folder).checkpoints():
+                return weights[-1]
+        return None
+
+    def save_checkpoint(self, step, files, keep, best_epoch=None):
+        """Write a checkpoint, whole or not at all. Returns its path. `files` is what
+        checkpoint_files() returned. When the checkpoint is on disk, all but the `keep` newest ones
+        go, and the weights of all epochs but `best_epoch`."""
+        if self.log_file:
+            os.fsync(self.log_file.fileno())  # no checkpoint is newer than its log
+        folder = self.folder / f"step_{step:06d}"
+        save_files(folder, files)
+        for old in self.checkpoints()[:-keep]:
+            discard(old)
+        self._drop_epochs_but(best_epoch)
+        return folder
+
+    def steps_and_seed(self, checkpoint):
+        """Say how a checkpoint was trained: {"steps": "1,000 + 3,000", "seed": 1}. The steps are
+        the initial model's and the run's own. An unfinished run has "100 of 3,000". A "?" stands
+        for what weights in Hugging Face layout do not tell."""
+        if not (checkpoint / "state.pt").is_file():
+            return {"steps": "?", "seed": "?"}
+        settings = self.settings(["max_steps", "seed"])
+        step, last = load_file(checkpoint / "state.pt")["step"], settings["max_steps"]
+        steps = f"{step:,} of {last:,}" if step < last else f"{step:,}"
+        if settings["init_checkpoint"]:
+            before = settings["first_step"]  # 0 for an initial model in Hugging Face layout
+            steps = f"{before:,} + {steps}" if before else f"? + {steps}"
+        return {"steps": steps, "seed": settings["seed"]}
+
+    def write_usage(self, step, counts):
+        """Write a usage snapshot of count_reads()'s counts, {layer: {"read": ..., "top1": ...}}.
+        The file has layer<n>_read and layer<n>_top1, int32 (n_slots,)."""
+        arrays = {f"layer{n}_{name}": sums[name].astype(np.int32)
+                  for n, sums in counts.items() for name in ("read", "top1")}
+        path = self.folder / "usage" / f"step_{step:06d}.npz"
+        with atomic(path) as temporary, temporary.open("wb") as file:
+            np.savez_compressed(file, **arrays)
+
+    def usage_snapshots(self):
+        """Read the usage snapshots, oldest first: {step: {"layer2_top1": (n_slots,) counts}}."""
+        layers = self.settings(["memory_layers"])["memory_layers"]
+        if not layers:
+            raise UserError(f"{self.folder}: a run without memory has no usage snapshots")
+        snapshots = {}
+        for step, path in numbered(self.folder / "usage", "step_", ".npz").items():
+            try:
+                snapshots[step] = dict(np.load(path))
+                for layer in layers:
+                    snapshots[step][f"layer{layer}_top1"]  # raises if it is not in the file
+            except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
+                raise UserError(f"{path}: damaged ({type(error).__name__}): remove it") from None
+        if not snapshots:
+            raise UserError(f"{self.folder}/usage: no snapshot yet: there is one every "
+                            "usage_interval steps")
+        return snapshots
+
+    def seeds(self):
+        """List a fine-tuned run's seeds, each a Run. If this is a seed, it is the only one."""
+        folders = [self.folder, *numbered(self.folder, "seed").values()]
+        return [Run(folder) for folder in folders if Run(folder)._is_fine_tuned()]
+
+    def _is_fine_tuned(self):
+        try:
+            return "task" in self.settings()
+        except UserError:  # no run
+            return False
+
+    def save_best(self, epoch, model):
+        """Write the weights of the best epoch so far; `model` is what model_file() returned."""
+        save_files(self.folder / f"best_epoch_{epoch:g}", {"model": model})
+
+    def finish_best(self, epoch):
+        """Rename the folder of the best epoch to best/. Returns its path."""
+        named, best = self.folder / f"best_epoch_{epoch:g}", self.folder / "best"
+        with first_rank_first():
+            if named.exists():  # else a killed process has renamed it
+                discard(best)
+                named.rename(best)
+        return best
+
+    def _drop_epochs_but(self, epoch):
+        for folder in self.folder.glob("best_epoch_*"):
+            if epoch is None or folder.name != f"best_epoch_{epoch:g}":
+                discard(folder)
+
+    def has_results(self):
+        """Return whether fine-tuning is done."""
+        return (self.folder / "eval_results.json").is_file()
+
+    def results(self):
+        """Read the scores of fine-tuning, a dict."""
+        return read_json(self.folder / "eval_results.json")
+
+    def write_results(self, results):
+        write_text(self.folder / "eval_results.json", json.dumps(results, indent=1))

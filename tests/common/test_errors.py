@@ -1,0 +1,38 @@
+"""
+The end of a script whose output cannot be written.
+"""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+
+def end(code, stdout):
+    """Run a script whose main() is `code`, with buffered output, and return how it ended."""
+    script = f"import sys, lib.common.errors; lib.common.errors.run_main(lambda: {code})"
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=buffered, stdout=stdout,
+                          stderr=subprocess.PIPE, text=True, check=False)
+
+
+@pytest.mark.parametrize("code, status", [
+    ("print(1)", 141), ("sys.exit(0)", 0), ("(print(1), sys.exit(0))", 141)])
+def test_a_closed_pipe_is_no_error(code, status):
+    """As in `python measure.py ... | head`, also if all output is written at the end."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = end(code, stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (status, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_under_the_output_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = end("print(1)", stdout=full)
+    assert done.returncode == 1 and done.stderr.startswith("error: [Errno 28]")
+    assert done.stderr.count("\n") == 1

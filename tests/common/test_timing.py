@@ -1,0 +1,41 @@
+"""
+Times, and the machine they were measured on.
+"""
+import functools
+import os
+
+import torch
+
+from lib.common import timing
+
+
+def test_times_are_of_the_timed_rounds_and_ratios_of_the_same_round(monkeypatch, capsys):
+    clock = [0.0]
+    durations = {"slow": iter([50, 2, 3, 8]), "fast": iter([50, 1, 1, 2])}
+
+    def work(name):
+        clock[0] += next(durations[name])
+
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    slow, fast = timing.time_in_turn(
+        "work", {name: functools.partial(work, name) for name in durations}, torch.device("cpu"),
+        rounds=3, warmup=1)
+    assert slow == {"what": "work", "system": "slow", "seconds": [2, 3, 8], "times_slow": 1}
+    assert fast["seconds"] == [1, 1, 2] and fast["times_slow"] == 1 / 3  # of 1/2, 1/3, 1/4
+    assert "warm-up 100.0 s" in capsys.readouterr().err
+    timing.print_times([slow, fast])
+    assert "| slow   | 3000 [2000, 8000] ms |" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_skipped(capsys):
+    assert timing.fits("little", 1, torch.device("cpu"))
+    assert not timing.fits("a model", 1e18, torch.device("cpu"))
+    assert "skipped: a model needs 1000000000.0 GB" in capsys.readouterr().out
+
+
+def test_the_environment_of_openmp_is_kept(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("OMP_", "GOMP_", "KMP_"))]:
+        monkeypatch.delenv(name)
+    assert timing.machine_facts(torch.device("cpu"))["openmp"] == "default"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert timing.machine_facts(torch.device("cpu"))["openmp"] == "OMP_WAIT_POLICY=PASSIVE"

@@ -1,0 +1,104 @@
+"""
+README and the pages under results/: links, paths, commands and published logs.
+"""
+import re
+import shlex
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+import finetune
+import pretrain
+from lib.common.settings import load_settings
+from tests.helpers import ROOT
+
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("results/*.md"))]
+CONFIGS = {"pretrain.py": pretrain.Config, "finetune.py": finetune.Config}
+
+
+def page_id(path):
+    return path.name
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def commands(text):
+    """The lines of the shell blocks, each a list of words, with continued lines joined."""
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def test_readme_is_short_and_names_the_torch_that_is_required():
+    text, required = ((ROOT / name).read_text() for name in ("README.md", "requirements.txt"))
+    assert len(text.split()) <= 1300
+    assert f"pip install {required.split()[0]} --index-url" in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not link.startswith("https://"):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_named_files_exist(page):
+    names = re.findall(r"`((?:\w+/)*\w+\.(?:py|sh))`", page.read_text())
+    folders = (ROOT, ROOT / "configs", ROOT / "results")
+    for name in names:
+        assert any((folder / name).exists() for folder in folders), name
+
+
+def test_readme_names_every_room():
+    rooms = {path.parent.name for path in ROOT.glob("lib/*/__init__.py")}
+    section = (ROOT / "README.md").read_text().partition("The rooms of `lib/`")[2]
+    assert set(re.findall(r"^- `(\w+)`:", section, re.MULTILINE)) == rooms
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_commands_have_valid_settings(page, capsys, monkeypatch):
+    """Checks pretrain.py and finetune.py, without what the reader fills in (words in capitals)."""
+    monkeypatch.chdir(ROOT)
+    for words in commands(page.read_text()):
+        for script in CONFIGS.keys() & set(words):
+            arguments = words[words.index(script) + 1:]
+            end = next((n for n, word in enumerate(arguments) if word in ("&&", "done")),
+                       len(arguments))
+            fixed = [word for word in arguments[:end]
+                     if not re.search(r"\$|=[A-Z]+$|^[A-Z]+$|;", word)]
+            load_settings(CONFIGS[script], fixed)
+
+
+def test_the_studys_configs_exist():
+    script = ROOT / "results" / "study.sh"
+    subprocess.run(["sh", "-n", script], check=True)
+    names = re.findall(r"configs/[\w/]+\.py", script.read_text())
+    assert names and all((ROOT / name).is_file() for name in names)
+
+
+def test_the_studys_logs_give_its_verdicts(tmp_path):
+    with tarfile.open(ROOT / "results/study/logs.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    output = subprocess.run([sys.executable, "results/verdicts.py", tmp_path / "study_logs"],
+                            cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True,
+                            text=True, check=True).stdout.splitlines()
+    published = (ROOT / "results/study/verdicts.txt").read_text().splitlines()
+    assert len(output) > 40 and set(output) <= set(published)
+
+
+def test_the_logs_of_causal_models_end_at_their_last_step(tmp_path):
+    with tarfile.open(ROOT / "results/causal/logs.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    logs = list(tmp_path.glob("causal_logs/*/log.jsonl"))
+    assert len(logs) == 12
+    assert all('"step": 1500' in log.read_text().splitlines()[-1] for log in logs)

@@ -1,0 +1,140 @@
+"""
+The folder of a run: what a resumed run drops, and TensorBoard's curves, read by TensorBoard.
+"""
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pretrain
+from lib.common.errors import UserError
+from lib.weights.run import Run
+from tests.helpers import log, save_model, tiny_bert, train, tune
+
+
+def read_curves(run):
+    """{tag: [(step, value), ...]} of all event files of a folder."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = events.EventAccumulator(str(run), size_guidance={events.SCALARS: 0}).Reload()
+    return {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
+            for tag in accumulator.Tags()["scalars"]}
+
+
+def assert_curves_are_the_log(run):
+    """Every number of the log is a point, and there is no point twice."""
+    expected = {}
+    for record in log(run):
+        groups = {f"layer {n}": usage for n, usage in record.get("layers", {}).items()}
+        groups["train" if "lr" in record else "eval"] = record
+        for group, numbers in groups.items():
+            for name in numbers.keys() - {"step", "layers"}:
+                expected.setdefault(f"{group}/{name}", []).append((record["step"], numbers[name]))
+    curves = read_curves(run)
+    assert curves.keys() == expected.keys()
+    for tag, points in expected.items():
+        assert np.array(curves[tag]) == pytest.approx(np.array(points), rel=1e-6), tag
+    return curves
+
+
+def test_a_resumed_run_has_no_point_twice(place):
+    """It goes on from step 5 or 0, though its log and its curves went further."""
+    settings = "--tensorboard=True", "--log_interval=1", "--eval_interval=2"
+    assert train(*settings) == 0
+    for newest in (5, 0):
+        for checkpoint in Path("out/tiny").glob("step_*"):
+            shutil.rmtree(checkpoint)
+        if newest:
+            assert train(*settings[1:], "--max_steps=5", "--out=out/five") == 0
+            shutil.copytree("out/five/step_000005", "out/tiny/step_000005")
+        assert train(*settings, "--max_steps=8") == 0
+        curves = assert_curves_are_the_log("out/tiny")
+        assert [step for step, _ in curves["train/loss"]] == list(range(1, 9))
+        assert {"train/tokens_per_s", "eval/perplexity", "layer 2/top1_mu"} <= curves.keys()
+
+
+def test_curves_of_fine_tuning(tuned):
+    assert tune("--epochs=1", "--tensorboard=True") == 0
+    curves = assert_curves_are_the_log("out/tiny_own/seed0")
+    assert {"train/loss", "train/examples_per_s", "eval/accuracy"} <= curves.keys()
+
+
+def test_curves_without_the_package(place, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(UserError, match="tensorboard = True needs a package: pip install "
+                                        "tensorboard"):
+        train("--tensorboard=True")
+    assert not Path("out").exists()
+
+
+def test_what_a_killed_process_wrote_after_its_checkpoint_goes(tmp_path):
+    """The best epoch that the checkpoint names stays. Files of other people stay, too."""
+    run, counts = Run(tmp_path / "run"), {2: {"read": np.ones(4), "top1": np.ones(4)}}
+    run.folder.mkdir()
+    run.open(0)
+    for step in (3, 6):
+        run.log({"step": step, "loss": 1.0})
+        run.write_usage(step, counts)
+        run.save_best(step / 2, {"weights": step})
+    (run.folder / "usage/step_000009 (copy).npz").write_text("of a person")
+    for name in ("", "usage/", "notes/"):
+        Path(run.folder, name).mkdir(exist_ok=True)
+        Path(run.folder, name, ".tmp_half").write_text("half")
+    with run.folder.joinpath("log.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
+    again = Run(run.folder)
+    again.open(3, best_epoch=1.5)
+    assert again.records() == [{"step": 3, "loss": 1.0}]
+    left = {str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file()}
+    assert left == {"log.jsonl", "usage/step_000003.npz", "best_epoch_1.5/model.pt",
+                    "usage/step_000009 (copy).npz", "notes/.tmp_half"}
+
+
+def test_the_newest_checkpoints_stay_by_number(tmp_path):
+    for step in (999_999, 1_000_000, 5):
+        save_model(tmp_path, tiny_bert(), step=step)
+    steps = [int(path.name[5:]) for path in Run(tmp_path).checkpoints()]
+    assert steps == [999_999, 1_000_000]
+    assert Run(tmp_path).newest_checkpoint().name == "step_1000000"
+
+
+def test_how_a_checkpoint_was_trained(place):
+    """The initial model's steps and its own; the evaluation that its weights had."""
+    assert train("--max_steps=4", "--checkpoint_interval=2", "--eval_interval=2") == 0
+    assert train("--max_steps=3", "--out=out/more", "--init_from=out/tiny", "--seed=1") == 0
+    middle, end = Run("out/tiny").checkpoints()
+    assert Run("out/tiny").steps_and_seed(middle) == {"steps": "2 of 4", "seed": 0}
+    assert Run("out/tiny").steps_and_seed(end) == {"steps": "4", "seed": 0}
+    more = Run("out/more")
+    assert more.steps_and_seed(more.newest_checkpoint()) == {"steps": "4 + 3", "seed": 1}
+    assert more.steps_and_seed(Path("elsewhere")) == {"steps": "?", "seed": "?"}
+    assert Run("out/tiny").evaluation_before(middle)["step"] == 2
+    assert more.evaluation_before(more.newest_checkpoint())["step"] == 4 + 3
+
+
+def test_a_damaged_log_is_named_with_its_line(place):
+    assert train("--max_steps=2", "--log_interval=1") == 0
+    file = Path("out/tiny/log.jsonl")
+    file.write_text(file.read_text() + "[1]\n")
+    with pytest.raises(UserError, match=f"{file}:6: not a record: remove the line"):
+        train("--max_steps=3")
+    assert json.loads(Path("out/tiny/config.json").read_text())["max_steps"] == 2
+    file.unlink()
+    with pytest.raises(UserError, match="log.jsonl: not readable"):
+        Run("out/tiny").evaluations()
+
+
+def test_a_run_goes_on_under_the_same_settings(place, capsys):
+    run, config = Run("run"), pretrain.Config(max_steps=5)
+    run.begin(config, Path("tiny.txt"), {"init_checkpoint": "", "first_step": 0,
+                                         "pooler_trained": False})
+    run.check_settings(config)
+    assert not capsys.readouterr().out
+    run.check_settings(pretrain.Config(max_steps=9, log_interval=1))
+    assert capsys.readouterr().out == (
+        "log_interval was 10, is now 1\nmax_steps was 5, is now 9, where the learning rate reaches "
+        "0: it rises again now\n")
+    with pytest.raises(UserError, match=r"run was trained with memory_layers = \[\], not \[2\]"):
+        run.check_settings(pretrain.Config(max_steps=5, memory_layers=(2,)))
