@@ -30,15 +30,14 @@ from lib.common.settings import Parser, whole_number
 from lib.corpus.vocabulary import load_tokenizer, special_tokens
 from lib.distributed.processes import is_distributed, run_ranks
 from lib.slot_usage.browse import page_data, page_html
-from lib.slot_usage.contexts import (
-    CorpusReads,
-    corpus_contexts,
-    guess_lines,
-    open_corpus,
-    training_text,
-)
+from lib.slot_usage.contexts import CorpusReads, corpus_contexts, guess_lines, training_text
 from lib.slot_usage.counts import staleness_shares, usage_metrics
-from lib.slot_usage.evaluation import check_language_model, evaluate_run, test_batches
+from lib.slot_usage.evaluation import (
+    check_language_model,
+    check_same_text,
+    evaluate_run,
+    test_batches,
+)
 from lib.slot_usage.figures import draw_class_distances, draw_curves, draw_staleness
 from lib.slot_usage.tables import USAGE, perplexity_row, usage_cells, write_table
 from lib.slot_usage.task_reads import TaskSample
@@ -69,8 +68,8 @@ def table_2(args):
     for path in args.runs:  # mistakes come before the long work
         check_language_model(path, causal)
     seq_len = min(training_text(path)[0] for path in args.runs)
-    sizes = seq_len, args.batch_size, args.sequences
-    heldout = {name: test_batches(open_corpus(name, *args.runs), causal, *sizes, args.repeats)
+    sizes = seq_len, args.batch_size, args.sequences, args.repeats
+    heldout = {name: test_batches(name, args.runs, causal, *sizes)
                for name in [*args.data, usage_data]}
     device, dtype = open_device(args, args.dtype)
     runs = [evaluate_run(path, heldout, device, dtype) for path in args.runs]
@@ -161,12 +160,7 @@ def staleness(args):
 
 def curves(args):
     """Draw Figure 3: perplexity and top-1 usage against the step, for several runs."""
-    first = Run(args.runs[0]).settings(["dataset"])
-    for path in args.runs:
-        settings = Run(path).settings(["dataset"])
-        if any(settings[key] != first[key] for key in ("tokenizer_hash", "dataset", "objective")):
-            raise UserError(f"{path} has another vocabulary, corpus or objective than "
-                            f"{args.runs[0]}: their perplexities cannot be compared")
+    corpus = check_same_text(args.runs)
     runs, rows = {path: Run(path).evaluations() for path in args.runs}, []
     for path, evaluations in runs.items():
         start, end = evaluations[0], evaluations[-1]
@@ -174,7 +168,7 @@ def curves(args):
         rows.append([path, f"{end['step']:,}", start["perplexity"], end["perplexity"],
                      f"{end['accuracy']:.1%}", "/".join(end["layers"]) or "-", usage or "-"])
     header = ["run", "steps", "first ppl", "last ppl", "accuracy", "layers", "top-1 MU %"]
-    note = f"Held-out text of data/{first['dataset']}; the steps of the initial model count."
+    note = f"Held-out text of data/{corpus}; the steps of the initial model count."
     write_table(args.out, header, rows, note, runs, draw_curves)
 
 

@@ -10,6 +10,7 @@ from lib.common.errors import UserError
 from lib.common.progress import Progress
 from lib.corpus.batches import causal_heldout, masked_heldout
 from lib.distributed.processes import deal_batches, sum_over_ranks
+from lib.slot_usage.contexts import open_corpus
 from lib.slot_usage.counts import count_reads, usage_metrics
 from lib.training.trainer import autocast, to_device
 from lib.weights.checkpoint import check_objective, find_weights, load_model, read_weights
@@ -61,10 +62,22 @@ def check_language_model(path, causal):
     check_objective(path, saved["config"], causal)
 
 
-def test_batches(corpus, causal, seq_len, batch_size, sequences, maskings):
-    """List the batches of a corpus's test split, once for each masking. The windows of a causal
-    model overlap by half, and each predicts only what the one before did not."""
-    split = corpus, "test", seq_len, batch_size, sequences
+def check_same_text(paths):
+    """Return the corpus of pretrained runs; UserError if their perplexities are of other texts."""
+    first = Run(paths[0]).settings(["dataset"])
+    for path in paths:
+        settings = Run(path).settings(["dataset"])
+        if any(settings[key] != first[key] for key in ("tokenizer_hash", "dataset", "objective")):
+            raise UserError(f"{path} has another vocabulary, corpus or objective than {paths[0]}: "
+                            "their perplexities cannot be compared")
+    return first["dataset"]
+
+
+def test_batches(name, paths, causal, seq_len, batch_size, sequences, maskings):
+    """List the batches of data/<name>'s test split for the models of `paths`, once for each
+    masking. The windows of a causal model overlap by half, and each predicts only what the one
+    before did not."""
+    split = open_corpus(name, *paths), "test", seq_len, batch_size, sequences
     if causal:
         return [causal_heldout(*split, stride=seq_len // 2)]
     return [masked_heldout(*split, masking) for masking in range(maskings)]
