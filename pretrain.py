@@ -26,7 +26,7 @@ from lib.corpus.batches import CausalBatches, Corpus, MaskedBatches, causal_held
 from lib.corpus.vocabulary import read_vocab, vocab_hash
 from lib.distributed.processes import first_rank_first, get_world_size, run_ranks, set_timeout
 from lib.distributed.sharded_values import count_parameters
-from lib.slot_usage.counts import describe_evaluation, evaluate_language_model
+from lib.slot_usage.evaluation import describe_evaluation, evaluate_language_model
 from lib.training.flops import flops_per_token
 from lib.training.trainer import Schedule, State, Trainer, catch_signals
 from lib.weights.checkpoint import find_weights, init_from, load_weights, read_weights

@@ -19,7 +19,7 @@ from lib.common.settings import load_settings
 from lib.corpus.batches import CausalBatches, Corpus, causal_heldout
 from lib.corpus.vocabulary import load_tokenizer
 from lib.for_transformers.export import main
-from lib.slot_usage.counts import evaluate_language_model
+from lib.slot_usage.evaluation import evaluate_language_model
 from lib.training.flops import flops_per_token
 from lib.weights.checkpoint import load_model
 from model import value_tables

@@ -23,7 +23,7 @@ from lib.common.files import atomic, load_file, read_json
 from lib.common.progress import markdown
 from lib.common.settings import Parser
 from lib.corpus.vocabulary import full_tokenizer, read_vocab, special_tokens
-from lib.slot_usage.counts import describe_evaluation
+from lib.slot_usage.evaluation import describe_evaluation
 from lib.training.run import read_evaluations, read_settings
 from lib.weights.checkpoint import find_weights, pooler_is_trained, read_weights
 from lib.weights.huggingface import ARCHITECTURES, MEMORY_ACT, SETTINGS, to_huggingface

@@ -1,8 +1,8 @@
 """
-The page that measure.py browse writes: one HTML file in which a person finds what a slot knows.
+Write the page of measure.py browse: one HTML file in which a person finds what a slot knows.
 
-browse.html is the page; collect() gathers its data, page() puts them into it as JSON. Two layers of
-64 x 64 slots read by 32,768 tokens make 1.1 MB; two of 512 x 512 read by 262,144, at most 21 MB.
+page_data() gathers the data, and page_html() puts them into browse.html as JSON. Two layers of
+64 x 64 slots read by 32,768 tokens make 1.1 MB. Two of 512 x 512 read by 262,144 make at most 21.
 """
 import itertools
 import json
@@ -14,28 +14,28 @@ import numpy as np
 from lib.corpus.vocabulary import special_tokens
 from lib.slot_usage.counts import last_used
 
-CONTEXTS = 2**19  # of a layer, so that a browser opens the page: 8 a slot of 256 x 256, 2 of 512^2
-SLOTS = 8  # of a word
-WIDTH = 8  # tokens on either side: two contexts that agree in these count as one
+CONTEXTS = 2**19  # in a layer, so that a browser opens the page: 8 a slot of 256 x 256, 2 of 512^2
+SLOTS = 8  # shown for a word
+WIDTH = 8  # tokens on either side: two contexts that agree here count as one
 
 
-def collect(ids, tokenizer, reads, n_slots, snapshots, contexts):
-    """What the page shows, as plain Python.
+def page_data(ids, tokenizer, reads, n_slots, snapshots, contexts):
+    """Gather what the page shows, as plain Python.
 
-    ids: (sequences, time) tokens of a text. reads: {layer: (slots, weights)}, what each of them
-    read, (tokens, heads, topk) both; n_slots: {layer: slots}; snapshots: usage.read_usage's, or {}.
-    contexts: at most so many of a slot; fewer where there are more than 65,536 slots.
+    ids: (sequences, time) tokens of a text. reads: {layer: (slots, weights)}, what the tokens read,
+    both (tokens, heads, topk). n_slots: {layer: slots}. snapshots: those of Run, or {}. contexts:
+    the most for a slot; there are fewer in a layer of more than 65,536 slots.
     """
     used, text = np.unique(ids, return_inverse=True)
-    pieces, text = spell(tokenizer, used.tolist()), text.ravel()
+    pieces, text = token_texts(tokenizer, used.tolist()), text.ravel()
     words, counts, word = find_words([pieces[i] for i in text])
     new, layers = first_occurrences(ids), []
     for layer, (slots, weights) in reads.items():
         size = n_slots[layer]
         read, top1 = (np.bincount(s.ravel(), minlength=size) for s in (slots, slots[..., 0]))
-        slots, weights = (part.reshape(len(text), -1) for part in (slots, weights))
-        token, its_word = (np.broadcast_to(part[:, None], slots.shape)
-                           for part in (np.arange(len(text)), word))
+        slots, weights = slots.reshape(len(text), -1), weights.reshape(len(text), -1)
+        token, its_word = (np.broadcast_to(numbers[:, None], slots.shape)
+                           for numbers in (np.arange(len(text)), word))
         share = weights / np.bincount(word, weights.sum(1))[its_word]  # of all that a word reads
         most = max(1, min(contexts, CONTEXTS // size))
         layers.append({
@@ -48,8 +48,8 @@ def collect(ids, tokenizer, reads, n_slots, snapshots, contexts):
             "counts": counts, "steps": list(snapshots), "layers": layers}
 
 
-def spell(tokenizer, ids):
-    """The text of each token, with the space before it if it has one."""
+def token_texts(tokenizer, ids):
+    """Spell each token, with the space before it if it has one."""
     # after another token, as a decoder drops the space of the first one
     mask = tokenizer.token_to_id(special_tokens(tokenizer.get_vocab())[-1])
     first, *both = tokenizer.decode_batch([[mask], *([mask, i] for i in ids)],
@@ -58,8 +58,8 @@ def spell(tokenizer, ids):
 
 
 def find_words(texts):
-    """The words that tokens spell, the most frequent first, the count of each, and of each token
-    the number of its word. Between two letters or digits without a space a word goes on."""
+    """Join the tokens of a text to words: (words, most frequent first; their counts; the number of
+    each token's word). A word goes on where letters or digits follow without a space."""
     goes_on = [a[-1:].isalnum() and b[:1].isalnum() for a, b in itertools.pairwise(texts)]
     number = np.cumsum([0, *(not same for same in goes_on)])
     spelled = [""] * (number[-1] + 1)
@@ -72,16 +72,19 @@ def find_words(texts):
 
 
 def first_occurrences(ids):
-    """The indices of the tokens, (sequences x time), whose context stands in no sequence before."""
+    """Return the indices of tokens, in (sequences x time), whose context no sequence had before."""
     padded = np.pad(ids, ((0, 0), (WIDTH, WIDTH)), constant_values=-1)
     around = np.lib.stride_tricks.sliding_window_view(padded, 2 * WIDTH + 1, axis=1)
     return np.unique(around.reshape(ids.size, -1), axis=0, return_index=True)[1]
 
 
 def strongest(groups, items, weights, n_groups, most):
-    """Of each group its `most` items with the highest sums of weights, highest first: a list
-    [item, weight in percent, item, weight in percent, ...] for each of n_groups. groups, items and
-    weights: arrays of one shape, an entry a read."""
+    """Find the items with the highest sums of weights in each group.
+
+    groups, items, weights: arrays of one shape, with an entry for each read. Returns a list for
+    each group, [item, weight in percent, item, weight in percent, ...], highest first, with at most
+    `most` items.
+    """
     n_items = int(items.max()) + 1
     pair = groups.ravel().astype(np.int64) * n_items + items.ravel()
     order = np.argsort(pair, kind="stable")
@@ -95,12 +98,12 @@ def strongest(groups, items, weights, n_groups, most):
     kept = place < most
     both = np.column_stack([item, np.rint(100 * sums[order])]).astype(int)[kept]
     ends = np.searchsorted(group[kept], np.arange(1, n_groups))
-    return [part.ravel().tolist() for part in np.split(both, ends)]
+    return [pairs.ravel().tolist() for pairs in np.split(both, ends)]
 
 
-def page(data):
-    """The page with its data in it. No text of a corpus can end the element that holds them: `<`
-    is escaped, and the page sets text only, never HTML."""
+def page_html(data):
+    """Make the page from its data. No text of a corpus can end the element that holds them: `<` is
+    escaped, and the page sets text only, never HTML."""
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return template.replace("DATA", text.replace("<", "\\u003c"), 1)

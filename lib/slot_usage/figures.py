@@ -1,22 +1,22 @@
 """
-Figures of measure.py, drawn with matplotlib: one style, readable in grey, names beside the lines.
+Draw Figures 2 to 4 with matplotlib, readable in grey.
 """
 import itertools
 from pathlib import Path
 
 from lib.common.errors import need
 
-# Okabe and Ito's colours, neighbours of different lightness, each with another line style
+# Okabe and Ito's 7 colours, neighbours of different lightness, and 6 line styles: 42 looks
 COLORS = "black", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9"
-LINES = "-", "--", "-.", ":", (0, (10, 3)), (0, (5, 1, 1, 1, 1, 1)), (0, (1, 4))
+LINES = "-", "--", "-.", ":", (0, (10, 3)), (0, (5, 1, 1, 1, 1, 1))
+MARKERS = "os^vDx"  # of memory layers
 STYLE = {"font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False,
-         "axes.axisbelow": True, "figure.labelsize": 8, "grid.alpha": 0.3, "legend.frameon": False,
-         "savefig.dpi": 150}
-MARKERS = {"o": "●", "s": "■", "^": "▲", "v": "▼", "D": "◆", "x": "×"}  # of layers; in text
+         "axes.axisbelow": True, "axes.grid": True, "figure.labelsize": 8, "grid.alpha": 0.3,
+         "legend.frameon": False, "legend.handlelength": 4, "savefig.dpi": 150}
 
 
 def subplots(rows, columns, width, height, **settings):
-    """A figure, and its (rows, columns) panels, each of width x height inches."""
+    """Make a figure of (rows, columns) panels, each width x height inches."""
     pyplot = need("matplotlib.pyplot", "a figure")
     pyplot.switch_backend("Agg")
     pyplot.rcParams.update(STYLE)
@@ -24,99 +24,82 @@ def subplots(rows, columns, width, height, **settings):
                            figsize=(columns * width, rows * height), **settings)
 
 
-def draw_bars(bars, columns, width, numbers, xlabel="", ylabel=""):
-    """A figure of bars, each (title of its panel, label, height), `width` inches a bar, with the
-    heights above them in the format `numbers`; the panels are in so many columns. If they have a
-    fourth part, the height of a noise floor, that is a bar beside each. "never" is black."""
-    titles = list(dict.fromkeys(title for title, *_ in bars))
-    width = max(3.5, width * len(bars) / len(titles))
-    figure, grid = subplots(-(-len(titles) // columns), columns, width, 1.8,
-                            sharey=bool(ylabel) or "row")  # of one unit one scale
-    for axes, title in zip(grid.flat, titles, strict=False):
-        labels, heights, *floors = zip(*(bar[1:] for bar in bars if bar[0] == title), strict=True)
-        left = {"width": -0.4, "align": "edge"} if floors else {}
-        colors = [COLORS[0] if label == "never" else COLORS[1] for label in labels]
-        parts = [axes.bar(labels, heights, color=colors, **left)]
-        parts += [axes.bar(labels, floor, 0.4, align="edge", color="silver") for floor in floors]
-        for part in parts:
-            axes.bar_label(part, fmt=numbers, padding=1)
+def draw_bars(axes, labels, heights, form, **settings):
+    """Draw bars with their heights above them, and return them."""
+    bars = axes.bar(labels, heights, **settings)
+    axes.bar_label(bars, fmt=form, padding=1)
+    axes.margins(y=0.2)
+    axes.grid(visible=False, axis="x")
+    axes.tick_params(axis="x", length=0)
+    return bars
+
+
+def draw_staleness(records):
+    """Draw Figure 2: a panel for each run and layer, a bar for each snapshot. "never" is black."""
+    columns = len({record["layer"] for record in records})
+    width = max(3.5, 0.45 * max(len(record["slots"]) for record in records))
+    figure, grid = subplots(-(-len(records) // columns), columns, width, 1.8, sharey=True)
+    for axes, record in itertools.zip_longest(grid.flat, records):
+        if record is None:  # a run has fewer layers than another
+            axes.remove()
+            continue
+        never, *steps = map(str, record["slots"])
+        draw_bars(axes, [never, *steps], [100 * share for share in record["slots"].values()],
+                  "%.1f", color=["black", *[COLORS[1]] * len(steps)])
+        axes.set_title(f"{record['run']}, layer {record['layer']}", loc="left")
+    figure.supxlabel("step of the last snapshot at which a slot was top-1")
+    figure.supylabel("slots (%)")
+    return figure
+
+
+def draw_class_distances(records):
+    """Draw Figure 4: KL and IOU between the two classes, each beside its noise floor."""
+    records = sorted(records, key=lambda r: (r["run"], r["layer"], r["when"] == "after"))
+    labels = [f"{r['run'].removeprefix('out/')}\nlayer {r['layer']}\n{r['when']}" for r in records]
+    figure, grid = subplots(2, 1, max(3.5, 1.7 * len(records)), 1.8)
+    for axes, key, title in zip(grid.flat, ("kl", "iou"), ("KL (nats)", "IOU"), strict=True):
+        between, floor = ([r[f"{key}_{name}"] for r in records] for name in ("between", "floor"))
+        bars = [draw_bars(axes, labels, between, "%.2f", width=-0.4, align="edge", color=COLORS[1]),
+                draw_bars(axes, labels, floor, "%.2f", width=0.4, align="edge", color="silver")]
         axes.set_title(title, loc="left")
-        axes.margins(y=0.2)
-        axes.grid(axis="y")
-        axes.tick_params(axis="x", length=0)
-    for axes in grid.flat[len(titles):]:
-        axes.remove()
-    if floors:
-        figure.legend(parts, ["the two classes", "two random halves of one class"], ncols=2,
-                      loc="outside upper right")
-    figure.supxlabel(xlabel)
-    figure.supylabel(ylabel)
+    figure.legend(bars, ["the two classes", "two random halves of one class"], ncols=2,
+                  loc="outside upper right", handlelength=2)
     return figure
 
 
 def draw_curves(runs):
-    """Perplexity, zoomed to low values, up to where the runs that go on from another model start;
-    beside it the usage of those with memory. runs: {path: read_evaluations}."""
-    memories = [evaluations for evaluations in runs.values() if evaluations[-1]["layers"]]
-    figure, [[left, *right]] = subplots(1, 1 + bool(memories), 5.5, 4)
+    """Draw Figure 3: perplexity and, beside it, top-1 usage against the step. Perplexity is zoomed
+    to where the runs start that go on from another model. runs: {path: Run(path).evaluations()}."""
+    layers = {layer for evaluations in runs.values() for layer in evaluations[-1]["layers"]}
+    markers = dict(zip(sorted(layers, key=int), itertools.cycle(MARKERS)))
+    figure, [[left, *right]] = subplots(1, 1 + bool(layers), 5, 4)
+    for number, (path, evaluations) in enumerate(runs.items()):
+        steps = [evaluation["step"] for evaluation in evaluations]
+        perplexity = [evaluation["perplexity"] for evaluation in evaluations]
+        look = {"color": COLORS[number % 7], "linestyle": LINES[number % 6]}
+        start = {"marker": "o", "markevery": [0], "fillstyle": "none"} if steps[0] else {}
+        left.plot(steps, perplexity, label=Path(path).name, **look, **start)
+        for layer in evaluations[-1]["layers"]:
+            usage = [100 * evaluation["layers"][layer]["top1_mu"] for evaluation in evaluations]
+            right[0].plot(steps, usage, marker=markers[layer], markersize=4, markevery=0.08, **look)
+    for axes in right:
+        axes.set(ylabel="top-1 memory usage (%)", ylim=(0, 102))
+        for layer, marker in markers.items():  # for the legend alone
+            axes.plot([], [], marker, color="gray", label=f"layer {layer}")
+
     starts = [first["perplexity"] for first, *_ in runs.values() if first["step"]]
     ends = [last["perplexity"] for *_, last in runs.values()]
-    low, top = min(ends), 1.05 * max([2 * min(ends), *starts, *ends])
+    top = 1.05 * max([2 * min(ends), *starts, *ends])
+    shown = [evaluation["step"] for evaluations in runs.values() for evaluation in evaluations
+             if evaluation["perplexity"] <= top]
+    margin = 0.02 * (max(shown) - min(shown))
     ticks = [digit * 10**n for n in range(6) for digit in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8)]
     left.set(ylabel="perplexity, held-out text", yscale="log", yticks=ticks,
-             yticklabels=[f"{tick:g}" for tick in ticks], ylim=(0.95 * low, top))
+             yticklabels=[f"{tick:g}" for tick in ticks], ylim=(0.95 * min(ends), top),
+             xlim=(min(shown) - margin, max(shown) + margin))
     left.minorticks_off()
-    zoomed = [[e for e in evaluations if e["perplexity"] <= top] for evaluations in runs.values()]
-    for axes, shown in ((left, zoomed), *((axes, memories) for axes in right)):
-        steps = [evaluation["step"] for evaluations in shown for evaluation in evaluations]
-        margin = 0.02 * (max(steps) - min(steps))
-        axes.set(xlabel="training steps, those of the initial model included",
-                 xlim=(min(steps) - margin, max(steps) + margin))
+    for axes in (left, *right):
+        axes.set_xlabel("training steps, those of the initial model included")
         axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.grid()
-
-    names = {axes: [] for axes in (left, *right)}  # of each panel: (line, name)
-    for number, (path, evaluations) in enumerate(runs.items()):
-        steps, name = [e["step"] for e in evaluations], Path(path).name
-        look = {"color": COLORS[number % 7], "linestyle": LINES[number % 7]}
-        start = {"marker": "o", "markevery": [0], "fillstyle": "none"} if steps[0] else {}
-        line = left.plot(steps, [e["perplexity"] for e in evaluations], **look, **start)
-        names[left].append((*line, name))
-        for layer, marker in zip(evaluations[-1]["layers"], MARKERS, strict=False):
-            right[0].set(ylabel="top-1 memory usage (%)", ylim=(0, 102))
-            usage = [100 * e["layers"][layer]["top1_mu"] for e in evaluations]
-            line = right[0].plot(steps, usage, marker=marker, markersize=4, markevery=0.08, **look)
-            names[right[0]].append((*line, f"{MARKERS[marker]} {name}, layer {layer}"))
-    for axes, lines in names.items():
-        label_ends(axes, lines)
+    figure.legend(loc="outside right upper")
     return figure
-
-
-def label_ends(axes, lines, gap=0.042):
-    """Write each line's name at its end, to the right of the panel, and if it ends before others
-    below its end; names are at least `gap` of the panel's height apart. lines: [(line, name)]."""
-    ends = {}  # {last step: [[height of the name, end of the line, name, color]]}
-    for line, name in lines:
-        end = line.get_xydata()[-1]
-        height = axes.transAxes.inverted().transform(axes.transData.transform(end))[1]
-        ends.setdefault(end[0], []).append([height, end, name, line.get_color()])
-    for step, group in ends.items():
-        is_last = step == max(ends)
-        spread(group, gap)
-        for height, end, name, color in group:
-            leader = {"arrowstyle": "-", "color": color, "relpos": (0, 0.5), "shrinkB": 2}
-            look = {"arrowprops": leader} if is_last else {"ha": "right"}
-            x, height = (1.04, height) if is_last else (step, height - 0.035)
-            axes.annotate(name, end, (x, height), va="center", annotation_clip=False, **look,
-                          textcoords="axes fraction" if is_last else axes.get_xaxis_transform())
-
-
-def spread(group, gap):
-    """Move the heights, the first of each list in the group, apart to `gap`, within 0 and 1."""
-    group.sort(key=lambda one: one[0])
-    for _ in range(1000):
-        for lower, upper in itertools.pairwise(group):
-            overlap = max(0, gap - (upper[0] - lower[0]))
-            lower[0] -= overlap / 2
-            upper[0] += overlap / 2
-        group[0][0], group[-1][0] = max(0, group[0][0]), min(1, group[-1][0])

@@ -1,9 +1,8 @@
 """
 Tables, figures and what slots store: measure.py's commands.
 """
-import argparse
 import collections
-import io
+import dataclasses
 import json
 import os
 import re
@@ -18,21 +17,24 @@ import torch
 
 import finetune
 import measure
-import pretrain
 from lib.common.errors import UserError
 from lib.corpus.batches import Corpus, cut_split, masked_heldout
 from lib.corpus.vocabulary import load_tokenizer
 from lib.for_transformers.export import export
-from lib.slot_usage.counts import class_distances, evaluate_language_model, watch_reads
-from lib.training.run import NO_EFFECT, write_usage
+from lib.slot_usage.contexts import training_text
+from lib.slot_usage.counts import watch_reads
+from lib.slot_usage.evaluation import evaluate_language_model
+from lib.slot_usage.task_reads import TaskSample, class_distances
+from lib.tasks.score_table import NO_RECIPE
 from lib.training.trainer import Trainer
 from lib.weights.checkpoint import find_weights, load_model
+from lib.weights.run import Run
 from model import Classifier
 from tests.helpers import ROOT, prepare, record_search, save_model, train, tune
 
 
 def test_table(place, capsys):
-    """Cells are evaluate's numbers; a run without memory has no usage; JSON keeps every masking."""
+    """Cells are the results of evaluate_language_model; JSON keeps every masking."""
     prepare("text", "more", "text.txt", "--vocab", "tiny.txt", "--val_every", "5")
     assert train("--max_steps=2") == 0
     assert train("--max_steps=2", "--memory_layers=", "--out=out/plain") == 0
@@ -77,7 +79,7 @@ def test_table(place, capsys):
 
 
 def test_table_shows_the_steps_and_what_is_not_finished(place, monkeypatch):
-    """Steps of the initial model + the run's own, of how many if it was stopped."""
+    """The steps are the initial model's + the run's own; a stopped run shows its max_steps too."""
     assert train("--max_steps=4", "--checkpoint_interval=2") == 0
     assert train("--max_steps=2", "--init_from=out/tiny", "--seed=7", "--out=out/more") == 0
     step = Trainer.step
@@ -111,7 +113,7 @@ def test_a_weights_folder_is_measured_like_a_run(place, capsys):
     capsys.readouterr()
     measure.main(["table", "out/tiny", "folder", "--data", "tiny", "--device", "cpu", "--out", "t"])
     assert "all sequences of 16;" in Path("t.md").read_text()  # the shortest that one is for
-    assert [measure.trained_on(path)[0] for path in ("out/tiny", "folder")] == [16, 128]
+    assert [training_text(path)[0] for path in ("out/tiny", "folder")] == [16, 128]
     saved = json.loads(Path("t.json").read_text())
     ours, theirs = (run["results"]["tiny"][0] for run in saved["runs"])
     assert theirs["perplexity"] == pytest.approx(ours["perplexity"], rel=1e-3)
@@ -130,8 +132,8 @@ def test_a_weights_folder_is_measured_like_a_run(place, capsys):
         measure.main(["slots", "folder", "--layer", "2"])
 
 
-def test_usage_on_a_task(tuned, capsys, monkeypatch):
-    """Table 6 and Figure 4 count the reads of the real tokens of the best model, and no more."""
+def test_usage_on_a_task(tuned, capsys):
+    """Table 6 and Figure 4 count what real tokens read in the best model, and no more."""
     pytest.importorskip("matplotlib")
     assert tune("--epochs=2") == 0
     run = Path("out/tiny_own")
@@ -168,9 +170,7 @@ def test_usage_on_a_task(tuned, capsys, monkeypatch):
         (str(run / "seed0"), "before", 2), (str(run / "seed0"), "before", 3),
         (str(run / "seed0"), "after", 2), (str(run / "seed0"), "after", 3),
         ("out/tiny", "before", 2), ("out/tiny", "before", 3)]
-    monkeypatch.setattr("sys.stdout", io.StringIO())
-    sample = measure.TaskSample(argparse.Namespace(
-        data="own", split="train", sequences=None, device="cpu"), "out/tiny")
+    sample = TaskSample("out/tiny", "own")
     halves = dict(zip(("animal", "none"), sample.halves(), strict=True))
     members = {label: [n for n, row in enumerate(rows) if row[1] == label] for label in halves}
     size = min(map(len, members.values())) // 2
@@ -231,7 +231,7 @@ def test_glue_prints_the_papers_columns(workdir, capsys):
 
 
 def fine_tuned(folder, accuracy, **settings):
-    """What measure.py glue reads of a run."""
+    """Write what measure.py glue reads in a run."""
     base = {"init_from": "out/f", "update_memory": True, "task": "rte", "seed": 0, "lr": 2e-5,
             "log_interval": 100, "tokenizer_hash": "", "init_checkpoint": "", "first_step": 0}
     Path(folder).mkdir(parents=True)
@@ -239,8 +239,10 @@ def fine_tuned(folder, accuracy, **settings):
     Path(folder, "eval_results.json").write_text(json.dumps({"eval_accuracy": accuracy}))
 
 
-def test_what_has_no_effect_is_a_setting_of_both_scripts():
-    assert NO_EFFECT <= vars(finetune.Config()).keys() & vars(pretrain.Config()).keys()
+def test_a_recipe_is_every_setting_that_must_not_change():
+    may_change = {field.name for field in dataclasses.fields(finetune.Config)
+                  if field.metadata["may_change"]}
+    assert NO_RECIPE == may_change | {"seed"}
 
 
 def test_glue_pools_nothing_but_seeds(workdir, capsys):
@@ -264,7 +266,7 @@ def test_glue_pools_nothing_but_seeds(workdir, capsys):
 
 
 def test_tables_4_5_and_7_by_the_documented_command(tuned, capsys):
-    """Of runs under their default names, with and without updates of the memory."""
+    """Runs have their default names, with and without updates of the memory."""
     page = (ROOT / "results/fine_tuning.md").read_text()
     command = re.search(r"^python measure.py (glue .*?)\s+#", page, re.MULTILINE)[1]
     for args in (["--task=own"], ["--task=own", "--update_memory=False"], ["--task=squad"]):
@@ -291,7 +293,7 @@ def test_staleness(place, capsys):
     steps = [500_000, 1_000_000, 1_500_000]  # where names no longer sort by step
     tops = {n: [rng.integers(0, 2, 50) * 3 for _ in steps] for n in (2, 3)}
     for i, step in enumerate(steps):
-        write_usage(run, step, {n: {"read": tops[n][i], "top1": tops[n][i]} for n in tops})
+        Run(run).write_usage(step, {n: {"read": tops[n][i], "top1": tops[n][i]} for n in tops})
     measure.main(["staleness", "out/hand", "--out", "figures/two"])
     out = capsys.readouterr().out
     saved = json.loads(Path("figures/two.json").read_text())
@@ -317,7 +319,7 @@ def test_curves_go_on_where_the_initial_model_ended(place, capsys):
     assert [line.split("|")[1:3] for line in out[2:5]] == [
         [" out/tiny ", " 4     "], [" out/more ", " 8     "], [" out/pkm  ", " 8     "]]
     assert sorted(os.listdir("figures")) == ["a.json", "a.md", "a.png", "a.svg"]
-    more = measure.read_evaluations("out/more")
+    more = Run("out/more").evaluations()
     assert more[0]["step"] == 4
     assert json.loads(Path("figures/a.json").read_text())["out/more"] == more
 

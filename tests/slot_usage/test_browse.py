@@ -12,9 +12,9 @@ import tokenizers
 
 import measure
 from lib.corpus.vocabulary import SPECIALS, wordpiece_tokenizer
-from lib.slot_usage.browse import collect, page
+from lib.slot_usage.browse import page_data, page_html
 from lib.slot_usage.counts import last_used
-from lib.training.run import read_usage
+from lib.weights.run import Run
 from tests.helpers import train
 
 BREAKOUT = '</script><img/src=x/onerror="window.broken=1">'
@@ -61,7 +61,7 @@ def test_the_data_are_those_of_a_count_one_by_one():
     reads = {2: draw_reads(rng, ids.size, 16), 4: draw_reads(rng, ids.size, 16)}
     snapshots = {step: {f"layer{n}_top1": rng.integers(0, 2, 16) for n in reads}
                  for step in (5, 10)}
-    found = collect(ids, tokenizer_of(words), reads, dict.fromkeys(reads, 16), snapshots, 3)
+    found = page_data(ids, tokenizer_of(words), reads, dict.fromkeys(reads, 16), snapshots, 3)
     assert "".join(found["pieces"][n] for n in found["text"][:20]) == "".join(
         f" {words[i - 5]}" for i in ids[0])
     assert sorted(found["counts"], reverse=True) == list(found["counts"])
@@ -95,7 +95,7 @@ def test_words_of_pieces_and_contexts_that_stand_twice():
     vocab = [*SPECIALS, "value", "##error", "raises", ":", "none"]
     tokenizer = wordpiece_tokenizer(vocab)
     ids = np.array([[2, *tokenizer.encode("raises valueerror : value : none").ids, 3]] * 2)
-    found = collect(ids, tokenizer, {1: draw_reads(np.random.default_rng(0), 18, 4)},
+    found = page_data(ids, tokenizer, {1: draw_reads(np.random.default_rng(0), 18, 4)},
                            {1: 4}, {}, 99)
     assert dict(zip(found["words"], found["counts"], strict=True)) == {
         ":": 4, "[CLS]": 2, "raises": 2, "valueerror": 2, "value": 2, "none": 2, "[SEP]": 2}
@@ -109,7 +109,7 @@ def test_a_large_memory_has_fewer_contexts(monkeypatch):
     reads = {1: draw_reads(np.random.default_rng(0), 40, 4)}
     ids = np.random.default_rng(0).integers(5, 9, (1, 40))
     for size, most in ((4, 9), (16, 3), (64, 1)):
-        found = collect(ids, tokenizer_of("abcd"), reads, {1: size}, {}, 9)
+        found = page_data(ids, tokenizer_of("abcd"), reads, {1: size}, {}, 9)
         assert max(map(len, found["layers"][0]["contexts"])) == 2 * most
 
 
@@ -161,7 +161,7 @@ def test_clicks_keys_and_search(place, browser, capsys):
     page.fill("#search", "no such word")
     assert "not in the text" in page.inner_text("#answer") and not page.locator("#hits li").count()
 
-    last = last_used(read_usage("out/tiny"), 3)
+    last = last_used(Run("out/tiny").usage_snapshots(), 3)
     page.select_option("#view", "last use")
     chips = page.locator("#legend button").all_inner_texts()
     assert [int(chip.split(": ")[1]) for chip in chips] == [int((last == n).sum())
@@ -197,11 +197,11 @@ def test_no_text_breaks_out_of_the_page(tmp_path, browser):
     words = [BREAKOUT, "<!--<script>", "&lt;b&gt;", "\u2028", "DATA"]
     reads = {1: draw_reads(np.random.default_rng(0), 30, 4)}
     ids = np.random.default_rng(0).integers(5, 5 + len(words), (3, 10))
-    found = collect(ids, tokenizer_of(words), reads, {1: 4}, {}, 8)
-    text = page({"title": BREAKOUT, "note": BREAKOUT, **found})
+    found = page_data(ids, tokenizer_of(words), reads, {1: 4}, {}, 8)
+    text = page_html({"title": BREAKOUT, "note": BREAKOUT, **found})
     (tmp_path / "page.html").write_text(text, encoding="utf-8")
     shown = browser(tmp_path / "page.html")
     shown.fill("#search", "script")
     assert shown.inner_text("#title") == BREAKOUT == shown.title()
     assert BREAKOUT in shown.inner_text("#contexts") and BREAKOUT in shown.inner_text("#matches")
-    assert not page.locator("img").count() and page.evaluate("window.broken") is None
+    assert not shown.locator("img").count() and shown.evaluate("window.broken") is None

@@ -1,22 +1,14 @@
 """
-Evaluation and the usage of memories, against Section 3.2 read by read.
+The metrics of section 3.2, with known answers.
 """
 import math
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from lib.common.errors import UserError
-from lib.corpus.batches import Corpus, masked_heldout
-from lib.slot_usage.counts import (
-    class_distances,
-    count_reads,
-    evaluate_language_model,
-    usage_metrics,
-)
-from tests.helpers import record_search, tiny_bert
+from lib.slot_usage.counts import count_reads, usage_metrics
+from tests.helpers import tiny_bert
 
 
 def test_usage_metrics_known_answers():
@@ -38,53 +30,6 @@ def test_usage_metrics_known_answers():
     assert m["mu"] == 0.5 and m["kl_u"] == pytest.approx(math.log(2))
 
 
-def test_distances_of_classes_slot_by_slot():
-    def shares(counts):
-        return [count / sum(counts) for count in counts]
-
-    def kl(a, b):
-        return sum(p * math.log(p / (0.9 * q + 0.1 * p)) for p, q in zip(a, b, strict=True) if p)
-
-    def overlap(a, b):
-        return sum(map(min, a, b))
-
-    positive, negative = np.random.default_rng(0).integers(0, 9, (2, 2, 50))
-    found = class_distances(positive, 3 * negative)
-    (a, b), (c, d) = ([shares(half.tolist()) for half in halves] for halves in (positive, negative))
-    for measure, key in ((kl, "kl"), (overlap, "iou")):
-        between = sum(measure(*pair) for pair in ((a, c), (a, d), (b, c), (b, d))) / 4
-        floor = sum(measure(*pair) for pair in ((a, b), (b, a), (c, d), (d, c))) / 4
-        if measure is kl:  # on the line through (floor, 0) and (log 10, log 10)
-            fixed = math.log(10) - math.log(10) * (math.log(10) - between) / (math.log(10) - floor)
-        else:
-            fixed = between / floor
-            between, floor, fixed = (share / (2 - share) for share in (between, floor, fixed))
-        assert [found[f"{key}_between"], found[f"{key}_floor"], found[key]] == pytest.approx(
-            [between, floor, fixed])
-    same = class_distances(positive[[0, 0]], positive[[0, 0]])
-    assert (same["kl"], same["iou"]) == pytest.approx((0, 1))
-    apart = class_distances(np.array([[3, 1, 0]] * 2), np.array([[0, 0, 7]] * 2))
-    assert (apart["kl"], apart["iou"]) == pytest.approx((math.log(10), 0))
-    with pytest.raises(UserError, match="too few examples"):
-        class_distances(np.eye(4)[:2], np.eye(4)[2:])
-
-
-@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
-def test_distances_do_not_depend_on_the_number_of_accesses(spread):
-    """Near the true distance from a few accesses a slot on, where the floor is still far from 0."""
-    rng = np.random.default_rng(1)
-    p = rng.lognormal(0, 2, 4096)
-    q = p * rng.lognormal(0, spread, 4096)
-    p, q = p / p.sum(), q / q.sum()
-    shared = np.minimum(p, q).sum()
-    true = (p * np.log(p / (0.9 * q + 0.1 * p))).sum(), shared / (2 - shared)
-    for accesses in (8_000, 80_000, 800_000):
-        found = class_distances(*(rng.multinomial(accesses, x, 2) for x in (p, q)))
-        assert found["kl"] == pytest.approx(true[0], rel=0.2, abs=0.02)
-        assert found["iou"] == pytest.approx(true[1], rel=0.2, abs=0.02)
-        assert found["kl_floor"] > 0.1 or accesses > 8_000
-
-
 def test_effective_k_of_known_weights():
     """One slot that has it all: 1; all alike: topk. Averaged over the accesses."""
     model = tiny_bert(memory_layers=(2,)).eval()
@@ -94,114 +39,3 @@ def test_effective_k_of_known_weights():
         model.bert.layers[1].memory.values(slots, weights)
     metrics = usage_metrics(**counts[2])
     assert metrics["effective_k"] == pytest.approx(2) and metrics["accesses"] == 2
-
-
-def plain_usage(slots, weights, n_slots):
-    """Section 3.2 read by read; slots, weights: (accesses, topk) lists, best first."""
-    read, weight, top1, effective_k = [0] * n_slots, [0.0] * n_slots, [0] * n_slots, 0.0
-    for access, shares in zip(slots, weights, strict=True):
-        top1[access[0]] += 1
-        effective_k += math.prod(share ** -share for share in shares)
-        for slot, share in zip(access, shares, strict=True):
-            read[slot] += 1
-            weight[slot] += share
-
-    def kl(counts):
-        total = sum(counts)
-        return sum(c / total * math.log(c / total * n_slots) for c in counts if c)
-
-    n = len(slots)
-    return {"mu": sum(map(bool, read)) / n_slots, "top1_mu": sum(map(bool, top1)) / n_slots,
-            "kl_u": kl(read), "kl_w": kl(weight), "effective_k": effective_k / n, "accesses": n,
-            "mu_uniform": 1 - (1 - len(slots[0]) / n_slots) ** n,
-            "top1_mu_uniform": 1 - (1 - 1 / n_slots) ** n}, read, top1, weight
-
-
-def batch(ids, positions, labels, mask=None):
-    """Tensors or lists as evaluate takes them."""
-    arrays = {"ids": ids, "positions": positions, "labels": labels, "mask": mask}
-    return {name: np.asarray(array) for name, array in arrays.items() if array is not None}
-
-
-def test_evaluate_counts_every_read_but_padding_and_knows_the_uniform_model():
-    model = tiny_bert(memory_layers=(1, 3)).train()
-    calls = record_search(model)
-    nn.init.zeros_(model.bert.words.weight)  # the tied decoder: all logits 0
-    masks = [None, torch.arange(12) < torch.tensor([[12], [5], [1], [9]]), None]
-    batches = [batch(torch.randint(40, (n, 12)), torch.randint(12, (n, 2)),
-                     torch.randint(40, (n, 2)), mask)
-               for n, mask in zip((4, 4, 1), masks, strict=True)]
-    batches[0]["labels"][0] = -100
-    before = [b.clone() for b in model.buffers()]
-    results, counts = evaluate_language_model(model, batches, torch.device("cpu"))
-    assert model.training and all(map(torch.equal, before, model.buffers()))
-    assert results["perplexity"] == pytest.approx(40) and results["masked_tokens"] == 16
-    assert results["accuracy"] == sum((b["labels"] == 0).sum() for b in batches) / 16
-    assert calls.keys() == results["layers"].keys() == {1, 3}
-    for layer, reads in calls.items():
-        slots, weights = (torch.cat(part).flatten(0, 1).tolist()
-                          for part in zip(*reads, strict=True))
-        assert len(slots) == (5 * 12 + 27) * 2  # real tokens x heads
-        metrics, read, top1, weight = plain_usage(slots, weights, 16)
-        assert counts[layer]["read"].tolist() == read and counts[layer]["top1"].tolist() == top1
-        assert counts[layer]["weight"].tolist() == pytest.approx(weight)
-        assert results["layers"][layer] == pytest.approx(metrics, rel=1e-6, abs=1e-6)
-
-
-class Stub(nn.Module):
-    """A model whose prediction is the same everywhere: token 1 at 1/2, 2 at 1/4, 3 at 1/8."""
-
-    def __init__(self):
-        super().__init__()
-        self.bert = nn.Module()
-        self.bert.layers = nn.ModuleList()
-
-    def forward(self, ids, positions, mask=None):
-        return torch.tensor([0.1, 0.5, 0.25, 0.125, 0.025]).log().expand(*positions.shape, 5)
-
-
-def test_perplexity_of_a_stub():
-    batches = [batch(np.zeros((2, 4), int), np.zeros((2, 2), int), labels)
-               for labels in ([[1, -100], [2, 3]], [[-100, -100]] * 2)]
-    results, _ = evaluate_language_model(Stub(), batches, torch.device("cpu"))
-    assert results["perplexity"] == pytest.approx((2 * 4 * 8) ** (1 / 3), rel=1e-6)
-    assert results["masked_tokens"] == 3 and results["accuracy"] == pytest.approx(1 / 3)
-
-
-def test_perplexity_depends_on_neither_batch_size_nor_padding(place):
-    corpus, device = Corpus("tiny"), torch.device("cpu")
-    model = tiny_bert(memory_layers=(2,), vocab_size=corpus.vocab_size).eval()
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.5)
-    reference, counts = evaluate_language_model(model, masked_heldout(corpus, "test", 16, 8), device)
-    *whole, last = masked_heldout(corpus, "test", 16, 8)
-    ids, mask = last["ids"], last["mask"]
-    assert ids.shape == (1, 16) and not mask.all()
-    bare = batch(ids[:, :mask.sum()], last["positions"], last["labels"])
-    cut = [*whole, bare]  # the last one not padded
-    other = [*whole, {**last, "ids": np.where(mask, ids, 7)}]  # padded with something else
-    padded, unpadded = (evaluate_language_model(model, [b], device)[0]["loss"] for b in (last, bare))
-    assert padded == pytest.approx(unpadded, rel=1e-5)
-    for batches in (cut, other, *(masked_heldout(corpus, "test", 16, n) for n in (1, 5, 1000))):
-        results, same = evaluate_language_model(model, batches, device)
-        assert results["perplexity"] == pytest.approx(reference["perplexity"], rel=1e-5)
-        assert results["layers"][2] == pytest.approx(reference["layers"][2], rel=1e-6)
-        assert np.array_equal(same[2]["read"], counts[2]["read"])
-
-
-def test_a_compiled_model_is_measured_through_its_raw_module():
-    """Compiled and called before: hooks that come later are not seen by its graph."""
-    model = tiny_bert(memory_layers=(1, 3)).eval()
-    ids, positions = torch.randint(40, (2, 12)), torch.tensor([[1], [2]])
-    compiled = torch.compile(model, backend="eager")
-    with torch.no_grad():
-        compiled(ids, positions=positions)
-        with count_reads(compiled) as counts:
-            compiled(ids, positions=positions)
-    assert all(layer["read"].sum() == 0 for layer in counts.values())  # which is the trap
-    batches = [batch(ids, positions, [[7], [9]])]
-    results, counts = evaluate_language_model(compiled, batches, torch.device("cpu"))
-    torch._dynamo.reset()
-    expected, reference = evaluate_language_model(model, batches, torch.device("cpu"))
-    assert results == expected and results["layers"][1]["accesses"] == 2 * 12 * 2
-    assert all(np.array_equal(counts[n]["read"], reference[n]["read"]) for n in (1, 3))

@@ -1,0 +1,95 @@
+"""
+Evaluate language models on held-out text: perplexity, accuracy, slot usage.
+"""
+import math
+
+import torch
+import torch.nn.functional as F
+
+from lib.common.errors import UserError
+from lib.common.progress import Progress
+from lib.corpus.batches import causal_heldout, masked_heldout
+from lib.distributed.processes import deal_batches, sum_over_ranks
+from lib.slot_usage.contexts import open_corpus
+from lib.slot_usage.counts import count_reads, usage_metrics
+from lib.training.trainer import autocast, to_device
+from lib.weights.checkpoint import check_objective, find_weights, load_model, read_weights
+from lib.weights.run import Run
+
+
+@torch.no_grad()
+def evaluate_language_model(model, batches, device, dtype=torch.float32):
+    """Evaluate a language model on batches of masked_heldout or causal_heldout. Returns (results,
+    the counts of count_reads). The results are loss (nats), perplexity and accuracy over all
+    predicted positions, their number masked_tokens, and layers: {layer: usage_metrics}. A compiled
+    model is run as its raw module."""
+    model = getattr(model, "_orig_mod", model)
+    was_training = model.training
+    model.eval()
+    loss = correct = masked = 0
+    with count_reads(model) as counts:
+        for batch in deal_batches(batches):
+            batch = to_device(batch, device)
+            labels = batch.pop("labels").flatten()
+            with autocast(device, dtype):
+                logits = model(**batch)
+            logits = logits.flatten(0, 1).float()
+            loss += F.cross_entropy(logits, labels, reduction="sum").item()
+            correct += (logits.argmax(1) == labels).sum().item()
+            masked += (labels != -100).sum().item()
+    model.train(was_training)
+    loss, correct, masked = map(sum_over_ranks, (loss, correct, masked))
+    results = {"loss": loss / masked, "perplexity": math.exp(min(loss / masked, 700)),
+               "accuracy": correct / masked, "masked_tokens": masked,
+               "layers": {n: usage_metrics(**sums) for n, sums in counts.items()}}
+    return results, counts
+
+
+def describe_evaluation(results):
+    """Yield the results of evaluate_language_model as lines to print."""
+    yield f"perplexity {results['perplexity']:.2f}, accuracy {results['accuracy']:.1%}"
+    for layer, m in results["layers"].items():
+        yield (f"layer {layer}: MU {m['mu']:.1%} (uniform use: {m['mu_uniform']:.1%}), top-1 MU "
+               f"{m['top1_mu']:.1%} ({m['top1_mu_uniform']:.1%}), KL_u {m['kl_u']:.2f}, "
+               f"KL_w {m['kl_w']:.2f}, {m['accesses']:,} accesses")
+
+
+def check_language_model(path, causal):
+    """UserError unless the model of `path` is a causal language model, or else a masked one."""
+    saved = read_weights(path)
+    if saved.get("head"):
+        raise UserError(f"{path}: a fine-tuned checkpoint has no language-model head")
+    check_objective(path, saved["config"], causal)
+
+
+def check_same_text(paths):
+    """Return the corpus of pretrained runs; UserError if their perplexities are of other texts."""
+    first = Run(paths[0]).settings(["dataset"])
+    for path in paths:
+        settings = Run(path).settings(["dataset"])
+        if any(settings[key] != first[key] for key in ("tokenizer_hash", "dataset", "objective")):
+            raise UserError(f"{path} has another vocabulary, corpus or objective than {paths[0]}: "
+                            "their perplexities cannot be compared")
+    return first["dataset"]
+
+
+def test_batches(name, paths, causal, seq_len, batch_size, sequences, maskings):
+    """List the batches of data/<name>'s test split for the models of `paths`, once for each
+    masking. The windows of a causal model overlap by half, and each predicts only what the one
+    before did not."""
+    split = open_corpus(name, *paths), "test", seq_len, batch_size, sequences
+    if causal:
+        return [causal_heldout(*split, stride=seq_len // 2)]
+    return [masked_heldout(*split, masking) for masking in range(maskings)]
+
+
+def evaluate_run(path, heldout, device, dtype):
+    """Evaluate the model of `path` on {corpus: test_batches}; return a record for JSON."""
+    checkpoint, _ = find_weights(path)
+    print(f"{path}: weights of {checkpoint}")
+    model = load_model(checkpoint).to(device)
+    results = {name: [evaluate_language_model(model, Progress(batches, f"{path}, data/{name}"),
+                                              device, dtype)[0] for batches in maskings]
+               for name, maskings in heldout.items()}
+    trained = Run(checkpoint.parent).steps_and_seed(checkpoint)
+    return {"run": path, "checkpoint": str(checkpoint), **trained, "results": results}
