@@ -1,27 +1,25 @@
 """
-Fine-tune a pretrained model, with or without memory, on GLUE, SQuAD 1.1 or a task of your own.
+Fine-tune a pretrained model on GLUE, SQuAD 1.1 or a task of your own.
 
 $ python finetune.py configs/demo_finetune.py         # after configs/demo.py; minutes, no network
 $ python finetune.py configs/finetune_glue.py --task=SST-2 --init_from=out/base_resm_init --seeds=5
 $ python finetune.py configs/finetune_squad.py --init_from=out/base_resm_init
-$ torchrun --standalone --nproc_per_node=4 finetune.py CONFIG --accumulation=4  # ranks share a batch
+$ torchrun --standalone --nproc_per_node=4 finetune.py CONFIG --accumulation=4
 
-A task of your own is a folder with train.tsv and dev.tsv, whose header names the columns `sentence`
-(or `sentence1` and `sentence2`) and `label` (or `score`, a number): --task=FOLDER. The same command
-goes on where a stopped run left off; --key=value overrides any setting below. One process at a
-time trains in a folder.
+A task of your own is a folder: --task=FOLDER. The header of its train.tsv and dev.tsv names the
+columns `sentence`, or `sentence1` and `sentence2`, and `label`, or `score` for a number. The same
+command goes on where a stopped run left off. --key=value overrides any setting below. One process
+at a time trains in a folder.
 
 out/<run>/seed0/{config.json,log.jsonl,vocab.txt,step_000500/}     as pretrain.py's; the newest one
 out/<run>/seed0/best_epoch_2/    while it trains: the best epoch's weights; in the end renamed best/
 out/<run>/seed0/{eval_results.json,predictions_dev.tsv,submission/} of the weights in best/
 out/<run>/eval_results.json      the medians over the seeds, and each seed's
 """
-import json
-import math
 import re
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +27,9 @@ import torch
 
 from lib.common.device import use_device
 from lib.common.errors import UserError, need
-from lib.common.files import lock, write_text
+from lib.common.files import lock
 from lib.common.settings import DTYPES, ON_OFF, load_settings, setting
-from lib.corpus.vocabulary import special_ids, text_tokenizer
+from lib.corpus.vocabulary import text_tokenizer
 from lib.distributed.processes import (
     any_signalled,
     first_rank_first,
@@ -40,20 +38,11 @@ from lib.distributed.processes import (
     run_ranks,
     set_timeout,
 )
-from lib.tasks.glue import batches_by_length, find_task, read_split, row_names, task_name, tsv_text
-from lib.tasks.predict import predict_examples, prediction_rows
-from lib.tasks.scores import METRICS, score_squad
-from lib.tasks.squad import best_answers, load_examples
+from lib.tasks.glue import find_task, task_name
+from lib.tasks.predict import predict_examples, score_dev, write_dev_predictions, write_submissions
+from lib.tasks.task_data import TaskData, TrainingBatches
 from lib.training.trainer import Schedule, State, Trainer, catch_signals
-from lib.weights.checkpoint import (
-    check_objective,
-    find_weights,
-    init_from,
-    load_model,
-    load_weights,
-    model_file,
-    read_weights,
-)
+from lib.weights import checkpoint
 from lib.weights.run import Run
 from model import BertConfig, build_model, value_tables
 
@@ -93,175 +82,58 @@ class Config:
     compile: str = setting("auto", "auto: on CUDA", choices=ON_OFF, may_change=True)
     rank_timeout: int = setting(600, "seconds to wait for a rank", least=1, may_change=True)
 
-
-class Data:
-    """The Examples of a task, tokenized once for all seeds: train, and dev and test by the names in
-    the Task. Its training batches, for the Trainer, are a function of (seed, step)."""
-
-    unit = "examples"
-
-    def __init__(self, task, tokenizer, config):
-        def read(split):
-            return load_examples(task, split, tokenizer, config.max_len, config.doc_stride)
-
-        self.task, self.is_squad = task, task.name == "squad"
-        self.train = read("train")
-        if not self.train.ids:
-            raise UserError(f"{task.folder}: nothing to train on")
-        self.dev = {name: read(split) for name, split in task.dev.items()}
-        self.test = {name: read(split) for name, split in task.test.items()
-                     if task.file(split).exists()}
-        self.row_names = {name: row_names(task, task.test[name]) for name in self.test}
-        order = np.random.default_rng(0).permutation(len(self.train.ids))  # the same for all seeds
-        self.chosen = np.sort(order[:config.train_examples or None])
-        self.config, self.size, self.drawn = config, config.batch_size, None
-        self.accumulation = config.accumulation
-        self.steps_per_epoch = math.ceil(len(self.chosen) / self.size)
-        on_cuda = config.device.startswith("cuda")  # there lengths are multiples of 8
-        self.padding = special_ids(tokenizer)[0], 8 if on_cuda else 1
-
-    def epochs(self, steps):
-        return steps / self.steps_per_epoch
-
-    def parts(self, step):
-        """The indices of a training batch, in micro-batches of as many examples or one less."""
-        epoch, i = divmod(step, self.steps_per_epoch)
-        key = [self.config.seed, 1, epoch]
-        if self.drawn != key:
-            lengths = self.train.lengths[self.chosen]
-            self.order = batches_by_length(lengths, self.size, np.random.default_rng(key))
-            self.drawn = key
-        return np.array_split(self.chosen[self.order[i]], self.accumulation)
-
-    def share(self, step, micro):
-        parts = self.parts(step)
-        return len(parts[micro]) / sum(map(len, parts))
-
-    def get(self, step, micro=0):
-        """A micro-batch: the arguments of a model, as arrays."""
-        parts = self.parts(step)
-        index = parts[micro] if len(parts[micro]) else parts[0][:1]  # its share is 0
-        return {**self.train.pad(index, *self.padding), "labels": self.train.labels[index]}
-
-    def report(self, config):
-        """Print the sizes and how often each label occurs, for a person to check."""
-        for name, part in [("train", self.train), *self.dev.items()]:
-            shares = [f", {label} {(part.labels == n).mean():.1%}"
-                      for n, label in enumerate(self.task.labels or ())]
-            print(f"{self.task.dev.get(name, name)}: {len(part.ids):,} examples, "
-                  f"{part.lengths.mean():.1f} tokens each{''.join(shares)}")
-        if self.task.labels:
-            most = np.bincount(self.train.labels).argmax()
-            shares = [f"{(part.labels == most).mean():.1%} of {self.task.dev[name]}"
-                      for name, part in self.dev.items()]
-            print(f"always saying {self.task.labels[most]}, the most frequent class of train, "
-                  f"would be right for {', '.join(shares)}")
-        print(f"{len(self.chosen):,} training examples, {config.max_steps:,} steps of {self.size}, "
-              f"{round(config.warmup * config.max_steps):,} of them warm-up")
+    @property
+    def warmup_steps(self):
+        return round(self.warmup * self.max_steps)
 
 
-def predict(trainer, examples):
-    """As predictions.predict, for the task that is trained."""
-    data = trainer.batches
-    return predict_examples(trainer.model, examples, data.task.labels, data.size, data.padding,
-                               trainer.device, trainer.dtype)
-
-
-def evaluate(trainer):
-    """The metrics of the dev splits, and what predict says of each."""
-    data = trainer.batches
-    found = {name: predict(trainer, part) for name, part in data.dev.items()}
-    if data.is_squad:
-        part = data.dev[""]
-        return score_squad(part.questions, best_answers(part, *found[""])), found
-    said = {name: each.argmax(1) if data.task.labels else each for name, each in found.items()}
-    return {metric + name: float(METRICS[metric](part.labels, said[name]))
-            for name, part in data.dev.items() for metric in data.task.metrics}, found
-
-
-def train(trainer, run, state, signals):
+def train_epochs(trainer, run, state, data, predict, signals):
     """Train to the end, and score the dev splits after each epoch.
 
-    The weights of the best epoch are in the run's folder before a checkpoint names them. Returns
-    what `evaluate` returned for the best epoch, or None if an earlier process scored it.
+    The weights of the best epoch so far are on disk before a checkpoint names it.
     """
-    config, data, best = trainer.config, trainer.batches, None
+    config, batches, task = trainer.config, trainer.batches, data.task
 
     def due(step):
-        if step % data.steps_per_epoch == 0 or step == config.max_steps:
+        if step % batches.steps_per_epoch == 0 or step == config.max_steps:
             return {"log", "evaluate", "save"}
         every = {"log": config.log_interval, "save": config.checkpoint_interval}
         return {what for what, n in every.items() if step % n == 0}
 
     def quality(results):
-        return np.nan_to_num(results[data.task.metrics[0]], nan=-np.inf)
+        return np.nan_to_num(results[task.metrics[0]], nan=-np.inf)
 
-    def evaluate_epoch(step):
-        nonlocal best
-        results, found = evaluate(trainer)
-        state.last = {"epoch": data.epochs(step), **results}
+    def score_epoch(step):
+        results = score_dev(data, predict)
+        state.last = {"epoch": batches.epochs(step), **results}
         run.log({"step": step, **state.last})
-        print(f"epoch {data.epochs(step):g}: {describe(data.task, results)}", flush=True)
+        print(f"epoch {batches.epochs(step):g}: {in_percent(task, results)}", flush=True)
         if state.best is None or quality(results) > quality(state.best):
-            state.best, best = state.last, (results, found)
-            run.save_best(state.best["epoch"], model_file(trainer.model, data.task.labels))
+            state.best = state.last
+            run.save_best(state.best["epoch"], checkpoint.model_file(trainer.model, task.labels))
 
-    trainer.train(run, state, due, evaluate_epoch, signals)
-    return best
-
-
-def describe(task, results, prefix=""):
-    """Metrics for a person: SQuAD's are in percent already, GLUE's shares are shown in percent."""
-    scale = 1 if task.name == "squad" else 100
-    return ", ".join(f"{metric}{name} {scale * results[prefix + metric + name]:.2f}"
-                     for name in task.dev for metric in task.metrics)
+    trainer.train(run, state, due, score_epoch, signals)
 
 
-def write_predictions(trainer, run, state, evaluated):
-    """The predictions of the best epoch's model: for dev beside the texts and labels, of SQuAD as
-    the official script reads them; for test in the form that GLUE wants; and its metrics under the
-    names of Hugging Face's scripts. evaluated: what `train` returned."""
-    data, out, best = trainer.batches, run.folder, run.finish_best(state.best["epoch"])
-    trainer.model = load_model(best).to(trainer.device)  # whole on every rank
-    results, found = evaluated or evaluate(trainer)
-    for name, split in data.task.dev.items():
-        path, predicted = out / f"predictions_{split}", found[name]
-        if data.is_squad:
-            write(path, best_answers(data.dev[name], *predicted))
-            continue
-        texts, labels = read_split(data.task, split)
-        header, said = prediction_rows(predicted, data.task.labels)
-        gold = [data.task.labels[n] for n in labels] if data.task.labels else labels.tolist()
-        columns = ["sentence"] if len(texts[0]) == 1 else ["sentence1", "sentence2"]
-        write(path, [["index", *columns, "label", *header], *(
-            [n, *text, label, *row]
-            for n, (text, label, row) in enumerate(zip(texts, gold, said, strict=True)))])
-    for name, examples in data.test.items():
-        predicted = predict(trainer, examples)
-        if not data.task.labels:  # scores in the range of the training data's
-            predicted = predicted.clip(data.train.labels.min(), data.train.labels.max())
-        _, said = prediction_rows(predicted, data.task.labels)
-        rows = zip(data.row_names[name], [row[0] for row in said], strict=True)
-        write(out / "submission" / name, [["index", "prediction"], *rows])
-    for name, part in data.dev.items():
-        results[f"samples{name}"] = len(part.questions if data.is_squad else part.ids)
-    results = {f"eval_{key}": value for key, value in results.items()}
-    last = {f"last_{key}": value for key, value in state.last.items()}
-    run.write_results({"epoch": state.best["epoch"], **results, **last})
+def in_percent(task, results, prefix=""):
+    """Show the metrics of the dev splits in percent."""
+    return ", ".join(f"{metric}{suffix} {task.scale * results[prefix + metric + suffix]:.2f}"
+                     for suffix in task.dev for metric in task.metrics)
 
 
-def write(path, content):
-    """Write a dict to path.json, or rows to path.tsv."""
-    if isinstance(content, dict):
-        suffix, text = ".json", json.dumps(content, indent=1)
-    else:
-        suffix, text = ".tsv", tsv_text(content)
-    write_text(f"{path}{suffix}", text)
+def write_results(run, state, data):
+    """Write the metrics of the best and the last epoch, as Hugging Face's scripts name them."""
+    results = {("" if key == "epoch" else "eval_") + key: n for key, n in state.best.items()}
+    for suffix, dev in data.dev.items():
+        results[f"eval_samples{suffix}"] = len(dev.questions if data.task.reads_spans else dev.ids)
+    run.write_results(results | {f"last_{key}": n for key, n in state.last.items()})
 
 
-def run_seed(config, run, data, sizes, initial, vocab, signals):
-    """Train a model of these sizes (a BertConfig) from the weights `initial`, or resume `run`.
-    Unless a signal comes, it has results in the end."""
+def fine_tune(config, run, data, sizes, initial, vocab, signals):
+    """Fine-tune with one seed, or resume. Unless a signal comes, `run` has results in the end.
+
+    sizes: the BertConfig of the weights `initial`; vocab: the path of their vocab.txt.
+    """
     if run.has_begun():
         run.check_settings(config)
     if run.has_results():
@@ -269,37 +141,46 @@ def run_seed(config, run, data, sizes, initial, vocab, signals):
         return
     torch.compiler.reset()  # what an earlier seed compiled counts towards a limit
     torch.manual_seed(config.seed)  # of the head
-    model = build_model(sizes, "span" if data.is_squad else "classifier", data.task.labels)
+    device, dtype, task = torch.device(config.device), getattr(torch, config.dtype), data.task
+    model = build_model(sizes, "span" if task.reads_spans else "classifier", task.labels)
     for values in value_tables(model).values():
         values.weight.requires_grad_(config.update_memory)
     newest = run.newest_checkpoint()
     if newest:
-        load_weights(model, read_weights(newest)["weights"], newest)
+        checkpoint.load_weights(model, checkpoint.read_weights(newest)["weights"], newest)
     else:
-        origin = init_from(model, initial)
-    schedule = Schedule(config.lr, round(config.warmup * config.max_steps), config.max_steps)
-    trainer = Trainer(config, schedule, model, data, torch.device(config.device),
-                      getattr(torch, config.dtype), labels=data.task.labels)
+        origin = checkpoint.init_from(model, initial)
+    schedule = Schedule(config.lr, config.warmup_steps, config.max_steps)
+    trainer = Trainer(config, schedule, model, TrainingBatches(data.train, config), device, dtype,
+                      labels=task.labels)
     if newest:
         state = trainer.restore(newest)
     else:
         state = State()
         run.begin(config, vocab, origin=origin)
     run.open(state.step, state.best and state.best["epoch"], config.tensorboard)
-    evaluated = train(trainer, run, state, signals)
-    if not any_signalled(signals):
-        write_predictions(trainer, run, state, evaluated)
+
+    def predict_with(model):
+        return lambda examples: predict_examples(model, examples, config.batch_size, device, dtype)
+
+    train_epochs(trainer, run, state, data, predict_with(model), signals)
+    if any_signalled(signals):
+        return
+    best = checkpoint.load_model(run.finish_best(state.best["epoch"])).to(device)
+    write_dev_predictions(run.folder, data, predict_with(best))
+    write_submissions(run.folder / "submission", data, predict_with(best))
+    write_results(run, state, data)  # last: it says that the seed is done
 
 
-def summarize(task, out, each):
-    """Write and print the medians over the seeds: <out>/eval_results.json has them, and each
-    seed's results. each: {seed: results}."""
-    for seed, results in each.items():
-        print(f"seed {seed}: {describe(task, results, 'eval_')}; best epoch {results['epoch']:g}")
-    median = {key: float(np.median([results[key] for results in each.values()]))
-              for key in each[min(each)]}
-    Run(out).write_results({**median, "seeds": each})
-    print(f"median of {len(each)}: {describe(task, median, 'eval_')}; {out}/eval_results.json")
+def write_medians(task, out, results):
+    """Write and print the medians over the seeds. results: {seed: its eval_results.json}."""
+    for seed, scores in results.items():
+        print(f"seed {seed}: {in_percent(task, scores, 'eval_')}; best epoch {scores['epoch']:g}")
+    medians = {key: float(np.median([scores[key] for scores in results.values()]))
+               for key in results[min(results)]}
+    Run(out).write_results({**medians, "seeds": results})
+    print(f"median of {len(results)}: {in_percent(task, medians, 'eval_')}; "
+          f"{out}/eval_results.json")
 
 
 def main(argv):
@@ -308,43 +189,43 @@ def main(argv):
         need("tensorboard", "tensorboard = True")
     if not config.init_from:
         raise UserError("init_from is empty, which model? --init_from=RUN, or a recipe: "
-                               "python finetune.py configs/demo_finetune.py starts from out/demo")
+                        "python finetune.py configs/demo_finetune.py starts from out/demo")
     set_timeout(config.rank_timeout)
-    my_micro_batches(config.accumulation)  # a mistake is said before anything is read
-    initial, vocab = find_weights(config.init_from)
-    sizes = BertConfig(**{**read_weights(initial)["config"], "dropout": config.dropout})
-    check_objective(initial, vars(sizes), causal=False)
+    my_micro_batches(config.accumulation)  # raises a UserError before anything is read
+    initial, vocab = checkpoint.find_weights(config.init_from)
+    sizes = BertConfig(**{**checkpoint.read_weights(initial)["config"], "dropout": config.dropout})
+    checkpoint.check_objective(initial, vars(sizes), causal=False)
     if config.max_len > sizes.max_len:
         raise UserError(f"max_len = {config.max_len}: there are {sizes.max_len} positions")
-    is_seed = re.fullmatch(r"seed\d+", vocab.parent.name)
-    run = vocab.parent.parent if is_seed else vocab.parent
-    name = f"{run.name}_{task_name(config.task)}"
-    out = Path(config.out or f"out/{name}{'' if config.update_memory else '_fixed'}")
+
     device, dtype = use_device(config.device, config.dtype)
-    config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
     tokenizer = text_tokenizer(vocab)
     with first_rank_first():
         task = find_task(config.task)
-    data = Data(task, tokenizer, config)
-    config.max_steps = config.max_steps or config.epochs * data.steps_per_epoch
-    data.report(config)
+    data = TaskData(task, tokenizer, config.max_len, config.doc_stride)
+    config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."))
+    batches = TrainingBatches(data.train, config)
+    config = replace(config, max_steps=config.max_steps or config.epochs * batches.steps_per_epoch)
+    data.print_sizes()
+    print(f"{len(batches.chosen):,} training examples, {config.max_steps:,} steps of "
+          f"{batches.size}, {config.warmup_steps:,} of them warm-up")
+
+    is_seed = re.fullmatch(r"seed\d+", vocab.parent.name)
+    name = (vocab.parent.parent if is_seed else vocab.parent).name
+    fixed = "" if config.update_memory else "_fixed"
+    out = Path(config.out or f"out/{name}_{task_name(config.task)}{fixed}")
     with lock(out, "trains there"):
-        return run_seeds(config, out, data, sizes, initial, vocab, argv)
-
-
-def run_seeds(config, out, data, sizes, initial, vocab, argv):
-    """One seed after the other, each in its folder. Returns the exit status."""
-    max_over_ranks()  # the first one has the lock
-    signals, each = catch_signals(), {}
-    for seed in range(config.seed, config.seed + config.seeds):
-        config.seed, run = seed, Run(out / f"seed{seed}")
-        run_seed(config, run, data, sizes, initial, vocab, signals)
-        if any_signalled(signals):
-            print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
-            return 128 + signals[0]
-        max_over_ranks()  # the first one has written it
-        each[seed] = run.results()
-    summarize(data.task, out, each)
+        max_over_ranks()  # the first one has the lock
+        signals, results = catch_signals(), {}
+        for seed in range(config.seed, config.seed + config.seeds):
+            run = Run(out / f"seed{seed}")
+            fine_tune(replace(config, seed=seed), run, data, sizes, initial, vocab, signals)
+            if any_signalled(signals):
+                print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
+                return 128 + signals[0]
+            max_over_ranks()  # the first one has written it
+            results[seed] = run.results()
+        write_medians(task, out, results)
     return 0
 
 

@@ -27,6 +27,7 @@ from lib.corpus.batches import SPLITS, Corpus
 from lib.corpus.text import docstrings, find_codecs, find_files, stream
 from lib.corpus.vocabulary import gpt2_vocab, read_vocab
 from lib.corpus.write import Source, write_corpus
+from lib.tasks.glue import GLUE, SQUAD
 from lib.tasks.squad import read_squad
 
 PAPER = {  # the paper's corpora: (name, where documents end, official split)
@@ -34,10 +35,8 @@ PAPER = {  # the paper's corpora: (name, where documents end, official split)
     "bookcorpus": [("bookcorpus", "sentences", None)],
     "wikibooks": [("wikipedia", "blank", None), ("bookcorpus", "sentences", None)],
     "pg19": [("pg19", "file", "test")]}
-GLUE_ARCHIVES = {task: [f"{task}.zip"] for task in ("CoLA", "SST-2", "STS-B", "MNLI", "RTE")} | {
-    "QQP": ["QQP-clean.zip"], "QNLI": ["QNLIv2.zip"],
-    "MRPC": ["msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "mrpc_dev_ids.tsv"]}
-SQUAD_FILES = ["train-v1.1.json", "dev-v1.1.json"]
+GLUE_ARCHIVES = {task.title: task.archives for task in GLUE.values()}
+SQUAD_FILES = SQUAD.archives
 
 
 def parse_arguments():

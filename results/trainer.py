@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -30,6 +29,8 @@ from lib.common.files import read_json, write_text
 from lib.common.settings import load_settings
 from lib.corpus.vocabulary import text_tokenizer
 from lib.tasks.glue import find_task, task_name
+from lib.tasks.predict import predict_examples, score_dev
+from lib.tasks.task_data import TaskData, TrainingBatches
 from lib.weights.checkpoint import find_weights, load_model
 
 
@@ -44,21 +45,21 @@ class Trainer(transformers.Trainer):
         return self.batches
 
 
-def batches(data, steps):
+def rename(batches, steps):
     """finetune.py's batches under the names of transformers."""
     for step in range(steps):
-        batch = {name: torch.from_numpy(array) for name, array in data.get(step).items()}
+        batch = {name: torch.from_numpy(array) for name, array in batches.get(step).items()}
         labels, mask = batch["labels"], batch.get("mask", torch.ones_like(batch["ids"]))
-        targets = {"labels": labels} if not data.is_squad else {
+        targets = {"labels": labels} if labels.dim() == 1 else {
             "start_positions": labels[:, 0], "end_positions": labels[:, 1]}
         yield {"input_ids": batch["ids"], "token_type_ids": batch["token_types"],
                "attention_mask": mask.long(), **targets}
 
 
-def train(model, data, config, out):
+def train(model, batches, config, out):
     """Train transformers' model for config.max_steps with finetune.py's settings; returns seconds."""
     steps = config.max_steps
-    prepared = list(batches(data, steps))
+    prepared = list(rename(batches, steps))
     settings = transformers.TrainingArguments(
         out, max_steps=steps, learning_rate=config.lr, warmup_steps=round(config.warmup * steps),
         weight_decay=config.weight_decay, max_grad_norm=config.grad_clip, adam_epsilon=1e-6,
@@ -71,14 +72,14 @@ def train(model, data, config, out):
     return time.perf_counter() - begin
 
 
-def score(model, tokenizer_file, data, device, dtype):
+def score(model, tokenizer_file, data, config, device, dtype):
     """The metrics of the dev splits, as finetune.py scores its own model: one with these weights."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         shutil.copy(tokenizer_file, folder)
-        ours = load_model(folder)
-        return finetune.evaluate(SimpleNamespace(
-            model=ours.to(device), batches=data, device=device, dtype=dtype))[0]
+        ours = load_model(folder).to(device)
+        return score_dev(data, lambda examples: predict_examples(
+            ours, examples, config.batch_size, device, dtype))
 
 
 def main(argv):
@@ -93,26 +94,28 @@ def main(argv):
     config.device, config.dtype = str(device), str(dtype).removeprefix("torch.")  # resolved
     tokenizer = text_tokenizer(vocab)
     task = find_task(config.task)
-    data = finetune.Data(task, tokenizer, config)
-    config.max_steps = config.max_steps or config.epochs * data.steps_per_epoch
+    data = TaskData(task, tokenizer, config.max_len, config.doc_stride)
+    steps_per_epoch = TrainingBatches(data.train, config).steps_per_epoch
+    config.max_steps = config.max_steps or config.epochs * steps_per_epoch
     settings = {key: value for key, value in vars(config).items()
                 if key not in ("seed", "seeds", "out")}
     saved = read_json(out) if out.exists() else {"settings": settings, "seeds": {}}
     if saved["settings"] != settings:
         raise UserError(f"{out} was made with other settings: give this run its own --out=out/NAME.json")
     each = saved["seeds"]
-    kind = transformers.BertForQuestionAnswering if data.is_squad \
+    kind = transformers.BertForQuestionAnswering if task.reads_spans \
         else transformers.BertForSequenceClassification
     for seed in range(config.seed, config.seed + config.seeds):
         if str(seed) in each:
             continue
         config.seed = seed  # of the batches
         torch.manual_seed(seed)  # of the head
-        more = {} if data.is_squad else {"num_labels": max(1, len(task.labels))}
+        more = {} if task.reads_spans else {"num_labels": max(1, len(task.labels))}
         model = kind.from_pretrained(folder, hidden_dropout_prob=config.dropout,
                                      attention_probs_dropout_prob=config.dropout, **more)
-        seconds = train(model, data, config, f"out/{folder.name}_trainer")
-        each[str(seed)] = {"seconds": seconds, **score(model, vocab, data, device, dtype)}
+        batches = TrainingBatches(data.train, config)
+        seconds = train(model, batches, config, f"out/{folder.name}_trainer")
+        each[str(seed)] = {"seconds": seconds, **score(model, vocab, data, config, device, dtype)}
         print(f"seed {seed}: {each[str(seed)]}", flush=True)
         write_text(out, json.dumps(saved, indent=1))
     for name in each[str(config.seed)]:

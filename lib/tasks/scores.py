@@ -1,5 +1,5 @@
 """
-The official scores of the tasks.
+Compute the official scores of the tasks.
 """
 import re
 import string
@@ -7,10 +7,20 @@ from collections import Counter
 
 import numpy as np
 
+from lib.tasks.squad import best_answers
+
+
+def score(task, examples, predictions):
+    """Score predictions for a dev split (see predict_examples): {metric: number}."""
+    if task.reads_spans:
+        return score_squad(examples.questions, best_answers(examples, *predictions))
+    predicted = predictions.argmax(1) if task.labels else predictions
+    return {metric: float(METRICS[metric](examples.labels, predicted)) for metric in task.metrics}
+
 
 def score_squad(questions, predictions):
-    """Exact match and F1 in percent, the best over a question's answers, as the official
-    evaluate-v1.1.py computes them. predictions: {question id: text}."""
+    """Compute exact match and F1 in percent, as the official evaluate-v1.1.py does. Each counts the
+    reference answer that fits best. predictions: {question id: text}."""
     exact = f1 = 0.0
     for question in questions:
         predicted = normalized_words(predictions[question.id])
@@ -22,26 +32,26 @@ def score_squad(questions, predictions):
 
 
 def normalized_words(answer):
-    """The words in lower case, without ASCII punctuation and articles."""
+    """Split an answer into words in lower case, without ASCII punctuation and articles."""
     text = "".join(c for c in answer.lower() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
 def pearson(x, y):
-    """Correlation; nan if x or y is constant."""
+    """Compute the correlation; nan if x or y is constant."""
     return np.corrcoef(x, y)[0, 1] if np.ptp(x) and np.ptp(y) else np.nan
 
 
 def mean_ranks(x):
-    """Counted from 1; equal values share their mean rank."""
+    """Rank numbers from 1; equal numbers share their mean rank."""
     _, inverse, count = np.unique(x, return_inverse=True, return_counts=True)
     return (count.cumsum() - (count - 1) / 2)[inverse]
 
 
 METRICS = {  # of labels x and predictions y, arrays (n,)
     "accuracy": lambda x, y: (x == y).mean(),
-    "f1": lambda x, y: 2 * (x @ y) / max(1, (x + y).sum()),  # of class 1; 0 if in neither
-    "matthews_correlation": lambda x, y: np.nan_to_num(pearson(x, y)),  # 0 if one is constant
+    "f1": lambda x, y: 2 * (x @ y) / max(1, (x + y).sum()),  # of class 1; 0 if it never occurs
+    "matthews_correlation": lambda x, y: np.nan_to_num(pearson(x, y)),  # 0 if x or y is constant
     "pearson": pearson,
     "spearmanr": lambda x, y: pearson(mean_ranks(x), mean_ranks(y)),
 }

@@ -1,5 +1,5 @@
 """
-SQuAD 1.1.
+Read SQuAD 1.1, cut its paragraphs into windows, and turn predicted spans into answers.
 """
 import json
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 
 from lib.common.errors import UserError
 from lib.corpus.vocabulary import special_ids, tokenize
-from lib.tasks.glue import Examples, encode_examples, read_split
+from lib.tasks.examples import Examples
 
 
 @dataclass
@@ -21,8 +21,8 @@ class Question:
 
 
 def read_squad(path, answered=True):
-    """The Questions of a SQuAD 1.1 file; UserError if it is not one, or if they are to be answered
-    and one has no answer."""
+    """Read the Questions of a SQuAD 1.1 file; UserError if it is not one, or if they are to be
+    `answered` and one has no answer."""
     try:
         articles = json.loads(Path(path).read_text(encoding="utf-8"))["data"]
         questions = [Question(qa["id"], qa["question"], paragraph["context"],
@@ -44,19 +44,20 @@ def read_squad(path, answered=True):
 
 @dataclass
 class Windows(Examples):
-    """Overlapping windows of paragraphs: [CLS] question [SEP] part of the paragraph [SEP]."""
+    """Overlapping windows of paragraphs: [CLS] question [SEP] tokens of the paragraph [SEP]."""
     questions: list  # all Questions of the split
-    question: list  # of each window its Question
-    offsets: list  # of each window the (start, end) characters of its tokens, (tokens, 2)
-    starts: np.ndarray  # (n, 2) where in ids an answer may start: from the first to before the last
+    question_of_window: list  # the Question of each window
+    offsets: list  # characters of each window's paragraph tokens: (tokens, 2), begin and end
+    starts: np.ndarray  # (n, 2) an answer may start at starts[n, 0] to starts[n, 1] - 1
 
 
 def make_windows(tokenizer, questions, max_len, stride, train=False, what="encoding"):
-    """Windows of up to max_len tokens that begin `stride` tokens apart, and {status of an answer:
-    ids of the questions}. A window's label is the first answer if it has all of it, else [CLS],
-    (0, 0) (Devlin et al.). With `train`, a question whose answer was not found has no window."""
-    _, _, cls, sep, _ = special_ids(tokenizer)
-    heads = [[cls, *encoding.ids[:min(64, max_len // 2)], sep] for encoding in
+    """Cut paragraphs into windows of up to max_len tokens that begin `stride` tokens apart. A
+    window's label is the first answer, or (0, 0), which is [CLS], if not all of it is inside
+    (Devlin et al.). With `train`, a question without its answer in the paragraph has no window.
+    Returns Windows, and {status of an answer, see answer_span: ids of the questions}."""
+    special = special_ids(tokenizer)
+    heads = [[special.cls, *encoding.ids[:min(64, max_len // 2)], special.sep] for encoding in
              tokenize(tokenizer, [question.text for question in questions], what)]
     contexts = list(dict.fromkeys(question.context for question in questions))
     paragraphs = {context: (encoding.ids, np.array(encoding.offsets, np.int32).reshape(-1, 2))
@@ -64,8 +65,8 @@ def make_windows(tokenizer, questions, max_len, stride, train=False, what="encod
     rows, statuses = [], {}
     for question, head in zip(questions, heads):
         tokens, offsets = paragraphs[question.context]
-        first = (question.answers or [(0, "")])[0]
-        start, end, status = answer_span(question.context, offsets, *first)
+        first_answer = (question.answers or [(0, "")])[0]
+        start, end, status = answer_span(question.context, offsets, *first_answer)
         room = max_len - len(head) - 1
         step = min(stride, room)
         begins = range(0, max(0, len(tokens) - room) + step, step)
@@ -74,20 +75,22 @@ def make_windows(tokenizer, questions, max_len, stride, train=False, what="encod
         statuses.setdefault(status, []).append(question.id)
         best = max_context(begins, room, len(tokens))
         for n, begin in enumerate(begins if end >= 0 or not train else ()):
-            ids = np.array([*head, *tokens[begin:begin + room], sep], np.uint16)
-            at = len(head) - begin  # from a token of the paragraph to its position in ids
-            label = [start + at, end + at] if begin in whole else [0, 0]
-            starts = np.searchsorted(best, [n, n + 1]) + at
+            ids = np.array([*head, *tokens[begin:begin + room], special.sep], np.uint16)
+            shift = len(head) - begin  # from a token of the paragraph to its position in ids
+            label = [start + shift, end + shift] if begin in whole else [0, 0]
+            starts = np.searchsorted(best, [n, n + 1]) + shift
             rows.append((ids, len(head), label, question, offsets[begin:begin + room], starts))
-    ids, first, labels, question, offsets, starts = zip(*rows) if rows else [()] * 6
-    return Windows(ids, np.array(first), np.array(labels), questions, question, offsets,
-                   np.array(starts)), statuses
+    columns = zip(*rows) if rows else [()] * 6
+    ids, first_length, labels, question_of_window, offsets, starts = columns
+    return Windows(ids, np.array(first_length), np.array(labels), special.pad, questions,
+                   question_of_window, offsets, np.array(starts)), statuses
 
 
 def max_context(begins, room, total):
-    """Of each of `total` tokens the window that has most context for it, as Devlin et al.'s
-    run_squad.py: the highest min(tokens to its left, to its right) + 0.01 * length, the first of
-    equals; (total,), in ascending order. Windows hold `room` tokens from each of begins."""
+    """Choose for each of `total` tokens the window that has most context for it. The context is
+    min(tokens to the left, tokens to the right) + 0.01 * length, as in Devlin et al.'s
+    run_squad.py; the first of equal windows wins. Windows hold `room` tokens from each of `begins`.
+    Returns the windows' numbers (total,), in ascending order."""
     position, begin = np.arange(total), np.array(begins)[:, None]
     end = np.minimum(begin + room, total)
     context = np.minimum(position - begin, end - 1 - position) + 0.01 * (end - begin)
@@ -96,8 +99,8 @@ def max_context(begins, room, total):
 
 
 def answer_span(context, offsets, at, answer):
-    """The first and last token of an answer at character `at` of a paragraph, and a status; the
-    tokens are (0, -1) if there is no span."""
+    """Find the tokens of an answer that begins at character `at` of a paragraph. Returns the first
+    and the last one, (0, -1) if there is none, and a status for a person."""
     if context[at:at + len(answer)] != answer or not answer:
         return 0, -1, "not at its offset"
     start = np.searchsorted(offsets[:, 1], at, side="right")
@@ -108,26 +111,14 @@ def answer_span(context, offsets, at, answer):
     return start, end, "exact" if exact else "cuts a token"
 
 
-def load_examples(task, split, tokenizer, max_len, stride):
-    """The Examples of a split of any task; of SQuAD its Windows, and a report of the answers."""
-    path = f"{task.folder}/{split}"
-    if task.name != "squad":
-        return encode_examples(tokenizer, *read_split(task, split), max_len, path)
-    questions = read_squad(f"{path}-v1.1.json")
-    result, statuses = make_windows(tokenizer, questions, max_len, stride, split == "train", path)
-    labels = ", ".join(f"{len(ids):,} {status} (the first: {ids[0]})"
-                       for status, ids in statuses.items())
-    print(f"{path}: {len(questions):,} questions, {len(result.ids):,} windows, {labels}")
-    return result
-
-
 def best_answers(windows, scores, spans):
-    """{question id: the text of the best span over its windows, '' if there is none}. scores: (n,),
-    of each window, -inf for none; spans: (n, 2), start and end in its ids."""
+    """Answer each question with the best span over its windows: {question id: text}. scores: (n,),
+    of the windows' spans, -inf without one; spans: (n, 2), their first and last position. Without
+    a span the text is ''."""
     texts = {question.id: "" for question in windows.questions}
     for n in np.argsort(scores, kind="stable"):  # the best one comes last
         if scores[n] > -np.inf:
-            question = windows.question[n]
-            (start, _), (_, end) = windows.offsets[n][spans[n] - windows.first[n]]
+            question = windows.question_of_window[n]
+            (start, _), (_, end) = windows.offsets[n][spans[n] - windows.first_length[n]]
             texts[question.id] = question.context[start:end].strip()
     return texts

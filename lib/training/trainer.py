@@ -11,7 +11,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 
-from lib.common.errors import Failure, UserError
+from lib.common.errors import Failure
 from lib.common.random_streams import DROPOUT
 from lib.common.torchrun import under_torchrun
 from lib.distributed.gradients import distribute, sum_gradients
@@ -218,9 +218,6 @@ def compile_model(model, choice, device):
     """Return torch.compile(model), or the model itself. `choice` is 'on', 'off' or 'auto'.
     mode="reduce-overhead" must not be used: a replayed CUDA graph stores no reads of the memory."""
     on = {"on": True, "off": False, "auto": device.type == "cuda"}[choice]
-    if on and value_tables(model) and torch.__version__ < "2.13":
-        raise UserError(f"compile = {choice!r}: to train a compiled memory takes torch 2.13 or "
-                        f"later, this is {torch.__version__}: --compile=off")
     return torch.compile(model) if on else model
 
 

@@ -241,7 +241,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
     ("workdir", "find"): [
         ("rte", None, "python prepare_data.py glue RTE"),
         ("squad", None, "python prepare_data.py squad"),
-        ("nowhere", None, "expected docs, squad, cola,")],
+        ("nowhere", None, "expected docs, squad, mnli,")],
     ("workdir", "read"): [
         ("train", tsv("train", "sentence\tlabel\na\tx\nb\tx\n"),
          "error: own/train.tsv: every label is 'x'"),

@@ -1,7 +1,6 @@
 """
 Fine-tuning: what it leaves, what it learns, and that no kill or signal changes it.
 """
-import argparse
 import collections
 import json
 import math
@@ -26,9 +25,11 @@ from lib.common.settings import load_settings
 from lib.corpus.vocabulary import load_tokenizer
 from lib.for_transformers.export import export
 from lib.tasks.glue import find_task
-from lib.tasks.predict import best_spans
+from lib.tasks.predict import best_spans, predict_examples
+from lib.tasks.task_data import TaskData, TrainingBatches
 from lib.training.trainer import Schedule, Trainer
-from lib.weights.checkpoint import find_checkpoint, find_weights, load_model, read_weights
+from lib.weights.checkpoint import find_weights, load_model, read_weights
+from lib.weights.run import Run
 from model import BertConfig, Classifier, SpanReader
 from tests.helpers import KILLS, ROOT, assert_same, files, log, squad_file, steps_saved, tune
 
@@ -37,12 +38,18 @@ def scores(run):
     return json.loads(Path(run, "eval_results.json").read_text())
 
 
+def own_data(task, max_len=32, stride=128):
+    """The TaskData of a task in the working directory."""
+    tokenizer = load_tokenizer(Path("out/tiny/vocab.txt"))
+    return TaskData(find_task(task), tokenizer, max_len, stride)
+
+
 def test_a_fine_tuned_run_leaves_what_it_promises(tuned, capsys):
     assert tune("--seeds=3", "--out=out/run") == 0
     run = Path("out/run/seed1")
     assert sorted(p.name for p in run.iterdir()) == [
-        "best", "config.json", "eval_results.json", "log.jsonl", "predictions_dev.tsv", "step_000075",
-        "submission", "vocab.txt"]
+        "best", "config.json", "eval_results.json", "log.jsonl", "predictions_dev.tsv",
+        "step_000075", "submission", "vocab.txt"]
     each = [scores(f"out/run/seed{n}") for n in range(3)]
     assert len({str(result) for result in each}) > 1  # seeds matter
     for seed, result in enumerate(each):
@@ -81,39 +88,47 @@ def test_a_fine_tuned_run_leaves_what_it_promises(tuned, capsys):
 
 
 def test_the_best_epoch_counts(tuned, monkeypatch):
-    """Of equals the first; nan is worse than any. Each epoch is scored once."""
+    """The first of equal epochs is the best; nan is worse than any number."""
     values = iter([math.nan, 0.5, 0.7, 0.7, 0.6])
-    weights, evaluate, predict, used = [], finetune.evaluate, finetune.predict, []
+    score_dev, predict_examples = finetune.score_dev, finetune.predict_examples
+    used, weights = [], []
 
-    def fake(trainer):
-        weights.append(trainer.model.head.weight.detach().clone())
-        return {"accuracy": next(values)}, evaluate(trainer)[1]
+    def fake(data, predict):
+        score_dev(data, predict)
+        weights.append(used[-1])
+        return {"accuracy": next(values)}
 
-    def recording(trainer, examples):
-        used.append(trainer.model.head.weight.detach().clone())
-        return predict(trainer, examples)
+    def recording(model, *args):
+        used.append(model.head.weight.detach().clone())
+        return predict_examples(model, *args)
 
-    monkeypatch.setattr(finetune, "evaluate", fake)
-    monkeypatch.setattr(finetune, "predict", recording)
+    monkeypatch.setattr(finetune, "score_dev", fake)
+    monkeypatch.setattr(finetune, "predict_examples", recording)
     assert tune("--epochs=5", "--train_examples=16", "--out=out/run") == 0
     assert scores("out/run/seed0")["epoch"] == 3 and len(weights) == 5
     saved = read_weights("out/run/seed0/best")["weights"]["head.weight"]
     assert torch.equal(saved, weights[2]) and not torch.equal(saved, weights[4])
-    assert len(used) == 6 and torch.equal(used[5], saved)  # the test split's
+    assert len(used) == 7 and torch.equal(used[5], saved) and torch.equal(used[6], saved)
 
 
 def test_the_weights_that_were_scored_exist_whenever_it_is_killed(tuned, monkeypatch):
     """Killed before each of its renamings in turn. A second time the same epoch has another score,
     as on a device whose arithmetic is not exact."""
-    scored, rng, evaluate, calls = {}, random.Random(0), finetune.evaluate, []
+    scored, used, rng, calls = {}, [], random.Random(0), []
+    score_dev, predict_examples = finetune.score_dev, finetune.predict_examples
 
     class Killed(BaseException):
         pass
 
-    def fake(trainer):
+    def recording(model, *args):
+        used[:] = [model.head.weight.detach().clone()]
+        return predict_examples(model, *args)
+
+    def fake(data, predict):
+        score_dev(data, predict)
         score = rng.random()
-        scored[score] = trainer.model.head.weight.detach().clone()
-        return {"accuracy": score}, evaluate(trainer)[1]
+        scored[score] = used[0]
+        return {"accuracy": score}
 
     def killing(rename):
         def before(*args, **kwargs):
@@ -129,7 +144,8 @@ def test_the_weights_that_were_scored_exist_whenever_it_is_killed(tuned, monkeyp
         found = read_weights(folder)["weights"]["head.weight"]
         assert torch.equal(found, scored[score])
 
-    monkeypatch.setattr(finetune, "evaluate", fake)
+    monkeypatch.setattr(finetune, "predict_examples", recording)
+    monkeypatch.setattr(finetune, "score_dev", fake)
     monkeypatch.setattr(os, "replace", killing(os.replace))
     monkeypatch.setattr(Path, "rename", killing(Path.rename))
     at, ends = 0, []
@@ -140,7 +156,7 @@ def test_the_weights_that_were_scored_exist_whenever_it_is_killed(tuned, monkeyp
             ends.append(tune("--epochs=3", "--train_examples=8", "--out=out/run"))
         except Killed:
             pass
-        newest = find_checkpoint("out/run/seed0")
+        newest = Run("out/run/seed0").newest_checkpoint()
         if newest and not ends:
             best = load_file(newest / "state.pt")["best"]
             named = [Path("out/run/seed0", name) for name in
@@ -182,22 +198,21 @@ def test_one_path_is_one_folder_of_weights(tuned, capsys):
 
 
 def test_a_seed_draws_its_own_head(tuned, monkeypatch):
-    heads, train = [], finetune.train
+    heads, train_epochs = [], finetune.train_epochs
 
     def seen(trainer, *more):
         heads.append(trainer.model.head.weight.detach().clone())
-        return train(trainer, *more)
+        return train_epochs(trainer, *more)
 
-    monkeypatch.setattr(finetune, "train", seen)
+    monkeypatch.setattr(finetune, "train_epochs", seen)
     assert tune("--seeds=2", "--max_steps=1") == tune("--max_steps=1", "--out=out/again") == 0
     assert torch.equal(heads[0], heads[2]) and not torch.equal(heads[0], heads[1])
 
 
 def test_the_initial_weights_are_read_once_more_a_seed(tuned, monkeypatch):
     reads, read = [], read_weights
-    for module in ("lib.weights.checkpoint", "finetune"):
-        monkeypatch.setattr(f"{module}.read_weights",
-                            lambda path: reads.append(str(path)) or read(path))
+    monkeypatch.setattr("lib.weights.checkpoint.read_weights",
+                        lambda path: reads.append(str(path)) or read(path))
     assert tune("--max_steps=1", "--seeds=2") == 0
     assert sum("tiny_own" not in path for path in reads) == 3
 
@@ -211,12 +226,11 @@ def test_warmup_is_a_share_of_the_steps(tuned):
 def test_the_order_is_a_function_of_seed_and_epoch(tuned):
     """Every epoch has every example once."""
     def epoch(seed, number):
-        config = finetune.Config(task="own", max_len=32, batch_size=8, seed=seed)
-        examples = finetune.Data(find_task("own"), tokenizer, config)
+        batches = TrainingBatches(train, finetune.Config(seed=seed, batch_size=8))
         steps = range(number * 25, (number + 1) * 25)
-        return [tuple(row) for step in steps for row in examples.get(step)["ids"].tolist()]
+        return [tuple(row) for step in steps for row in batches.get(step)["ids"].tolist()]
 
-    tokenizer = load_tokenizer(Path("out/tiny/vocab.txt"))
+    train = own_data("own").train
     orders = [epoch(seed, number) for seed in (0, 1) for number in (0, 1)]
     assert len({str(order) for order in orders}) == 4 and epoch(1, 1) == orders[3]
 
@@ -248,8 +262,8 @@ def test_submitted_scores_are_possible_ones(tuned, monkeypatch):
         lines = Path("out/tiny_pairs/seed0", path).read_text().splitlines()[1:]
         return [float(line.split("\t")[-1]) for line in lines]
 
-    monkeypatch.setattr(finetune, "predict",
-                        lambda trainer, part: np.linspace(-99, 99, len(part.ids)))
+    monkeypatch.setattr(finetune, "predict_examples",
+                        lambda model, examples, *_: np.linspace(-99, 99, len(examples.ids)))
     assert tune("--task=pairs", "--max_steps=1") == 0
     assert (min(column("predictions_dev.tsv")), max(column("predictions_dev.tsv"))) == (-99, 99)
     found = column("submission/pairs.tsv")
@@ -289,15 +303,20 @@ def test_an_answer_has_at_most_30_tokens():
     assert (score.item(), spans.tolist()) == (17, [[5, 34]])
 
 
+def test_the_20_best_starts_are_tried():
+    """Nineteen starts with higher logits are too far from the end."""
+    logits = torch.zeros(1, 80, 2)
+    logits[0, 3:22, 0] = torch.arange(40, 21, -1.0)
+    logits[0, 50, 0], logits[0, 70, 1] = 9, 90
+    _, spans = best_spans(logits, np.array([[3, 79]]), np.array([3]), np.array([79]))
+    assert spans.tolist() == [[50, 70]]
+
+
 def test_predictions_are_without_dropout(tuned):
-    config = finetune.Config(task="pairs", max_len=32, batch_size=8)
-    tokenizer = load_tokenizer(Path("out/tiny/vocab.txt"))
-    prepared = finetune.Data(find_task("pairs"), tokenizer, config)
     sizes = load_file(Path("out/tiny/step_000004/model.pt"))["config"]
     model = Classifier(BertConfig(**{**sizes, "dropout": 0.5}), 1).train()
-    trainer = argparse.Namespace(model=model, batches=prepared,
-                                 device=torch.device("cpu"), dtype=torch.float32)
-    first, second = (finetune.predict(trainer, prepared.dev[""]) for _ in range(2))
+    dev = own_data("pairs").dev[""]
+    first, second = (predict_examples(model, dev, 8, torch.device("cpu")) for _ in range(2))
     assert len(set(first)) > 1 and (first == second).all() and model.training
 
 
@@ -329,20 +348,18 @@ def test_a_submission_has_the_indices_of_its_file(tuned):
 
 
 def test_padding_changes_no_prediction_and_no_loss(tuned):
-    """Neither the loss of classes nor that of spans, in training mode, nor what is learned."""
-    config = finetune.Config(task="squad", max_len=24, doc_stride=8, dropout=0.0, batch_size=2)
-    tokenizer = load_tokenizer(Path("out/tiny/vocab.txt"))
-    prepared = finetune.Data(find_task("squad"), tokenizer, config)
+    """The losses and gradients of a training step stay the same, too."""
+    train = own_data("squad", max_len=23, stride=8).train
     sizes = load_file(Path("out/tiny/step_000004/model.pt"))["config"]
-    lengths = prepared.train.lengths
+    lengths = train.lengths
     index = np.array([0, len(lengths) // 2 - 1])  # the first window, and a short one
     assert len(set(lengths[index])) == 2
     results = []
-    for pad_id, multiple in ((0, 1), (9, 16)):
+    for pad_id, device, multiple in ((0, "cpu", 1), (9, "cuda", 8)):
         torch.manual_seed(0)
         model = SpanReader(BertConfig(**{**sizes, "dropout": 0.0})).double()
-        batch = {**prepared.train.pad(index, pad_id, multiple),
-                 "labels": prepared.train.labels[index]}
+        train.pad_id = pad_id
+        batch = {**train.pad(index, device), "labels": train.labels[index]}
         batch = {name: torch.from_numpy(array) for name, array in batch.items()}
         assert batch["ids"].shape[1] % multiple == 0
         model(**batch).backward()
@@ -374,7 +391,7 @@ def assert_same_tuning(run, reference):
     assert scores(run) == scores(reference)
     ours, theirs = (Path(path, "predictions_dev.tsv").read_bytes() for path in (run, reference))
     assert ours == theirs
-    for name in (f"{find_checkpoint(reference).name}/{part}.pt" for part in
+    for name in (f"{Run(reference).newest_checkpoint().name}/{part}.pt" for part in
                  ("model", "optimizer")):
         assert_same(*(torch.load(Path(p, name), weights_only=True) for p in (run, reference)), name)
 
@@ -439,8 +456,8 @@ def test_other_settings_are_another_fine_tuning(tuned):
 
 
 def test_the_weights_become_those_of_transformers_trainer(tuned):
-    """From the same weights, on the same batches, without dropout and without the warm-up, which
-    begins at 0 there: embeddings, layers, pooler and head, after 12 steps."""
+    """Both start from the same weights and see the same batches, without dropout. The warm-up is
+    off, as theirs begins at 0. After 12 steps embeddings, layers, pooler and head are the same."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     from results import trainer as peer
@@ -454,7 +471,8 @@ def test_the_weights_become_those_of_transformers_trainer(tuned):
     theirs.save_pretrained("theirs")
     shutil.copy("tiny.txt", "theirs/vocab.txt")
     ours = load_model("theirs").train()
-    examples = finetune.Data(find_task("own"), load_tokenizer("theirs/vocab.txt"), config)
+    data = TaskData(find_task("own"), load_tokenizer("theirs/vocab.txt"), config.max_len, 128)
+    examples = TrainingBatches(data.train, config)
     schedule = Schedule(config.lr, warmup_steps=0, max_steps=12)
     trainer = Trainer(config, schedule, ours, examples, torch.device("cpu"), torch.float32)
     first = [p.clone() for p in ours.parameters()]

@@ -41,17 +41,19 @@ def say(run, *texts):
 
 
 def test_classes_with_probabilities(tuned):
+    with Path("own/dev.tsv").open("a") as dev:
+        dev.write("a [SEP] cat\tanimal\n")
     assert tune("--epochs=1") == 0
     run, vocab = Path("out/tiny_own/seed0"), Path("tiny.txt").read_text().split()[5:]
     texts = [" ".join(np.random.default_rng(n).choice(vocab, n)) for n in (5, 1, 30, 2)]
     texts.insert(2, "")  # an empty text stays in its place
-    texts.append("a [SEP] cat")
+    texts += ["a [SEP] cat", "cat " * 30 + "dog " * 30]
     Path("new.tsv").write_text("\n".join(["sentence", *texts]) + "\n\n")
     header, *rows = predict("out/tiny_own", "new.tsv")
-    assert header == ["sentence", "prediction", "probability"] and len(rows) == 6
+    assert header == ["sentence", "prediction", "probability"] and len(rows) == 7
     labels = torch.load(run / "best/model.pt", weights_only=True)["labels"]
     for text, (said, label, probability) in zip(texts, rows, strict=True):
-        expected = say(run, text).softmax(0)
+        expected = say(run, " ".join(text.split()[:30])).softmax(0)  # max_len is 32
         assert said == text and label == labels[expected.argmax()]
         assert float(probability) == pytest.approx(expected.max().item(), abs=1e-4)
     Path("more.tsv").write_text("id\tlabel\tsentence\n7\tnone\tcat\n")  # other columns stay

@@ -1,6 +1,7 @@
 """
 Downstream tasks: their official files, SQuAD's windows, and scores as officially computed.
 """
+import argparse
 import collections
 import json
 import math
@@ -12,16 +13,11 @@ import pytest
 import prepare_data
 from lib.common.errors import UserError
 from lib.corpus.vocabulary import SPECIALS, load_tokenizer, wordpiece_tokenizer
-from lib.tasks.glue import (
-    GLUE,
-    batches_by_length,
-    encode_examples,
-    find_task,
-    read_split,
-    row_names,
-)
+from lib.tasks.examples import Examples, batches_by_length, encode_examples
+from lib.tasks.glue import GLUE, find_task, read_split, row_names
 from lib.tasks.scores import METRICS, score_squad
 from lib.tasks.squad import Question, best_answers, make_windows, read_squad
+from lib.tasks.task_data import TrainingBatches
 from tests.helpers import SHARED, prepare, squad_file
 
 MRPC = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"
@@ -72,13 +68,13 @@ def rows(task, split):
 
 @pytest.mark.parametrize("name", SPLITS_OF)
 def test_official_files(tmp_path, capsys, name):
-    folder = tmp_path / "glue" / GLUE[name][0]
+    folder = tmp_path / "glue" / GLUE[name].title
     folder.mkdir(parents=True)
     for split, content, _ in SPLITS_OF[name]:
         if content:
             ending = "txt" if split.startswith("msr") else "tsv"
             (folder / f"{split}.{ending}").write_bytes(content.encode())
-    task = find_task(GLUE[name][0], tmp_path)
+    task = find_task(GLUE[name].title, tmp_path)
     assert task == find_task(name, tmp_path)
     for split, _, expected in SPLITS_OF[name]:
         if expected:
@@ -118,16 +114,16 @@ def test_an_official_label_is_not_learned_from_a_typing_error(tmp_path, capsys):
 def test_at_most_one_in_a_hundred_rows_is_left_out(tmp_path, good, bad):
     lines = ["a cat\tx", *["a mat\ty"] * (good - 1), *["cut off"] * bad]
     (tmp_path / "train.tsv").write_text("\n".join(["sentence\tlabel", *lines]))
-    task = find_task(str(tmp_path))
     if bad / (good + bad) <= 0.01:
-        assert len(read_split(task, "train")[0]) == good
+        assert len(read_split(find_task(str(tmp_path)), "train")[0]) == good
     else:
-        with pytest.raises(UserError, match=f"({bad} of {good + bad} rows are malformed)"):
-            read_split(task, "train")
+        with pytest.raises(UserError, match=rf"\({bad} of {good + bad} rows are malformed\)"):
+            read_split(find_task(str(tmp_path)), "train")
 
 
 def test_no_row_takes_the_place_of_an_empty_one(tmp_path):
-    """An empty sentence is a row; a line with no field at all is an error, but at the end."""
+    """An empty sentence is a row. A line without a field is an error, except at the end."""
+    (tmp_path / "train.tsv").write_text("sentence\tlabel\na\tx\nb\ty\n")
     task = find_task(str(tmp_path))
 
     def test_split(text):
@@ -143,8 +139,13 @@ def test_no_row_takes_the_place_of_an_empty_one(tmp_path):
 
 def test_a_folder_of_ones_own_may_have_an_official_name(tmp_path):
     (tmp_path / "rte").mkdir()
+    (tmp_path / "rte/train.tsv").write_text("sentence\tlabel\na\ty\nb\tx\nc\ty\n")
     task = find_task(str(tmp_path / "rte"), tmp_path)
-    assert task.folder == tmp_path / "rte" and task.name == "own_rte" and task.labels is None
+    assert task.folder == tmp_path / "rte" and task.name == "own_rte"
+    assert (task.labels, task.metrics) == (["x", "y"], ["accuracy"])
+    (tmp_path / "rte/train.tsv").write_text("sentence\tscore\na\t1\n")
+    task = find_task(str(tmp_path / "rte"), tmp_path)
+    assert (task.labels, task.metrics) == ([], ["pearson", "spearmanr"])
 
 
 def test_the_task_of_docs(workdir, monkeypatch):
@@ -174,7 +175,7 @@ def fox():
 def test_encode_cuts_the_longer_text(fox):
     def encoded(*texts, max_len):
         found = encode_examples(fox, [texts], np.array([0]), max_len)
-        return found.ids[0].tolist(), found.first.tolist()
+        return found.ids[0].tolist(), found.first_length.tolist()
 
     fox.encode_special_tokens = True
     cat, sat, it = (fox.token_to_id(word) for word in ("cat", "sat", "it"))
@@ -186,12 +187,14 @@ def test_encode_cuts_the_longer_text(fox):
     assert encoded("", "sat", max_len=8) == ([2, 3, sat, 3], [2])
     assert encoded("[SEP] it", max_len=9) == ([2, 1, 1, 1, it, 3], [6])  # text, not the token
     both = encode_examples(fox, [("cat", "sat it"), ("it", "sat")], np.array([0, 1]), 9)
-    batch = both.pad(np.array([1, 0]), 7, 4)
+    assert both.pad_id == 0
+    both.pad_id = 7
+    batch = both.pad(np.array([1, 0]), "cuda")
     assert list(batch) == ["ids", "token_types", "mask"] and batch["ids"].dtype == np.int64
     assert batch["ids"].tolist() == [[2, it, 3, sat, 3, 7, 7, 7], [2, cat, 3, sat, it, 3, 7, 7]]
     assert batch["token_types"].tolist() == [[0] * 3 + [1] * 5] * 2
     assert batch["mask"].tolist() == [[n < length for n in range(8)] for length in (5, 6)]
-    assert list(both.pad(np.array([0]), 7, 3)) == ["ids", "token_types"]  # nothing is padded
+    assert list(both.pad(np.array([0]))) == ["ids", "token_types"]  # nothing is padded
 
 
 def test_batches_are_of_one_length_and_complete():
@@ -209,10 +212,26 @@ def test_batches_are_of_one_length_and_complete():
 
 
 def test_batches_are_sorted_within_64_at_a_time():
-    """128 batches of 16 different lengths: of every second length, as they are of half the data."""
+    """A batch of 16 has every second length: it is cut from half of the 128 batches' examples."""
     lengths = np.arange(128 * 16)
     found = batches_by_length(lengths, 16, np.random.default_rng(0))
     assert np.mean([np.ptp(lengths[batch]) for batch in found]) == pytest.approx(2 * 15, abs=2)
+
+
+def test_a_step_is_split_evenly_and_every_example_counts_once(workdir):
+    """Three micro-batches of 8 examples; of the last 2 examples one micro-batch has none."""
+    examples = Examples([np.array([2, n, 3]) for n in range(10)], np.full(10, 3), np.arange(10), 0)
+    config = argparse.Namespace(seed=1, batch_size=8, accumulation=3, train_examples=0, device="cpu")
+    batches = TrainingBatches(examples, config)
+    assert [batches.loss_weight(0, n) for n in range(3)] == [3 / 8, 3 / 8, 2 / 8]
+    assert [batches.loss_weight(1, n) for n in range(3)] == [1 / 2, 1 / 2, 0]
+    counted = [label for step in (0, 1) for n in range(3) if batches.loss_weight(step, n)
+               for label in batches.get(step, n)["labels"].tolist()]
+    assert sorted(counted) == list(range(10)) and len(batches.get(1, 2)["ids"]) == 1
+    config.train_examples = 4
+    chosen = TrainingBatches(examples, config).chosen.tolist()
+    config.seed = 2
+    assert chosen == TrainingBatches(examples, config).chosen.tolist() and len(chosen) == 4
 
 
 def test_a_malformed_squad_file(tmp_path):
@@ -238,7 +257,8 @@ def test_a_malformed_squad_file(tmp_path):
 def begins(tokenizer, windows):
     """The index of the paragraph's token that each window begins with."""
     return [tokenizer.encode(question.context).offsets.index(tuple(offsets[0])) if len(offsets)
-            else 0 for question, offsets in zip(windows.question, windows.offsets, strict=True)]
+            else 0 for question, offsets in zip(windows.question_of_window, windows.offsets,
+                                                strict=True)]
 
 
 FOX = "The Café's 1990s fox — \"Ünïcode\" — sat.  It sat on  the cat."
@@ -249,7 +269,7 @@ FOX = "The Café's 1990s fox — \"Ünïcode\" — sat.  It sat on  the cat."
     ("cat", "exact"), ("It sat on  the", "exact"), (FOX, "in no window whole"),
     ("1990s f", "cuts a token"), ("99", "cuts a token"), ("  ", "without a token")])
 def test_answers_come_back_through_windows(fox, answer, fate):
-    """Of 13 tokens, 7 of them the paragraph's, beginning 2 apart; the last one holds its end."""
+    """Windows have 13 tokens, 7 of the paragraph, and begin 2 apart; the last one has its end."""
     question = Question("q", "it sat?", FOX, [(FOX.index(answer), answer)])
     found, fates = make_windows(fox, [question], 13, 2)
     tokens = fox.encode(FOX).ids
@@ -278,10 +298,10 @@ def test_a_window_steps_over_nothing_and_a_long_question_is_cut(fox):
     found, _ = make_windows(fox, questions, 40, 128)
     assert all(ids[:22].tolist() == [2, *[12] * 20, 3] for ids in found.ids)
     assert begins(fox, found) == [0, 17, 0]
-    assert [question.context for question in found.question] == [FOX, FOX, ""]
+    assert [question.context for question in found.question_of_window] == [FOX, FOX, ""]
     assert len(found.ids[2]) == 23
     found, _ = make_windows(fox, questions[:1], 200, 128)
-    assert found.first.tolist() == [66]  # 64 tokens of the question
+    assert found.first_length.tolist() == [66]  # 64 tokens of the question
 
 
 def max_context_by_hand(spans, position):
@@ -318,10 +338,10 @@ def test_an_answer_starts_where_it_has_most_context(fox, room, stride):
 def test_the_best_window_answers(fox):
     questions = [Question(name, "it?", FOX, [(0, "The")]) for name in "qr"]
     found, _ = make_windows(fox, questions, 12, 7)
-    of_q = [n for n, question in enumerate(found.question) if question.id == "q"]
+    of_q = [n for n, question in enumerate(found.question_of_window) if question.id == "q"]
     scores, spans = np.full(len(found.ids), -np.inf), np.zeros((len(found.ids), 2), int)
     for n, score in zip(of_q, (1.0, 3.0, 2.0), strict=False):
-        scores[n], spans[n] = score, found.first[n]  # the window's first token
+        scores[n], spans[n] = score, found.first_length[n]  # the window's first token
     texts = best_answers(found, scores, spans)
     offsets = fox.encode(FOX).offsets[begins(fox, found)[of_q[1]]]
     assert texts == {"q": FOX[slice(*offsets)], "r": ""}
@@ -329,8 +349,8 @@ def test_the_best_window_answers(fox):
 
 @pytest.mark.skipif(not (SHARED / "squad").is_dir(), reason="no SQuAD on this machine")
 def test_squad_gold_answers_come_back():
-    """Scored, dev's first answers are all right; labelled in windows and mapped back, they and a
-    tenth of train's are the text, but for those that end inside a token."""
+    """Dev's first answers score 100. Labelled in windows and mapped back they are the same text,
+    and so is a tenth of train's, unless an answer ends inside a token."""
     tokenizer = load_tokenizer(SHARED / "bert-vocab/vocab.txt")
     for split, every, n_windows in (("dev", 1, 10833), ("train", 10, None)):
         questions = read_squad(SHARED / f"squad/{split}-v1.1.json")
@@ -361,7 +381,7 @@ def official_words(answer):
 
 
 def official_scores(prediction, references):
-    """An article is a word of its own, so without a letter, digit or _ at its sides."""
+    """Score by hand. An article has no letter, digit or _ beside it."""
     def words(answer):
         found = []
         for word in official_words(answer):
@@ -406,7 +426,7 @@ def test_squad_scores(prediction, references):
 
 
 def test_squad_scores_are_means():
-    """Known numbers: F1 of 2 words against 3 with 2 in common is 80, and of none 0."""
+    """Known numbers: the F1 of 2 words against 3, with 2 in common, is 80; of none it is 0."""
     questions = [Question(n, "?", "", [(0, "big red dog")]) for n in "abcd"]
     said = {"a": "a big red dog.", "b": "red dog", "c": "", "d": "cat"}
     assert score_squad(questions, said) == pytest.approx({"exact_match": 25, "f1": 45})
@@ -419,7 +439,7 @@ def test_squad_scores_are_means():
 
 
 def class_pairs():
-    """(labels, predictions): random ones, and those that have no correlation or no class 1."""
+    """Pairs of labels and predictions: random, without correlation, and without class 1."""
     rng = np.random.default_rng(0)
     pairs = [rng.integers(0, 2, (2, n)) for n in (1, 2, 3, 7, 40, 500) for _ in range(5)]
     pairs += [(rng.integers(0, 2, 50), np.full(50, n)) for n in (0, 1)]
@@ -439,9 +459,14 @@ def test_class_metrics_equal_scikit_learns():
             assert found == pytest.approx(expected, abs=1e-12), ours
 
 
+def test_equal_numbers_share_their_mean_rank():
+    labels, predictions = np.array([1, 2, 2, 3]), np.array([1, 2, 3, 4])
+    assert METRICS["spearmanr"](labels, predictions) == pytest.approx(0.9 ** 0.5)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_correlations_equal_scipys():
-    """Also with ties, in constant input, and in values that rounding makes almost constant."""
+    """Also with ties, constant input, and input that is almost constant after rounding."""
     stats = pytest.importorskip("scipy.stats")
     rng = np.random.default_rng(0)
     pairs = [rng.normal(size=(2, n)) for n in (2, 3, 10, 300)]
