@@ -20,7 +20,6 @@ import re
 import shlex
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -158,18 +157,18 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
         state = trainer.restore(newest)
     else:
         state = State()
-        run.begin(config, vocab, origin)
+        run.begin(config, vocab, origin=origin)
     run.open(state.step, state.best and state.best["epoch"], config.tensorboard)
 
-    settings = {"batch_size": config.batch_size, "device": device, "dtype": dtype}
-    predict = partial(predict_examples, model, **settings)
-    train_epochs(trainer, run, state, data, predict, signals)
+    def predict_with(model):
+        return lambda examples: predict_examples(model, examples, config.batch_size, device, dtype)
+
+    train_epochs(trainer, run, state, data, predict_with(model), signals)
     if any_signalled(signals):
         return
     best = checkpoint.load_model(run.finish_best(state.best["epoch"])).to(device)
-    predict = partial(predict_examples, best, **settings)
-    write_dev_predictions(run.folder, data, predict)
-    write_submissions(run.folder / "submission", data, predict)
+    write_dev_predictions(run.folder, data, predict_with(best))
+    write_submissions(run.folder / "submission", data, predict_with(best))
     write_results(run, state, data)  # last: it says that the seed is done
 
 

@@ -18,7 +18,7 @@ from lib.common.errors import run_main
 from lib.common.files import read_json
 from lib.common.progress import markdown
 from lib.slot_usage.counts import last_used
-from lib.training.run import read_usage
+from lib.weights.run import Run
 
 TABLE = Path("results/study/table2.json")
 CORPUS = "natural"  # the training text
@@ -134,7 +134,7 @@ def print_starts(runs):
 def print_staleness(runs):
     """Print claim 7: slots that were top-1 in no snapshot of the second half."""
     def stale(system, seed):
-        snapshots = read_usage(runs / run_name(system, seed))
+        snapshots = Run(runs / run_name(system, seed)).usage_snapshots()
         return 100 * mean((last_used(snapshots, layer) <= len(snapshots) // 2).mean()
                           for layer in (2, 3))
 

@@ -246,7 +246,7 @@ def test_export_is_a_decoder_of_transformers(place, tmp_path, capsys):
     tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
     ids = tokenizer("the old cat saw", return_tensors="pt").input_ids
     words = load_tokenizer("out/tiny").encode("the old cat saw").ids
-    assert ids.tolist() == [[Corpus("tiny").sep_id, *words]]
+    assert ids.tolist() == [[Corpus("tiny").special_ids.sep, *words]]
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-4)
         torch.testing.assert_close(again(ids), ours(ids), rtol=1e-5, atol=1e-6)

@@ -55,7 +55,7 @@ def flush_stdout():
 
 
 def out_of_memory(error):
-    """Whether torch's RuntimeError reports it; on a CPU the error has no own type."""
+    """Tell whether torch's RuntimeError reports it; on a CPU the error has no own type."""
     return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
 
 

@@ -132,7 +132,7 @@ class MaskedBatches:
         """Return how often `steps` steps go through the text."""
         return steps * self.config.accumulation * self.config.batch_size / self.per_epoch
 
-    def share(self, step, micro):
+    def loss_weight(self, step, micro):
         """Return a micro-batch's weight in the mean loss of its step."""
         return 1 / self.accumulation
 

@@ -71,7 +71,7 @@ def _lines(path, codec):
                     raise UnicodeError("a NUL character")
                 if piece[-1] != "\n" and len(piece) == LONGEST:
                     cut = BETWEEN_WORDS.search(line, len(line) - 1000)
-                    end = cut.start() if cut else len(line)
+                    end = cut.start() if cut else len(line) - 1  # keep one: "\n" may be next
                     line, rest = line[:end], line[end:]
                 elif piece[-1] != "\n":
                     line += "\n"

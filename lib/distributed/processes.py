@@ -27,17 +27,17 @@ MISTAKE = 1000  # above the numbers of all signals
 
 
 def is_distributed():
-    """Whether this process shares its work with others."""
+    """Tell whether this process shares its work with others."""
     return dist.is_available() and dist.is_initialized()
 
 
 def get_world_size():
-    """Count the processes."""
+    """Return the number of processes."""
     return dist.get_world_size() if is_distributed() else 1
 
 
 def get_rank():
-    """Number this process; the first one, 0, prints and writes files."""
+    """Return the number of this process; the first one, 0, prints and writes files."""
     return dist.get_rank() if is_distributed() else 0
 
 
@@ -82,7 +82,7 @@ def _run_as_rank(main):
 
 
 def lost_rank(error):
-    """Whether an error reports a rank that is gone, or that was waited for too long."""
+    """Tell whether an error reports a rank that is gone, or that was waited for too long."""
     return is_distributed() and (isinstance(error, dist.DistError) or "gloo" in str(error))
 
 
@@ -103,7 +103,7 @@ def max_over_ranks(value=0):
 
 
 def any_signalled(signals):
-    """Whether any rank has a signal in its list; then every rank gets one."""
+    """Tell whether any rank has a signal in its list; then every rank gets one."""
     if (signal := max_over_ranks(max(signals, default=0))) and not signals:
         signals.append(signal)
     return bool(signal)

@@ -49,8 +49,8 @@ class ShardedValueTable(ValueTable):
     def __init__(self, table):
         (n_slots, dim), world_size = table.weight.shape, get_world_size()
         if dim % world_size:
-            raise UserError(f"values of width d_model = {dim} cannot be cut into {world_size} equal "
-                            "parts, one for each rank: change d_model or --nproc_per_node")
+            raise UserError(f"values of width d_model = {dim} cannot be cut into {world_size} "
+                            "equal parts, one for each rank: change d_model or --nproc_per_node")
         with torch.device("meta"):  # draws no random numbers
             super().__init__(n_slots, dim // world_size)
         self.weight = nn.Parameter(columns(table.weight.detach()).clone(),

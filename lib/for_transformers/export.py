@@ -19,14 +19,14 @@ import torch
 from tokenizers import processors
 
 from lib.common.errors import ROOT, Failure, UserError, need, run_main
-from lib.common.files import atomic, load_file, read_json
+from lib.common.files import atomic
 from lib.common.progress import markdown
 from lib.common.settings import Parser
 from lib.corpus.vocabulary import full_tokenizer, read_vocab, special_tokens
 from lib.slot_usage.evaluation import describe_evaluation
-from lib.training.run import read_evaluations, read_settings
 from lib.weights.checkpoint import find_weights, pooler_is_trained, read_weights
 from lib.weights.huggingface import ARCHITECTURES, MEMORY_ACT, SETTINGS, to_huggingface
+from lib.weights.run import Run
 from model import BertConfig, build_model
 
 CODE = ("pkm.py", "values.py", "lib/for_transformers/add_memory.py",
@@ -128,7 +128,7 @@ def card(source, name, config, saved, has_memory):
 
     source: the checkpoint. Settings and results are taken from its run, if it is in one.
     """
-    head, run = saved.get("head"), source.parent
+    head, run = saved.get("head"), Run(source.parent)
     with torch.device("meta"):  # only its size is needed
         model = build_model(config, head, saved.get("labels", ()))
     size = sum(p.numel() for p in model.parameters())
@@ -137,33 +137,29 @@ def card(source, name, config, saved, has_memory):
     code = ", trust_remote_code=True" if has_memory else ""
     text = CARD.format(name=name, auto=f"AutoModelFor{task}", code=code, size=size, memory=memory,
                        **asdict(config))
-    if (source / "model.pt").is_file() and (run / "config.json").is_file():
-        rows = [[key, f"`{value}`"] for key, value in read_settings(run).items()]
+    if (source / "model.pt").is_file() and run.has_begun():
+        rows = [[key, f"`{value}`"] for key, value in run.settings().items()]
         text += f"\n## training\n\n{markdown(['setting', 'value'], rows)}"
-        text += f"\n## measured\n\n{results_of(source, head)}"
+        text += f"\n## measured\n\n{results_of(run, source, head)}"
     return text + RIGHTS
 
 
-def results_of(checkpoint, head):
+def results_of(run, checkpoint, head):
     """Return what was measured of a run's checkpoint, in Markdown.
 
     A fine-tuned model has its metrics, any other one the last evaluation before the checkpoint.
     """
-    file = checkpoint.parent / "eval_results.json"
-    if head and file.is_file():
+    if head and run.has_results():
         prefix = "eval_" if checkpoint.name == "best" else "last_"  # best epoch's, last epoch's
         rows = [[key.removeprefix(prefix), f"{value:.5g}"]
-                for key, value in read_json(file).items() if key.startswith(prefix)]
+                for key, value in run.results().items() if key.startswith(prefix)]
         return "On the dev split:\n\n" + markdown(["metric", "value"], rows)
-    evaluations = []
+    last = None
     if not head:
         with contextlib.suppress(UserError):  # a copy of a run without its log or its state
-            step = load_file(checkpoint / "state.pt")["step"]
-            step += read_settings(checkpoint.parent)["first_step"]
-            evaluations = [e for e in read_evaluations(checkpoint.parent) if e["step"] <= step]
-    if not evaluations:
+            last = run.evaluation_before(checkpoint)
+    if last is None:
         return "Nothing is known.\n"
-    last = evaluations[-1]
     lines = "\n".join(f"- {line}" for line in describe_evaluation(last))
     return (f"On {last['masked_tokens']:,} predicted tokens of held-out text after "
             f"{last['step']:,} steps. MU is the share of slots that were read, top-1 MU the share "

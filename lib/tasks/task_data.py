@@ -89,8 +89,6 @@ class TrainingBatches:
         sizes = [len(index) for index in self.micro_batches(step)]
         return sizes[micro] / sum(sizes)
 
-    share = loss_weight
-
     def get(self, step, micro=0):
         """Return a micro-batch: the arguments of a model, as arrays."""
         batches = self.micro_batches(step)

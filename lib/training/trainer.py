@@ -11,7 +11,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 
-from lib.common.errors import Failure, UserError
+from lib.common.errors import Failure
 from lib.common.random_streams import DROPOUT
 from lib.common.torchrun import under_torchrun
 from lib.distributed.gradients import distribute, sum_gradients
@@ -59,7 +59,7 @@ class Trainer:
     `config` has seed, keys_lr, value_lr, weight_decay, grad_clip and compile.
     `batches.get(step, micro)` is a micro-batch: arrays by the name of the model's argument.
     A step has `batches.accumulation` micro-batches; together they are `batches.size` tokens or
-    examples, as `batches.unit` says. `batches.share(step, micro)` weights a micro-batch's loss.
+    examples, as `batches.unit` says. `batches.loss_weight(step, micro)` is a micro-batch's weight.
     `flops` are the operations of a training step per token, for the log's mfu. `labels` name a
     Classifier's classes, for its checkpoints. `keep` is the number of checkpoints that stay.
     """
@@ -88,7 +88,7 @@ class Trainer:
             torch.manual_seed(int(stream.generate_state(1)[0]))
             batch = to_device(self.batches.get(step, micro), self.device)
             with autocast(self.device, self.dtype):
-                loss = self.compiled(**batch) * self.batches.share(step, micro)
+                loss = self.compiled(**batch) * self.batches.loss_weight(step, micro)
             self.scaler.scale(loss).backward()
             total += loss.detach()
         total = sum_gradients(self.model, total, len(self.micro_batches))
@@ -218,9 +218,6 @@ def compile_model(model, choice, device):
     """Return torch.compile(model), or the model itself. `choice` is 'on', 'off' or 'auto'.
     mode="reduce-overhead" must not be used: a replayed CUDA graph stores no reads of the memory."""
     on = {"on": True, "off": False, "auto": device.type == "cuda"}[choice]
-    if on and value_tables(model) and torch.__version__ < "2.13":
-        raise UserError(f"compile = {choice!r}: to train a compiled memory takes torch 2.13 or "
-                        f"later, this is {torch.__version__}: --compile=off")
     return torch.compile(model) if on else model
 
 

@@ -34,10 +34,6 @@ def checkpoint_files(model, dense, values, state, labels=()):
     return {"model": model_file(model, labels), "optimizer": optimizers, "state": state}
 
 
-def find_checkpoint(run):
-    return Run(run).newest_checkpoint()
-
-
 def find_weights(path):
     """Find the weights that `path` names.
 

@@ -16,7 +16,14 @@ import pretrain
 from lib.common.errors import UserError
 from lib.corpus import vocabulary
 from lib.corpus.batches import Corpus, MaskedBatches, mask_tokens, masked_heldout
-from lib.corpus.vocabulary import Specials, load_tokenizer, read_vocab, text_tokenizer
+from lib.corpus.vocabulary import (
+    Specials,
+    full_tokenizer,
+    load_tokenizer,
+    read_vocab,
+    special_ids,
+    text_tokenizer,
+)
 from tests.helpers import PIECES, SHARED, TINY, byte_level_bpe, prepare_sample, texts_of
 
 TRICKY = ["Café déjà-vu, naïve!", "北京 is 中文 and かな", "don't  e.g. U.S.A.\t(x_1) <unk> @-@",
@@ -64,7 +71,7 @@ def test_ids_of_gpt2(workdir, gpt2_files):
     assert ours == [encoding.ids for encoding in reference.encode_batch(texts)]
     tokenizer = load_tokenizer("vocab.txt")
     assert [encoding.ids for encoding in tokenizer.encode_batch(texts)] == ours
-    text = "a </s> b<mask>"  # of a special token, the characters
+    text = "a </s> b<mask>"  # special tokens in a text are text
     assert text_tokenizer("vocab.txt").encode(text).ids == reference.encode(text).ids
     assert tokenizer.decode(ours[-1]) == texts[-1]
     marked = tokenizer.encode("<s>a <mask> b</s>").ids  # the mask has the space before it
@@ -76,6 +83,17 @@ def test_a_line_of_a_vocabulary_is_a_token(workdir):
     vocab = [*PIECES, "a b", "\u3000", "\u2028", "\x85c", "d\t"]
     Path("vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
     assert read_vocab("vocab.txt") == vocab
+
+
+def test_special_tokens_in_a_text_and_around_it(workdir):
+    pad, unk, cls, sep, mask = range(5)
+    assert load_tokenizer("vocab.txt").encode("the [SEP] [MASK]").ids == [5, sep, mask]
+    assert text_tokenizer("vocab.txt").encode("the [SEP]").ids == [5, unk, unk, unk]
+    tokenizer = full_tokenizer("vocab.txt")
+    pair, short = tokenizer.encode_batch([("the [MASK]", "cat"), ("sat", "the")])
+    assert pair.ids == [cls, 5, mask, sep, 6, sep] and pair.type_ids == [0, 0, 0, 0, 1, 1]
+    assert short.ids == [cls, 7, sep, 5, sep, pad] and short.attention_mask == [1] * 5 + [0]
+    assert special_ids(tokenizer) == Specials(pad, unk, cls, sep, mask)
 
 
 def test_prepared_corpus(workdir, capsys):

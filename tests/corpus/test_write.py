@@ -350,6 +350,8 @@ def test_a_line_without_end_is_read_in_pieces(workdir, monkeypatch):
     assert list(ids) == tokenizer.encode(line).ids
     Path("long.txt").write_text("x" * 9000)  # nowhere to cut
     assert "".join(list(stream(Path("long.txt"), "blank"))[:-1]).strip() == "x" * 9000
+    Path("long.txt").write_text("x" * 2000 + "\ncat")  # the break is the next piece's first
+    assert list(stream(Path("long.txt"), "blank"))[1:] == ["x\n", "cat\n", None]
 
 
 def test_other_text_starts_anew(workdir, monkeypatch):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from lib.weights.checkpoint import find_checkpoint
+from lib.weights.run import Run
 from tests.helpers import ROOT, log, steps_saved
 
 KILLS = int(os.environ.get("PKM_TEST_KILLS", "1"))
@@ -126,7 +126,7 @@ def assert_equal_runs(ours, reference, tolerance):
         return [{k: v for k, v in r.items() if k not in ("tokens_per_s", "examples_per_s",
                                                         "elapsed")} for r in log(run)]
 
-    ends = [find_checkpoint(run) for run in (ours, reference)]
+    ends = [Run(run).newest_checkpoint() for run in (ours, reference)]
     assert ends[0].name == ends[1].name
     pairs = {name: [torch.load(end / f"{name}.pt", weights_only=True) for end in ends]
              for name in ("model", "optimizer")}

@@ -373,7 +373,7 @@ class Batches:
     def get(self, step, micro):
         return self.all[step]
 
-    def share(self, step, micro):
+    def loss_weight(self, step, micro):
         return 1.0
 
     def theirs(self):

@@ -28,7 +28,8 @@ from lib.tasks.glue import find_task
 from lib.tasks.predict import best_spans, predict_examples
 from lib.tasks.task_data import TaskData, TrainingBatches
 from lib.training.trainer import Schedule, Trainer
-from lib.weights.checkpoint import find_checkpoint, find_weights, load_model, read_weights
+from lib.weights.checkpoint import find_weights, load_model, read_weights
+from lib.weights.run import Run
 from model import BertConfig, Classifier, SpanReader
 from tests.helpers import KILLS, ROOT, assert_same, files, log, squad_file, steps_saved, tune
 
@@ -97,9 +98,9 @@ def test_the_best_epoch_counts(tuned, monkeypatch):
         weights.append(used[-1])
         return {"accuracy": next(values)}
 
-    def recording(model, examples, **settings):
+    def recording(model, *args):
         used.append(model.head.weight.detach().clone())
-        return predict_examples(model, examples, **settings)
+        return predict_examples(model, *args)
 
     monkeypatch.setattr(finetune, "score_dev", fake)
     monkeypatch.setattr(finetune, "predict_examples", recording)
@@ -119,9 +120,9 @@ def test_the_weights_that_were_scored_exist_whenever_it_is_killed(tuned, monkeyp
     class Killed(BaseException):
         pass
 
-    def recording(model, examples, **settings):
+    def recording(model, *args):
         used[:] = [model.head.weight.detach().clone()]
-        return predict_examples(model, examples, **settings)
+        return predict_examples(model, *args)
 
     def fake(data, predict):
         score_dev(data, predict)
@@ -155,7 +156,7 @@ def test_the_weights_that_were_scored_exist_whenever_it_is_killed(tuned, monkeyp
             ends.append(tune("--epochs=3", "--train_examples=8", "--out=out/run"))
         except Killed:
             pass
-        newest = find_checkpoint("out/run/seed0")
+        newest = Run("out/run/seed0").newest_checkpoint()
         if newest and not ends:
             best = load_file(newest / "state.pt")["best"]
             named = [Path("out/run/seed0", name) for name in
@@ -262,7 +263,7 @@ def test_submitted_scores_are_possible_ones(tuned, monkeypatch):
         return [float(line.split("\t")[-1]) for line in lines]
 
     monkeypatch.setattr(finetune, "predict_examples",
-                        lambda model, examples, **_: np.linspace(-99, 99, len(examples.ids)))
+                        lambda model, examples, *_: np.linspace(-99, 99, len(examples.ids)))
     assert tune("--task=pairs", "--max_steps=1") == 0
     assert (min(column("predictions_dev.tsv")), max(column("predictions_dev.tsv"))) == (-99, 99)
     found = column("submission/pairs.tsv")
@@ -390,7 +391,7 @@ def assert_same_tuning(run, reference):
     assert scores(run) == scores(reference)
     ours, theirs = (Path(path, "predictions_dev.tsv").read_bytes() for path in (run, reference))
     assert ours == theirs
-    for name in (f"{find_checkpoint(reference).name}/{part}.pt" for part in
+    for name in (f"{Run(reference).newest_checkpoint().name}/{part}.pt" for part in
                  ("model", "optimizer")):
         assert_same(*(torch.load(Path(p, name), weights_only=True) for p in (run, reference)), name)
 

@@ -121,7 +121,7 @@ class TwoBatches:
 
     accumulation, size, unit = 2, 2, "examples"
 
-    def share(self, step, micro):
+    def loss_weight(self, step, micro):
         return 0.5
 
     def get(self, step, micro):
