@@ -27,7 +27,7 @@ from lib.common.device import choose_device
 from lib.common.errors import UserError
 from lib.common.files import write_text
 from lib.common.settings import Parser, whole_number
-from lib.corpus.vocabulary import load_tokenizer, special_tokens
+from lib.corpus.vocabulary import load_tokenizer, special_ids, special_tokens
 from lib.distributed.processes import is_distributed, run_ranks
 from lib.slot_usage.browse import page_data, page_html
 from lib.slot_usage.contexts import CorpusReads, corpus_contexts, guess_lines, training_text
@@ -218,16 +218,17 @@ def browse(args):
 def fill(args):
     """Guess each [MASK]; show the slots read there, and what else reads those."""
     model, tokenizer, checkpoint = open_language_model(args, causal=False)
-    *_, cls, sep, mask = special_tokens(tokenizer.get_vocab())
-    encodings = [tokenizer.encode(cls + text.replace("[MASK]", mask) + sep) for text in args.texts]
-    for text, encoding in zip(args.texts, encodings, strict=True):
-        if mask not in encoding.tokens:
+    special, mask_id = special_tokens(tokenizer.get_vocab()), special_ids(tokenizer).mask
+    texts = {text: tokenizer.encode(special.cls + text.replace("[MASK]", special.mask) + special.sep)
+             for text in args.texts}
+    for text, encoding in texts.items():
+        if mask_id not in encoding.ids:
             raise UserError(f"no [MASK] in {text!r}: write one where a word is to be guessed")
     contexts = corpus_contexts(model, args.run, args.data, args.sequences, args.contexts)
-    for text, encoding in zip(args.texts, encodings, strict=True):
+    for text, encoding in texts.items():
         print(f"{checkpoint}: {text}")
-        for position, token in enumerate(encoding.tokens):
-            if token == mask:
+        for position, token in enumerate(encoding.ids):
+            if token == mask_id:
                 print(f"[MASK] at token {position}:")
                 print(*guess_lines(model, tokenizer, encoding.ids, position, contexts), sep="\n")
 

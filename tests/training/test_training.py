@@ -31,7 +31,7 @@ import pretrain
 from lib.common.errors import Failure, UserError
 from lib.corpus.batches import Corpus, MaskedBatches
 from lib.training.flops import flops_per_token, peak_flops
-from lib.training.trainer import Schedule, Trainer, compile_model, optimizer_groups, to_device
+from lib.training.trainer import Schedule, Trainer, optimizer_groups, to_device
 from lib.weights.checkpoint import init_from, load_model
 from lib.weights.run import Run
 from model import Classifier, SpanReader, value_tables
@@ -359,16 +359,6 @@ def test_what_a_killed_process_left_half_written_goes(place):
     Path("out/new/log.jsonl").write_text('{"step": 0, "perplexity": 9.0}\n{"step": 1, "lo')
     assert train("--max_steps=1", "--out=out/new") == 0
     assert [r["step"] for r in log("out/new") if "perplexity" in r] == [0, 1]
-
-
-def test_an_older_torch_compiles_no_memory(place, monkeypatch):
-    """torch 2.11 silently drops what a compiled backward pass keeps for the optimizer."""
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0+cu130"))
-    for choice, device in (("on", "cpu"), ("auto", "cuda")):
-        with pytest.raises(UserError, match="2.13 or later, this is 2.11.0"):
-            compile_model(tiny_bert(memory_layers=(2,)), choice, torch.device(device))
-        compile_model(tiny_bert(), choice, torch.device(device))
-    assert train("--max_steps=1", "--compile=off") == 0
 
 
 def test_compiled_training_equals_eager(place):
