@@ -73,9 +73,7 @@ def _lines(path, codec):
                     cut = BETWEEN_WORDS.search(line, len(line) - 1000)
                     end = cut.start() if cut else len(line) - 1  # keep one: "\n" may be next
                     line, rest = line[:end], line[end:]
-                elif piece[-1] != "\n":
-                    line += "\n"
-                yield line
+                yield line if line[-1] == "\n" or rest else f"{line}\n"
         except UnicodeDecodeError as error:
             byte = file.buffer.tell() - len(error.object) + error.start
             raise UserError(f"{path}: byte {byte} is not {codec} text: {hint}") from None
@@ -90,15 +88,13 @@ def _rows(path, between):
     parquet = need("pyarrow.parquet", f"{path}")
     try:
         with parquet.ParquetFile(path) as file:
-            if "text" not in file.schema_arrow.names:
-                raise UserError(f"{path}: no column 'text' in it")
             for batch in file.iter_batches(1000, columns=["text"]):
-                for text in batch.column(0).to_pylist():
+                for text in batch["text"].to_pylist():
                     for line in filter(str.strip, (text or "").split("\n")):
                         yield f"{line}\n".replace("\r\n", "\n")
                     yield from between
-    except UserError:
-        raise
+    except KeyError:
+        raise UserError(f"{path}: no column 'text' in it") from None
     except (ValueError, OSError) as error:  # pyarrow's own errors are one or the other
         raise damaged(path, str(error).splitlines()[0]) from None
 

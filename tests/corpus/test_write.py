@@ -141,15 +141,16 @@ def test_killed_and_restarted_gives_the_same_bytes(workdir, monkeypatch, capsys,
         args[3:5] = ["--vocab_size", "256"]
     monkeypatch.setattr("lib.corpus.write.BATCH", 90)
     done = []
-    for kills in range(1, 12, 3):  # later and later, in the second and in the third file too
+    for kills in range(1, 20, 6):  # later and later, in the second file too
         stopped = subprocess.run([sys.executable, "-c", STOP, str(kills), "text", "new", *args],
                                  env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
         assert stopped.returncode == -signal.SIGKILL and not Path("data/new").exists()
-        done.append(json.loads(Path("data/.part_new/state.json").read_text())["documents"])
-    assert done == sorted(done) and 0 < done[0] < 40 < done[-1]
+        done.append(json.loads(Path("data/.part_new/state.json").read_text())["lines"])
+    in_first = len(list(stream(Path("0.txt"), "blank")))
+    assert done == sorted(done) and 0 < done[0] < in_first < done[-1]
     capsys.readouterr()
     prepare("text", "new", *args)
-    assert f"going on after {done[-1]} documents" in capsys.readouterr().out
+    assert f"going on after {done[-1]} lines" in capsys.readouterr().out
     prepare("text", "whole", *args)
     for file in ("train.bin", "val.bin", "test.bin", "vocab.txt"):
         assert Path("data/new", file).read_bytes() == Path("data/whole", file).read_bytes()
@@ -157,16 +158,14 @@ def test_killed_and_restarted_gives_the_same_bytes(workdir, monkeypatch, capsys,
     assert len(os.listdir("data/new")) == 5
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda ids: ids[:-2], "shorter"), (lambda ids: bytes([ids[0] ^ 1]) + ids[1:], "changed")])
-def test_unfinished_work_that_was_damaged(workdir, change, words):
+def test_unfinished_work_that_was_damaged(workdir):
     args = ["text", "new", *many_documents()]
     subprocess.run([sys.executable, "-c", STOP, "4", *args],
                    env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
     file = Path("data/.part_new/train.bin")
-    sizes = json.loads(Path("data/.part_new/state.json").read_text())["bytes"]
-    file.write_bytes(change(file.read_bytes()[:sizes[0]]))
-    with pytest.raises(UserError, match=f"train.bin: {words} since it was left: remove"):
+    size = json.loads(Path("data/.part_new/state.json").read_text())["bytes"][0]
+    file.write_bytes(file.read_bytes()[:size - 2])
+    with pytest.raises(UserError, match="train.bin: shorter since it was left: remove"):
         prepare(*args)
 
 
@@ -263,19 +262,6 @@ def test_a_vocabulary_is_a_function_of_the_text(workdir):
     expected = merged(counts, vocab, 160)
     for _ in range(4):
         assert vocabulary.train_vocab(lambda: lines, len(lines), 160) == expected
-
-
-def test_few_heldout_tokens_are_told(workdir, capsys):
-    rng = random.Random(0)
-    def documents(n):
-        return "\n\n".join(" ".join(rng.choices(PIECES[5:10], k=200)) for _ in range(n))
-    for n, warned in ((40, True), (1000, False)):
-        Path("many.txt").write_text(documents(n))
-        prepare("text", f"n{n}", "many.txt", "--vocab", "vocab.txt", "--val_every", 3)
-        out = capsys.readouterr().out
-        assert ("standard error" in out) == warned
-        masked = Corpus(f"n{n}").meta["tokens"]["val"] * 0.15
-        assert not warned or f"of about {2.7 / masked ** 0.5:.0%};" in out
 
 
 LATIN = "caf\u00e9 cat\n\nthe mat\n\nsat\n\n.\n"
@@ -385,7 +371,6 @@ def test_existing_corpus_and_force(workdir, monkeypatch):
                       lambda a, b: 1 / 0 if Path(b).name == "sample" else rename(a, b))
         with pytest.raises(ZeroDivisionError):
             prepare_sample("--force")
-    assert Corpus(".old_sample").meta["documents"]["train"] == 2
     assert not Path("data/sample").exists()
 
     prepare_sample()

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 
 import bench
 import finetune
@@ -22,7 +23,6 @@ import prepare_data
 import pretrain
 from lib.common.files import lock
 from lib.common.settings import load_settings
-from lib.corpus import vocabulary
 from lib.corpus.batches import Corpus
 from lib.corpus.vocabulary import GPT2_SPECIALS, SPECIALS
 from lib.tasks.glue import find_task, read_split
@@ -208,7 +208,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
           for special in (SPECIALS, GPT2_SPECIALS)],
         *[("text new sample.txt --vocab vocab.txt",
            written("vocab.txt", "\n".join([*GPT2_SPECIALS, *more])), "the 256 bytes")
-          for more in ("abc", [*vocabulary.byte_characters(), "\u5317"])],
+          for more in ("abc", [*pre_tokenizers.ByteLevel.alphabet(), "\u5317"])],
         ("squad --from .", lambda: [squad_file(Path(name)) and halved(name)()
                                     for name in prepare_data.SQUAD_FILES],
          "train-v1.1.json: not a file of SQuAD 1.1"),
