@@ -197,7 +197,7 @@ def prepare_glue(args):
 
 def prepare_squad(args):
     """Fetch SQuAD's official files to data/squad/."""
-    for file in args.path.glob("*-v1.1.json") if args.path else ():
+    for file in sorted(args.path.glob("*-v1.1.json")) if args.path else ():
         read_squad(file)  # a UserError if it is damaged
     with lock(Path("data/squad"), "fetches it", wait=True):
         download.fetch_task(Path("data/squad"), SQUAD_FILES, args.path, args.force)
