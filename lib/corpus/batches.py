@@ -15,7 +15,7 @@ import numpy as np
 
 from lib.common.errors import UserError
 from lib.common.random_streams import MASKS, ORDER
-from lib.corpus.vocabulary import Specials, load_tokenizer, read_vocab, vocab_facts
+from lib.corpus.vocabulary import Specials, read_vocab, vocab_facts
 
 SPLITS = ("train", "val", "test")
 CORPORA = ("docs", "wikitext2", "wikitext103", "wikipedia", "bookcorpus", "wikibooks", "pg19")
@@ -49,10 +49,6 @@ class Corpus:
                             "beside it: prepare the corpus again")
         self.vocab_size, self.tokenizer_hash = facts["vocab_size"], facts["tokenizer_hash"]
         self.special_ids = Specials(*(facts[f"{use}_id"] for use in Specials._fields))
-
-    def tokenizer(self):
-        """Return the corpus's tokenizers.Tokenizer (see load_tokenizer)."""
-        return load_tokenizer(self.folder)
 
     def enclose(self, rows):
         """Put [CLS] before and [SEP] after each row of ids: int64 (sequences, width + 2)."""

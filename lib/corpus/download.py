@@ -82,11 +82,9 @@ REFUSED = {401: "gated, private or not there (a token goes into HF_TOKEN)",  # b
 
 
 def fetch(url, sha256="", folder=DOWNLOADS):
-    """Download a file to `folder`, unless it is there; return its path.
-
-    The bytes that came are kept in <path>.part. After an error the rest is asked for, three times
-    and by the next call. Failure if the file cannot be had or is not the one with this SHA-256.
-    """
+    """Download a file to `folder`, unless it is there; return its path. The bytes that came are
+    kept in <path>.part. After an error the rest is asked for, three times and by the next call.
+    Failure if the file cannot be had or is not the one with this SHA-256."""
     path = folder / Path(url).name
     part = path.with_name(f"{path.name}.part")
     with lock(path, "downloads it", wait=True):
@@ -117,10 +115,8 @@ def fetch(url, sha256="", folder=DOWNLOADS):
 def _append_rest(requests, url, part):
     """Make one attempt to complete the file `part`."""
     start = part.stat().st_size if part.exists() else 0
-    # wikitext.smerity.com wants a browser
-    headers = {"User-Agent": "Mozilla/5.0", "Accept-Encoding": "identity"}
-    if start:
-        headers["Range"] = f"bytes={start}-"
+    headers = {"User-Agent": "Mozilla/5.0",  # wikitext.smerity.com wants a browser
+               "Accept-Encoding": "identity", "Range": f"bytes={start}-" if start else None}
     with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply:
         span = reply.headers.get("Content-Range", "")
         if reply.status_code in (206, 416) and not span.startswith(f"bytes {start}-"):
@@ -153,9 +149,9 @@ def file_sha256(path):
 
 
 def fetch_from_hub(repo, *patterns, folder, kind="model", revision="main"):
-    """Download files of a repository on Hugging Face's hub to `folder`; return their names. They
-    are the files that match the first of `patterns` which any file matches. Failure if there is
-    none, or the hub cannot be reached."""
+    """Download the files of a repository on the hub that match a pattern; return their names. A
+    later pattern is for repositories without a match of the earlier ones. Failure if there is no
+    such file, or the hub cannot be reached."""
     hub = need("huggingface_hub", "a download from the hub")
     where = f"{repo}/{' or '.join(patterns)} on the hub"
     try:
@@ -194,8 +190,8 @@ def fetch_corpus(name):
 
 
 def unpack_once(path):
-    """Unpack an archive to data/downloads/, unless that was done; return the folder. The folder has
-    a name made from the archive's content: archives of one name can differ."""
+    """Unpack an archive to data/downloads/, unless that was done; return the folder. Its name has
+    the SHA-256 of the archive, because archives of one name can differ."""
     folder = DOWNLOADS / f"{path.name.split('.')[0]}_{file_sha256(path)[:12]}"
     with lock(folder, "unpacks it", wait=True):
         return folder if folder.exists() else unpack(path, folder)

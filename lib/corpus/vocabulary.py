@@ -116,8 +116,8 @@ def text_tokenizer(path):
 
 
 def full_tokenizer(path):
-    """Load a tokenizer (see load_tokenizer) that adds special tokens and pads. It puts [CLS] and
-    [SEP] around a text or a pair of texts. It pads the texts of a batch to the same length."""
+    """Load a tokenizer (see load_tokenizer) that puts [CLS] and [SEP] around a text or a pair of
+    texts, and pads the texts of a batch to the same length."""
     tokenizer = load_tokenizer(path)
     tokens, ids = special_tokens(tokenizer.get_vocab()), special_ids(tokenizer)
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -149,17 +149,13 @@ def train_vocab(read, size, vocab_size):
     """Learn a vocabulary of WordPieces; the special tokens come first.
 
     read: returns an iterator over the lines of the text, whose number is `size`; called twice. The
-    same text gives the same vocabulary. `tokenizers` numbers the pieces "##a" at random, and breaks
-    ties between equally frequent merges by these numbers. Here they get fixed numbers, because they
-    are given to the trainer as special tokens.
+    same text gives the same vocabulary. `tokenizers` would number the pieces "##a" at random, and
+    break ties by these numbers. As special tokens they have fixed numbers.
     """
     tokenizer = wordpiece_tokenizer(list(SPECIALS))
     normalize, split = tokenizer.normalizer, tokenizer.pre_tokenizer
-    counts = collections.Counter()
-    for line in read():
-        counts.update(line)
     characters = collections.Counter()
-    for character, count in counts.items():
+    for character, count in collections.Counter(itertools.chain.from_iterable(read())).items():
         for normal in normalize.normalize_str(character).strip():
             characters[normal] += count
     # every character costs two tokens, "a" and "##a": rare ones would fill a small vocabulary
@@ -197,10 +193,9 @@ def byte_level_tokenizer(vocab):
     tokenizer = tokenizers.Tokenizer(models.BPE(ids, _merges(ids)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    # <mask> stands for a word and the space before it, as in RoBERTa
-    tokenizer.add_special_tokens([tokenizers.AddedToken(token, lstrip=token == GPT2_SPECIALS.mask,
-                                                        normalized=False)
-                                  for token in GPT2_SPECIALS])
+    for token in GPT2_SPECIALS:  # <mask> is a word with the space before it, as in RoBERTa
+        added = tokenizers.AddedToken(token, lstrip=token == "<mask>", normalized=False)
+        tokenizer.add_special_tokens([added])
     return tokenizer
 
 

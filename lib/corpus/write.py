@@ -47,18 +47,17 @@ def write_corpus(name, origin, sources, vocab, val_every=0):
     splits = _assign_splits(sources, counts, hashes, val_every)
     heldout = _heldout_sentences(sources, counts, splits)
     folder, work = Path("data", name), Path("data", f".part_{name}")
-    task = hashlib.sha256(repr(vocab).encode())
-    task.update(hashes)
-    task.update(splits)
+    task = repr(vocab).encode() + hashes.tobytes() + splits.tobytes()
+    task = hashlib.sha256(task).hexdigest()
     try:
         state = json.loads((work / "state.json").read_text())
     except (OSError, ValueError):  # missing or damaged
         state = {}
-    if state.get("task") == task.hexdigest():
+    if state.get("task") == task:
         print(f"{work}: going on after {state['lines']:,} lines")
     else:
         discard(work)
-        state = {"task": task.hexdigest(), "lines": 0, "bytes": [0, 0, 0]}
+        state = {"task": task, "lines": 0, "bytes": [0, 0, 0]}
         if isinstance(vocab, int):
             def read_train():
                 lines = _read_lines(sources, splits, heldout)
@@ -87,9 +86,8 @@ def write_corpus(name, origin, sources, vocab, val_every=0):
 
 
 def _hash_documents(sources):
-    """Read the text once, and count and hash its documents. Returns the number of documents of each
-    source; every document's hash of 8 bytes (among 10 million documents, two different ones have
-    the same with probability 3e-6); and the number of lines."""
+    """Read the text once. Returns the number of documents of each source, every document's hash of
+    8 bytes (two of 10 million have the same with probability 3e-6), and the number of lines."""
     counts, hashes = [], bytearray()
     with Progress(desc="reading", unit=" lines") as progress:
         for source in sources:
@@ -144,7 +142,7 @@ def _read_lines(sources, splits, heldout=frozenset()):
 
 def _encode(work, state, lines):
     """Append ids to work/{train,val,test}.bin, and keep `state` beside them, up to date. lines:
-    (line, split) for all that `state` says is not encoded yet."""
+    (line, split) of the text that is not encoded yet."""
     tokenizer = vocabulary.text_tokenizer(work)
     sep_id = vocabulary.special_ids(tokenizer).sep
     files = [work / f"{split}.bin" for split in SPLITS]
@@ -190,9 +188,9 @@ def _count_ids(file, vocab_size):
 
 
 def unigram_perplexity(train, heldout, special_ids):
-    """Return the held-out perplexity of a model that knows only how frequent tokens are. It has the
-    frequencies of the training text, add-one smoothed. train, heldout: how often each id occurs,
-    (vocab_size,). special_ids: ids to leave out. None without training text."""
+    """Return the held-out perplexity of a model that knows only how frequent tokens are in train,
+    add-one smoothed. train, heldout: how often each id occurs, (vocab_size,). special_ids: ids to
+    leave out. None without training text."""
     if not train.any():
         return None
     train, heldout = (np.delete(counts, special_ids) for counts in (train + 1, heldout))

@@ -113,7 +113,7 @@ def test_prepared_corpus(workdir, capsys):
     assert corpus.meta["unknown"] == {"train": 1, "val": 3, "test": 0}
     assert corpus.meta["tokens"] == {"train": 12, "val": 7, "test": 3}
     assert "1 documents, 3 tokens" in capsys.readouterr().out
-    assert corpus.tokenizer().encode("The [MASK] sat").ids == [5, 4, 7]
+    assert load_tokenizer(corpus.folder).encode("The [MASK] sat").ids == [5, 4, 7]
     assert sorted(os.listdir("data")) == ["sample"]
 
 
