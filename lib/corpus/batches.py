@@ -8,12 +8,12 @@ Read a prepared corpus, cut it into sequences, and mask and batch these.
 
 A causal language model has CausalBatches and causal_heldout.
 """
-import json
 from pathlib import Path
 
 import numpy as np
 
 from lib.common.errors import UserError
+from lib.common.files import read_json
 from lib.common.random_streams import MASKS, ORDER
 from lib.corpus.vocabulary import Specials, read_vocab, vocab_facts
 
@@ -30,21 +30,16 @@ class Corpus:
     meta["unigram_perplexity"] is None.
     """
 
-    def __init__(self, name, root="data"):
-        self.name, self.folder = name, Path(root, name)
+    def __init__(self, name):
+        self.name, self.folder = name, Path("data", name)
         file = self.folder / "meta.json"
         if not file.is_file():
             known = name.removesuffix("_raw") in CORPORA
             command = name.replace("_raw", " --raw") if known else f"text {name} PATH..."
             raise UserError(f"{self.folder}: no such corpus: python prepare_data.py {command}")
         facts = vocab_facts(read_vocab(self.folder))
-        try:
-            self.meta = json.loads(file.read_text(encoding="utf-8"))
-            whole = (facts.items() <= self.meta.items()
-                     and self.meta["tokens"].keys() == set(SPLITS) == self.meta["sha256"].keys())
-        except (ValueError, LookupError, AttributeError):
-            whole = False
-        if not whole:
+        self.meta = read_json(file)
+        if not (facts.items() <= self.meta.items() and {"tokens", "sha256"} <= self.meta.keys()):
             raise UserError(f"{file}: damaged, or made with another vocabulary than the vocab.txt "
                             "beside it: prepare the corpus again")
         self.vocab_size, self.tokenizer_hash = facts["vocab_size"], facts["tokenizer_hash"]

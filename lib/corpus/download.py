@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from lib.common.errors import ROOT, Failure, UserError, need
-from lib.common.files import atomic, discard, lock, write_text
+from lib.common.files import atomic, discard, lock, read_json, write_text
 from lib.common.progress import Progress
 
 PRETRAINED = {  # weights that prepare_data.py fetches from the hub, all Apache-2.0
@@ -220,8 +220,8 @@ def damaged(path, why):
 def fetch_weights(name, files=WEIGHTS):
     """Fetch weights of BERT's shape to data/weights/<name>/; return this folder.
 
-    name: a key of PRETRAINED, or ORG/NAME of the hub. files: the names of the files, each with
-    those that may stand in for it. UserError for an unknown name or another kind of model.
+    name: a key of PRETRAINED, or ORG/NAME of the hub. files: lists of names, and the first that
+    the hub has is fetched from each. UserError for an unknown name or another kind of model.
     """
     if name not in PRETRAINED and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
         raise unknown_weights(name)
@@ -231,7 +231,7 @@ def fetch_weights(name, files=WEIGHTS):
             continue
         file = folder / fetch_from_hub(PRETRAINED.get(name, name), *choices, folder=folder)[0]
         if file.name == "config.json":  # before the weights, which are large
-            kind = json.loads(file.read_text()).get("model_type", "bert")
+            kind = read_json(file).get("model_type", "bert")
             if kind not in ("bert", "distilbert", "pkm-bert"):
                 discard(folder)
                 raise UserError(f"{name}: model_type = {kind!r}: expected bert or distilbert")

@@ -116,8 +116,8 @@ def text_tokenizer(path):
 
 
 def full_tokenizer(path):
-    """Load a tokenizer (see load_tokenizer) that puts [CLS] and [SEP] around a text or a pair of
-    texts, and pads the texts of a batch to the same length."""
+    """Load a tokenizer (see load_tokenizer) that adds special tokens and pads: [CLS] and [SEP] are
+    put around a text or a pair of texts, and [PAD] fills up the texts of a batch."""
     tokenizer = load_tokenizer(path)
     tokens, ids = special_tokens(tokenizer.get_vocab()), special_ids(tokenizer)
     tokenizer.post_processor = processors.TemplateProcessing(

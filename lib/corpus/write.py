@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lib.common.errors import UserError
-from lib.common.files import discard, write_text
+from lib.common.files import discard, read_json, write_text
 from lib.common.progress import Progress
 from lib.corpus import vocabulary
 from lib.corpus.batches import SPLITS, Corpus
@@ -49,10 +49,7 @@ def write_corpus(name, origin, sources, vocab, val_every=0):
     folder, work = Path("data", name), Path("data", f".part_{name}")
     task = repr(vocab).encode() + hashes.tobytes() + splits.tobytes()
     task = hashlib.sha256(task).hexdigest()
-    try:
-        state = json.loads((work / "state.json").read_text())
-    except (OSError, ValueError):  # missing or damaged
-        state = {}
+    state = read_json(work / "state.json") if (work / "state.json").exists() else {}
     if state.get("task") == task:
         print(f"{work}: going on after {state['lines']:,} lines")
     else:
@@ -86,8 +83,9 @@ def write_corpus(name, origin, sources, vocab, val_every=0):
 
 
 def _hash_documents(sources):
-    """Read the text once. Returns the number of documents of each source, every document's hash of
-    8 bytes (two of 10 million have the same with probability 3e-6), and the number of lines."""
+    """Read the text once, and count and hash its documents. Returns the number of documents of each
+    source, every document's hash of 8 bytes, and the number of lines. Among 10 million documents,
+    two different ones have the same hash with probability 3e-6."""
     counts, hashes = [], bytearray()
     with Progress(desc="reading", unit=" lines") as progress:
         for source in sources:
@@ -188,9 +186,9 @@ def _count_ids(file, vocab_size):
 
 
 def unigram_perplexity(train, heldout, special_ids):
-    """Return the held-out perplexity of a model that knows only how frequent tokens are in train,
-    add-one smoothed. train, heldout: how often each id occurs, (vocab_size,). special_ids: ids to
-    leave out. None without training text."""
+    """Return the held-out perplexity of a model that knows only the frequencies of tokens in train,
+    add-one smoothed. It is None without training text. train, heldout: how often each id occurs,
+    (vocab_size,). special_ids: ids to leave out."""
     if not train.any():
         return None
     train, heldout = (np.delete(counts, special_ids) for counts in (train + 1, heldout))
@@ -199,12 +197,11 @@ def unigram_perplexity(train, heldout, special_ids):
 
 def _print_summary(corpus):
     """Print what is in a corpus."""
-    folder, meta = corpus.folder, corpus.meta
-    print(f"{folder}: {corpus.vocab_size:,} tokens in the vocabulary, hash "
+    meta = corpus.meta
+    print(f"{corpus.folder}: {corpus.vocab_size:,} tokens in the vocabulary, hash "
           f"{corpus.tokenizer_hash[:12]}; {meta['duplicates']:,} duplicate documents left out; "
           f"{meta['source']}")
-    for split in SPLITS:
-        documents, tokens, unknown = (
-            meta[key][split] for key in ("documents", "tokens", "unknown"))
-        print(f"{folder}/{split}.bin: {documents:,} documents, {tokens:,} tokens, "
-              f"{corpus.split(split).nbytes / 1e6:.1f} MB, {unknown / max(tokens, 1):.3%} unknown")
+    for split, tokens in meta["tokens"].items():
+        unknown = meta["unknown"][split] / max(tokens, 1)
+        print(f"{corpus.folder}/{split}.bin: {meta['documents'][split]:,} documents, "
+              f"{tokens:,} tokens, {unknown:.3%} unknown")
