@@ -110,6 +110,7 @@ def their_tokenizer(vocab_file, vocab, config):
             special_tokens=[(specials.sep, vocab.index(specials.sep))])
     return tokenizer, {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_len,
+        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
         **{f"{use}_token": token for use, token in specials._asdict().items()}}
 
 
