@@ -103,11 +103,9 @@ def forward(args, model, *inputs, **more):
 
 
 def training_step(args, model, loss, parameters=None, values=None):
-    """Make a function that does a training step with the gradients of loss().
-
-    parameters: AdamW's, by default those of pretraining. values: a LazyAdam, by default of the
-    model's own tables. Under torchrun the ranks add up their gradients.
-    """
+    """Make a function that does a training step with the gradients of loss(). parameters: AdamW's,
+    by default those of pretraining. values: a LazyAdam, by default of the model's own tables. Under
+    torchrun the ranks add up their gradients."""
     dense = torch.optim.AdamW(parameters or optimizer_groups(model, 0.01), lr=1e-4, fused=True)
     values = values or LazyAdam(value_tables(model).values())
 

@@ -102,7 +102,6 @@ def hand_on_mask(memories, position, encoder, args, kwargs):
     """Give the encoder's attention_mask to its memories. It stays for activation checkpointing."""
     mask = args[position] if len(args) > position else kwargs.get("attention_mask")
     if mask is not None and mask.dim() != 2:
-        raise ValueError(f"attention_mask of shape {tuple(mask.shape)}: expected (batch, time), to "
-                         "tell which tokens are padding")
+        raise ValueError(f"attention_mask of shape {tuple(mask.shape)}: expected (batch, time)")
     for memory in memories:
         memory.mask = mask

@@ -32,12 +32,10 @@ CODE = ("pkm.py", "values.py", "lib/for_transformers/add_memory.py",
 
 
 def export(path, folder):
-    """Write the model of `path` (see find_weights) as a folder for transformers.
-
-    The folder has the weights, the tokenizer, a model card and, for a model with memory, its code.
-    A pooler that was never trained is left out, and whoever fine-tunes from the folder draws a new
-    one. UserError if the folder exists, or if transformers has no such model.
-    """
+    """Write the model of `path` (see find_weights) as a folder for transformers. The folder has the
+    weights, the tokenizer and a model card; a model with memory adds its code. A pooler that was
+    never trained is left out, and whoever fine-tunes from the folder draws a new one. UserError if
+    the folder exists, or if transformers has no such model."""
     to_bytes = need("safetensors.torch", "export").save
     if Path(folder).exists():
         raise UserError(f"{folder} exists already: name a new folder")
@@ -120,9 +118,8 @@ def card(source, name, config, saved, has_memory):
     if (source / "model.pt").is_file() and run.has_begun():
         settings = [[key, f"`{value}`"] for key, value in run.settings().items()]
         training = f"## training\n\n{markdown(['setting', 'value'], settings)}\n"
-        with contextlib.suppress(UserError):  # a copy of a run without its log or its state
-            lines = "".join(f"- {line}\n" for line in measured(run, source, head))
-            training += f"## measured\n\n{lines}\n"
+        lines = "".join(f"- {line}\n" for line in measured(run, source, head))
+        training += f"## measured\n\n{lines}\n"
     task = "CausalLM" if config.causal else ARCHITECTURES[head].removeprefix("BertFor")
     return CARD.format(name=name, auto=f"AutoModelFor{task}", training=training,
                        code=", trust_remote_code=True" if has_memory else "",
@@ -131,12 +128,15 @@ def card(source, name, config, saved, has_memory):
 
 
 def measured(run, checkpoint, head):
-    """Return the metrics of a fine-tuned checkpoint, or the last evaluation before it, as lines."""
+    """Return the results of a checkpoint as lines: a task's metrics, or its last evaluation."""
     if head:
+        metrics = run.results() if run.has_results() else {}
         prefix = "eval_" if checkpoint.name == "best" else "last_"  # best epoch's, last epoch's
         return [f"{name.removeprefix(prefix)} {value:.5g}, on the dev split"
-                for name, value in run.results().items() if name.startswith(prefix)]
-    last = run.evaluation_before(checkpoint)
+                for name, value in metrics.items() if name.startswith(prefix)]
+    last = None
+    with contextlib.suppress(UserError):  # a copy of a run without its log or its state
+        last = run.evaluation_before(checkpoint)
     return [f"step {last['step']:,}, held-out text", *describe_evaluation(last)] if last else []
 
 

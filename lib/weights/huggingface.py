@@ -20,7 +20,7 @@ NAMES = {
     "words": "embeddings.word_embeddings", "positions": "embeddings.position_embeddings",
     "token_types": "embeddings.token_type_embeddings", "norm": "embeddings.LayerNorm",
     "pooler": "pooler.dense", "transform": "cls.predictions.transform.dense",
-    "transform_norm": "cls.predictions.transform.LayerNorm", "": "cls.predictions"}  # its bias
+    "transform_norm": "cls.predictions.transform.LayerNorm", "": "cls.predictions"}  # the bias
 LAYER_NAMES = {
     "qkv": "attention.self.{}", "out": "attention.output.dense", "norm": "output.LayerNorm",
     "attention_norm": "attention.output.LayerNorm", "up": "intermediate.dense",
@@ -105,10 +105,9 @@ def read_folder(folder):
     head = next((head for head, name in HEAD_NAMES.items() if f"{name}.weight" in weights), None)
     vocab = folder / "vocab.txt"
     if vocab.is_file() or (folder / "tokenizer.json").is_file():
-        tokens = len(read_vocab(vocab))
-        if tokens != config.vocab_size:
-            raise UserError(f"{vocab}: {tokens:,} tokens do not fit weights for "
-                            f"{config.vocab_size:,}")
+        tokens, expected = len(read_vocab(vocab)), config.vocab_size
+        if tokens != expected:
+            raise UserError(f"{vocab}: {tokens:,} tokens do not fit weights for {expected:,}")
     saved = {"config": asdict(config), "weights": from_huggingface(weights, config, head)}
     if head:
         saved["head"] = head
