@@ -26,7 +26,7 @@ import pkm
 from lib.common.device import choose_device, keep_freed_memory
 from lib.common.errors import UserError, need, out_of_memory
 from lib.common.files import write_text
-from lib.common.settings import Parser, whole_number
+from lib.common.settings import DTYPES, Parser, whole_number
 from lib.common.timing import fits, machine_facts, peak_bytes, print_times, time_in_turn
 from lib.corpus.batches import mask_tokens
 from lib.corpus.vocabulary import Specials
@@ -338,7 +338,8 @@ def parse(argv):
     steps = "train causal against_transformers"
     whole, n_keys = whole_number, functools.partial(whole_number, least=32)  # a head's topk
     option(every, "--device", default="auto", help="cuda, mps or cpu")
-    option("inference", "--dtype", default="float32", help="(float32, as in the paper)")
+    option("inference", "--dtype", choices=DTYPES, default="float32",
+           help="(float32, as in the paper)")
     option("layer", "--dtype", choices=["float32"], default="float32")
     option(steps, "--dtype", choices=["auto", "float32", "bfloat16"], default="auto",
            help="(bfloat16 on CUDA)")

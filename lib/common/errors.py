@@ -70,7 +70,7 @@ def need(module, purpose):
 
 def run_script(script, *args):
     """Run another script of this folder as a person would; Failure if it fails."""
-    print(f"$ python {script} {' '.join(args)}", flush=True)
-    path = ROOT / script
-    if subprocess.run([sys.executable, path, *args], check=False).returncode:
-        raise Failure(f"python {script} {' '.join(args)} failed")
+    command = " ".join(["python", script, *args])
+    print(f"$ {command}", flush=True)
+    if subprocess.run([sys.executable, ROOT / script, *args], check=False).returncode:
+        raise Failure(f"{command} failed")
