@@ -63,10 +63,10 @@ def thread_advice():
     except OSError:  # unknown, as where /proc is missing
         return None
     free = max(1, int(cores - load))
-    if load < cores / 4 or threads <= free:
-        return None
-    return (f"load average {load:.1f} on {cores} cores: if other processes keep them busy, "
-            f"OMP_NUM_THREADS={free} is faster than {threads} threads")
+    if load >= cores / 4 and threads > free:
+        return (f"load average {load:.1f} on {cores} cores: if other processes keep them busy, "
+                f"OMP_NUM_THREADS={free} is faster than {threads} threads")
+    return None
 
 
 def keep_freed_memory(device):

@@ -38,9 +38,8 @@ def run_main(main):
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        print(f"error: {str(error).splitlines()[0]} Take a smaller batch_size (raise accumulation "
-              "by the same factor to keep the step), fewer tokens or a smaller model",
-              file=sys.stderr)
+        print(f"error: {str(error).splitlines()[0]} Take a smaller batch_size (and more "
+              "accumulation), fewer tokens or a smaller model", file=sys.stderr)
         sys.exit(1)
 
 

@@ -34,10 +34,9 @@ def atomic(path):
     discard(temporary)  # a killed process may have left it
     try:
         yield temporary
-        for file in [temporary, *temporary.rglob("*")]:
-            if file.is_file():
-                with open(file, "rb+") as handle:
-                    os.fsync(handle.fileno())
+        for file in filter(Path.is_file, [temporary, *temporary.rglob("*")]):
+            with open(file, "rb+") as handle:
+                os.fsync(handle.fileno())
         os.replace(temporary, path)
     finally:
         discard(temporary)
@@ -138,5 +137,4 @@ def discard(path):
     hidden = path.with_name(f".tmp_{path.name.removeprefix('.tmp_')}")
     if hidden != path:
         discard(hidden)
-    path.rename(hidden)
-    shutil.rmtree(hidden)
+    shutil.rmtree(path.rename(hidden))

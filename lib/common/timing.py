@@ -59,13 +59,12 @@ def print_times(records):
 def machine_facts(device):
     """Return what times depend on, as texts: processor, OpenMP's variables, version of torch."""
     machine = read_proc("cpuinfo", "model name") or platform.machine()
-    machine += f", {torch.get_num_threads()} threads"
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
     openmp = [f"{name}={value}" for name, value in sorted(os.environ.items())
               if name.startswith(("OMP_", "GOMP_", "KMP_"))]
-    return {"machine": machine, "openmp": " ".join(openmp) or "default",
-            "torch": torch.__version__}
+    return {"machine": f"{machine}, {torch.get_num_threads()} threads",
+            "openmp": " ".join(openmp) or "default", "torch": torch.__version__}
 
 
 def read_proc(file, key):

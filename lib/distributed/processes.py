@@ -22,12 +22,10 @@ from lib.common.torchrun import under_torchrun
 
 
 def is_distributed():
-    """Tell whether this process shares its work with others."""
     return dist.is_available() and dist.is_initialized()
 
 
 def get_world_size():
-    """Return the number of processes."""
     return dist.get_world_size() if is_distributed() else 1
 
 
@@ -112,11 +110,10 @@ def first_rank_first():
 
 def sum_over_ranks(value):
     """Sum a number or a numpy array over the ranks. Returns the same type."""
-    if not is_distributed():
-        return value
-    tensor = torch.from_numpy(np.array(value))
-    dist.all_reduce(tensor)
-    return tensor.numpy() if isinstance(value, np.ndarray) else tensor.item()
+    total = np.array(value)
+    if is_distributed():
+        dist.all_reduce(torch.from_numpy(total))
+    return total if isinstance(value, np.ndarray) else total.item()
 
 
 def deal_batches(batches):

@@ -3,7 +3,6 @@ Cut value tables by columns over the ranks, and save them as if they were whole.
 """
 import mmap
 import os
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -68,29 +67,28 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, sizes, received):
-        ctx.sizes = sizes, received
+        ctx.back = received, sizes
         out = x.new_empty(sum(received), *x.shape[1:])
         dist.all_to_all_single(out, x.contiguous(), received, sizes)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        sizes, received = ctx.sizes
-        return Exchange.apply(grad, received, sizes), None, None
+        return Exchange.apply(grad, *ctx.back), None, None
 
 
 def count_parameters(model):
     """Count the parameters of a whole model, those of the other ranks included."""
-    elsewhere = sum(module.weight.numel() for module in model.modules()
-                    if isinstance(module, ShardedValueTable)) * (get_world_size() - 1)
-    return sum(p.numel() for p in model.parameters()) + elsewhere
+    cut = {id(m.weight) for m in model.modules() if isinstance(m, ShardedValueTable)}
+    return sum(p.numel() * (get_world_size() if id(p) in cut else 1) for p in model.parameters())
 
 
-@dataclass
 class Columns:
     """Mark one rank's columns of a tensor, which save_whole will write whole."""
 
-    own: torch.Tensor
+    def __init__(self, own):
+        self.own = own
+        self.shape = len(own), own.shape[1] * get_world_size()  # of the whole tensor
 
 
 def mark_weights(model):
@@ -122,7 +120,8 @@ def save_whole(content, path):
     file = content
     if not get_rank():
         with torch.serialization.skip_data():
-            torch.save(tree_map_only(Columns, empty_whole, content), path)
+            torch.save(tree_map_only(Columns, lambda c: torch.empty(c.shape, dtype=c.own.dtype),
+                                     content), path)
         if hasattr(os, "posix_fallocate"):  # a full disk is an error here, not a crash below
             with open(path, "rb+") as reserved:
                 os.posix_fallocate(reserved.fileno(), 0, path.stat().st_size)
@@ -133,11 +132,6 @@ def save_whole(content, path):
             gather_columns(tensor.own, target)
         elif torch.is_tensor(tensor) and not get_rank():
             target.copy_(tensor)
-
-
-def empty_whole(columns):
-    return torch.empty(len(columns.own), columns.own.shape[1] * get_world_size(),
-                       dtype=columns.own.dtype)
 
 
 def gather_columns(own, whole):
