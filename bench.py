@@ -24,7 +24,7 @@ from torch import nn
 import pkm
 from lib.common.device import choose_device, keep_freed_memory
 from lib.common.errors import UserError, need
-from lib.common.settings import Parser, whole_number
+from lib.common.settings import DTYPES, Parser, whole_number
 from lib.common.timing import fits, machine_facts, peak_bytes, print_times, time_in_turn
 from lib.corpus.batches import mask_tokens
 from lib.corpus.vocabulary import Specials
@@ -292,7 +292,8 @@ def parse(argv):
     steps = "train causal against_transformers"
     n_keys = partial(whole_number, least=32)  # a head's topk
     option(every, "--device", default="auto", help="cuda, mps or cpu")
-    option("inference", "--dtype", default="float32", help="(float32, as in the paper)")
+    option("inference", "--dtype", choices=DTYPES, default="float32",
+           help="(float32, as in the paper)")
     option(steps, "--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     option(every, "--rounds", type=whole_number, default=7, help="timed rounds, after warm-up")
     option("inference layer train causal", "--n_keys", type=n_keys, default=512, help="N^2 slots")
