@@ -287,8 +287,8 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("fill hf [MASK]", weights("pytorch_model.bin", {"a": torch.ones(1)}), "it has no"),
         ("fill hf [MASK]", weights("pytorch_model.bin", b"half"), "truncated"),
         ("fill hf [MASK]", weights("model.safetensors", b"half"), "truncated"),
-        ("fill hf [MASK]", weights("config.json", b"{"), "config.json: damaged"),
-        ("fill hf [MASK]", weights("config.json", b"[]"), "damaged"),
+        ("fill hf [MASK]", weights("config.json", b"{"), "config.json: not readable"),
+        ("fill hf [MASK]", weights("config.json", b"[]"), "config.json: not readable"),
         ("fill hf [MASK]", weights("config.json", {"hidden_size": None}), "config.json: damaged"),
         ("fill hf [MASK]", weights("config.json", {"model_type": "gpt2"}), "'gpt2': expected bert"),
         ("fill hf [MASK]", weights("config.json", {"model_type": "roberta"}), "RoBERTa's weights"),
@@ -384,7 +384,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
     ("workdir", "bench.py"): [
         ("speed", None, "invalid choice", "inference"), ("--sizes huge", None, "huge", "base"),
         ("layer --tokens 0", None, "--tokens", "at least 1"),
-        ("--slots 9", None, "--slots", "at least 32"), ("--dtype int8", None, "int8"),
+        ("causal --slots 9", None, "--slots", "at least 32"), ("--dtype int8", None, "int8"),
         ("--device moon", None, "moon"), ("train --systems +FFN", None, "+FFN", "+ResM")],
 }
 
