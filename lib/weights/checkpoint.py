@@ -3,6 +3,7 @@ Save and load trained weights: checkpoints of runs, and folders in Hugging Face 
 
 >>> model = load_model("out/demo")                  # its newest checkpoint; see find_weights
 """
+import collections
 import copy
 import re
 from dataclasses import asdict
@@ -19,12 +20,11 @@ from model import HEADS, BertConfig, Classifier, build_model
 
 
 def model_file(model, labels=()):
-    """Return the content of model.pt: a dict of config and weights. Classifier and SpanReader also
-    have a `head`, and a Classifier the `labels` of its classes, which are none for a regression."""
-    saved = {"config": asdict(model.bert.config), "weights": mark_weights(model)}
-    if head := next(head for head, kind in HEADS.items() if type(model) is kind):
-        saved |= {"head": head} | ({"labels": list(labels)} if head == "classifier" else {})
-    return saved
+    """Return the content of model.pt: a dict of config, weights and head (a key of model.HEADS). A
+    classifier also has the `labels` of its classes, which are none for a regression."""
+    head = next(head for head, kind in HEADS.items() if type(model) is kind)
+    saved = {"config": asdict(model.bert.config), "weights": mark_weights(model), "head": head}
+    return saved | {"labels": list(labels)} if head == "classifier" else saved
 
 
 def checkpoint_files(model, dense, values, state, labels=()):
@@ -35,23 +35,18 @@ def checkpoint_files(model, dense, values, state, labels=()):
 
 
 def find_weights(path):
-    """Find the weights that `path` names.
+    """Find the weights that `path` names. Returns (folder, path of its vocab.txt).
 
     out/<run>                 pretrained: its newest checkpoint
     out/<run>/seed1           fine-tuned: the weights of its best epoch so far
     out/<run>                 fine-tuned: the same for its first seed
     out/<run>/step_000500     this checkpoint; out/<run>/seed1/best works, too
     anything else             a folder in Hugging Face layout, or the name of one in data/weights/
-
-    Returns (folder, path of its vocab.txt). UserError if there are none.
     """
-    if (Path(path) / "model.pt").is_file():
-        return Path(path), Path(path).parent / "vocab.txt"
     if weights := Run(path).weights():
         return weights, weights.parent / "vocab.txt"
     for folder in (Path(path), Path("data/weights", path)):
-        files = [folder / name for name in FILES]
-        if (folder / "config.json").is_file() and any(file.is_file() for file in files):
+        if (folder / "config.json").is_file() and any((folder / name).is_file() for name in FILES):
             return folder, folder / "vocab.txt"
     if str(path) in PRETRAINED:
         raise UserError(f"{path}: not there yet: python prepare_data.py weights {path}")
@@ -73,16 +68,15 @@ def load_model(path):
     change the file."""
     folder, _ = find_weights(path)
     saved = read_weights(folder)
-    weights = saved["weights"]
-    if "head" not in saved and "bert.words.weight" in weights and "bias" not in weights:
+    head, weights = saved.get("head"), saved["weights"]
+    if not head and "bert.words.weight" in weights and "bias" not in weights:
         raise UserError(f"{path}: an encoder without a masked-LM head, which cannot predict words: "
                         "fine-tune it, or pretrain with --init_from, which makes a random head")
-    model = build_model(BertConfig(**saved["config"]), saved.get("head"), saved.get("labels", ()))
+    model = build_model(BertConfig(**saved["config"]), head, saved.get("labels", ()))
     # Hugging Face leaves the pooler out if the head does not need it
-    spare = {} if isinstance(model, Classifier) else {
-        name: w for name, w in model.state_dict().items() if name.startswith("bert.pooler.")}
-    mapped = (folder / "model.pt").is_file()
-    load_weights(model, spare | weights, path, assign=mapped)
+    spare = {name: w for name, w in model.state_dict().items()
+             if "pooler" in name and head != "classifier"}
+    load_weights(model, spare | weights, path, assign=(folder / "model.pt").is_file())
     return model
 
 
@@ -116,7 +110,8 @@ def load_weights(model, weights, source, partial=False, assign=False):
     be the model's; with `partial` some may be missing, or unknown. With `assign` the model takes
     the tensors themselves. Error messages name `source`."""
     expected = model.state_dict()
-    for name in sorted(expected.keys() & weights.keys()):
+    shared = expected.keys() & weights.keys()
+    for name in sorted(shared):
         if expected[name].shape != weights[name].shape:
             raise UserError(f"{source}: {name} has shape {tuple(weights[name].shape)}, here it is "
                             f"{tuple(expected[name].shape)}: take the sizes of its training")
@@ -125,7 +120,7 @@ def load_weights(model, weights, source, partial=False, assign=False):
         has = "no" if name in expected else "an unknown"
         raise UserError(f"{source}: it has {has} {name}: this is another kind of model")
     model.load_state_dict(weights, strict=False, assign=assign)
-    return expected.keys() & weights.keys()
+    return shared
 
 
 def init_from(model, path, reinit_ffn=False):
@@ -141,54 +136,44 @@ def init_from(model, path, reinit_ffn=False):
     source, _ = find_weights(path)
     saved = read_weights(source)
     check_objective(path, saved["config"], model.bert.config.causal)
-    weights, pooler_trained = saved["weights"], pooler_is_trained(source, saved)
-    random = {("FFN", n) for n in model.bert.config.memory_layers if reinit_ffn}
-    random.add(("task head", None))
+    pooler_trained, first_step = pooler_is_trained(source, saved), 0
+    random = {("task head", None)}
+    random |= {("FFN", n) for n in model.bert.config.memory_layers if reinit_ffn}
     if isinstance(model, Classifier) and not pooler_trained:
         random.add(("pooler", None))
-    loaded = load_weights(model, {name: w for name, w in weights.items()
-                                  if _group(name) not in random}, path, partial=True)
+    chosen = {name: w for name, w in saved["weights"].items() if _group(name) not in random}
+    loaded = load_weights(model, chosen, path, partial=True)
     print(f"init_from {source}:")
-    _print_loaded(model, weights, loaded)
-    origin = {"init_checkpoint": str(source), "first_step": 0, "pooler_trained": pooler_trained}
+    _print_loaded(model, saved["weights"], loaded)
     run = Run(source.parent)
     if (source / "state.pt").is_file() and run.has_begun():
-        before, steps = run.settings(), load_file(source / "state.pt")["step"]
-        origin["first_step"] = before["first_step"] + steps
-        if steps < before["max_steps"]:
-            print(f"warning: {source} is of an unfinished run: {steps:,} of "
-                  f"{before['max_steps']:,} steps")
-    return origin
+        first_step = run.settings()["first_step"] + load_file(source / "state.pt")["step"]
+    return {"init_checkpoint": str(source), "first_step": first_step,
+            "pooler_trained": pooler_trained}
 
 
 def _print_loaded(model, weights, loaded):
     """Print how many parameters were loaded, left random or dropped, by part of the model."""
-    parameters, groups = {name: p.numel() for name, p in model.named_parameters()}, {}
-    sizes = {name: w.numel() for name, w in weights.items()} | parameters
-    for name in [*parameters, *sorted(weights.keys() - model.state_dict().keys())]:
-        status = ("loaded" if name in loaded else "left random" if name in parameters
-                  else "dropped")
+    groups = collections.defaultdict(collections.Counter)  # {(status, part): {layer: size}}
+    for name, p in model.named_parameters():
         part, layer = _group(name)
-        groups.setdefault((status, part), []).append((layer, sizes[name]))
-    for (status, part), members in groups.items():
-        layers = sorted({layer for layer, _ in members if layer})
-        where = f"  layers {', '.join(map(str, layers))}" if layers else ""
-        why = " (was not trained there)" if (status, part) == ("left random", "pooler") else ""
-        print(f"  {status:12} {part:16} {sum(n for _, n in members):13,d} parameters{where}{why}")
+        groups["loaded" if name in loaded else "left random", part][layer] += p.numel()
+    for name in sorted(weights.keys() - model.state_dict().keys()):
+        part, layer = _group(name)
+        groups["dropped", part][layer] += weights[name].numel()
+    for (status, part), sizes in groups.items():
+        where = "" if None in sizes else f"  layers {', '.join(map(str, sorted(sizes)))}"
+        print(f"  {status:12} {part:16} {sizes.total():13,d} parameters{where}")
 
 
 def pooler_is_trained(folder, saved):
     """Return whether the pooler of `saved`, the weights in `folder`, was ever trained. Only
     Google's next-sentence pretraining and classification train it. A run notes when it begins
     whether it starts with a trained pooler."""
-    if saved.get("head") == "classifier":
-        return True
-    if not (folder / "model.pt").is_file():  # in Hugging Face layout
-        return any("pooler" in name for name in saved["weights"])
-    try:
-        return Run(folder.parent).settings().get("pooler_trained", False)
-    except UserError:
-        return False  # a checkpoint without its run
+    if (folder / "model.pt").is_file() and saved.get("head") != "classifier":
+        run = Run(folder.parent)
+        return run.has_begun() and run.settings(["pooler_trained"])["pooler_trained"]
+    return any("pooler" in name for name in saved["weights"])
 
 
 def _group(name):

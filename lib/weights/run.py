@@ -9,8 +9,6 @@ out/<run>/usage/step_000500.npz     how often each slot was read during an evalu
 out/<run>/seed0/                    a fine-tuned run has a run for each seed, and there:
 out/<run>/seed0/best_epoch_2/       model.pt of the best epoch; renamed best/ at the end
 out/<run>/seed0/eval_results.json   the scores of best/
-
-Loading weights reads runs, too, and stands below training. That is why this file is here.
 """
 import json
 import os
@@ -41,17 +39,15 @@ def save_files(folder, files):
         if lost_rank(error):
             raise
         reason = str(error).splitlines()[0]
-        raise Failure(f"{folder}: not saved, is the disk full? ({reason}); older "
-                      "checkpoints are untouched") from None
+        raise Failure(f"{folder}: not saved, is the disk full? ({reason})") from None
 
 
 def numbered(folder, prefix, suffix=""):
     """Find <folder>/<prefix><number><suffix>. Returns {number: path}, the lowest number first."""
     paths = {}
-    for path in Path(folder).glob(f"{prefix}*{suffix}"):
-        number = path.name.removeprefix(prefix).removesuffix(suffix)
-        if re.fullmatch(r"\d+(\.\d+)?", number):
-            paths[int(number) if number.isdigit() else float(number)] = path
+    for path in folder.glob(f"{prefix}*{suffix}"):
+        if match := re.fullmatch(rf"{prefix}(\d+(\.\d+)?){suffix}", path.name):
+            paths[float(match[1])] = path
     return dict(sorted(paths.items()))
 
 
@@ -65,12 +61,13 @@ class Run:
 
     def begin(self, config, vocab, origin):
         """Write config.json and the tokenizer's files. `config` is a dataclass, `vocab` the path of
-        the corpus's or the initial model's vocab.txt, `origin` what init_from() returned."""
+        the corpus's or the initial model's vocab.txt. `origin` is what init_from() returned, or the
+        old settings() of a run that goes on."""
         for file in (vocab, vocab.with_name("tokenizer.json")):  # the run works without its corpus
             if file.exists():
                 with atomic(self.folder / file.name) as temporary:
                     shutil.copyfile(file, temporary)
-        settings = {**asdict(config), **origin, "tokenizer_hash": vocab_hash(read_vocab(vocab))}
+        settings = {**origin, **asdict(config), "tokenizer_hash": vocab_hash(read_vocab(vocab))}
         write_text(self.folder / "config.json", json.dumps(settings, indent=1))
 
     def has_begun(self):
@@ -81,31 +78,23 @@ class Run:
         """Read config.json: a dict of all settings, the origin, and tokenizer_hash. UserError if a
         key of `needed` is missing: a fine-tuned run has no settings of pretraining."""
         settings = read_json(self.folder / "config.json")
-        if not {"tokenizer_hash", "init_checkpoint", "first_step"} <= settings.keys():
-            raise UserError(f"{self.folder}/config.json: not of pretrain.py or finetune.py: "
-                            f"is {self.folder} a run?")
-        if lacking := [key for key in needed if key not in settings]:
-            raise UserError(f"{self.folder}: a fine-tuned run has no {lacking[0]}: "
-                            "expected one of pretraining")
+        for key in ("tokenizer_hash", *needed):
+            if key not in settings:
+                raise UserError(f"{self.folder}/config.json: no {key}: expected a run of "
+                                f"pretrain.py{'' if needed else ' or finetune.py'}")
         return settings
-
-    def origin(self):
-        """Read the origin that begin() was given."""
-        names = {"init_checkpoint", "first_step", "pooler_trained"}
-        return {key: value for key, value in self.settings().items() if key in names}
 
     def check_settings(self, config):
         """Print which settings changed since the run began; UserError if one must not change."""
         may_change = {field.name for field in fields(config) if field.metadata["may_change"]}
         before, now = self.settings(), json.loads(json.dumps(asdict(config)))
-        for key in sorted(key for key in now if key in before and now[key] != before[key]):
+        for key in sorted(key for key in now if now[key] != before.get(key)):
             if key not in may_change:
-                raise UserError(f"{self.folder} was trained with {key} = {before[key]!r}, not "
+                raise UserError(f"{self.folder} was trained with {key} = {before.get(key)!r}, not "
                                 f"{now[key]!r}: give the changed run its own --out=out/NAME")
-            if key not in ("dry_run", "eval_only"):
-                note = ", where the learning rate reaches 0" if key == "max_steps" else ""
-                note += ": it rises again now" if note and now[key] > before[key] else ""
-                print(f"{key} was {before[key]!r}, is now {now[key]!r}{note}")
+            note = ", where the learning rate reaches 0" if key == "max_steps" else ""
+            note += ": it rises again now" if note and now[key] > before[key] else ""
+            print(f"{key} was {before.get(key)!r}, is now {now[key]!r}{note}")
 
     def open(self, step, best_epoch=None, tensorboard=False):
         """Open the log, and remove what a killed process wrote after the checkpoint of `step`. That
@@ -130,30 +119,29 @@ class Run:
 
     def log(self, record):
         """Add a record, a dict with `step`, to log.jsonl and to TensorBoard's curves."""
-        if not self.log_file:  # only the first rank writes
-            return
-        print(json.dumps(record), file=self.log_file)
+        if self.log_file:  # only the first rank writes
+            print(json.dumps(record), file=self.log_file)
         if self.curves:
-            layers = {f"layer {n}": usage for n, usage in record.get("layers", {}).items()}
-            plain = {key: x for key, x in record.items() if key not in ("step", "layers")}
-            for group, numbers in {"train" if "lr" in record else "eval": plain, **layers}.items():
-                for name, number in numbers.items():
-                    self.curves.add_scalar(f"{group}/{name}", number, record["step"])
+            groups = {f"layer {n}": usage for n, usage in record.get("layers", {}).items()}
+            groups["train" if "lr" in record else "eval"] = record
+            for group, numbers in groups.items():
+                for name in numbers.keys() - {"step", "layers"}:
+                    self.curves.add_scalar(f"{group}/{name}", numbers[name], record["step"])
             self.curves.flush()
 
     def records(self):
         """Read log.jsonl, a list of dicts. A last line that is half written does not count."""
         path, records = self.folder / "log.jsonl", []
         try:
-            lines = path.read_text().split("\n")[:-1]
-        except (OSError, ValueError) as error:
+            for line in path.read_text(errors="replace").split("\n")[:-1]:
+                record = json.loads(line)
+                record["step"]  # raises if it is no record
+                records.append(record)
+        except OSError as error:
             raise UserError(f"{path}: not readable ({error})") from None
-        for number, line in enumerate(lines, 1):
-            try:
-                records.append(json.loads(line))
-                records[-1]["step"]  # raises if it is no record
-            except (ValueError, KeyError, TypeError):
-                raise UserError(f"{path}:{number}: not a record: remove the line") from None
+        except (ValueError, KeyError, TypeError):
+            number = len(records) + 1
+            raise UserError(f"{path}:{number}: not a record: remove the line") from None
         return records
 
     def evaluations(self):
@@ -180,11 +168,11 @@ class Run:
         return next(reversed(self.checkpoints()), None)
 
     def weights(self):
-        """Return the path of the weights to use, or None if the run has none yet. That is the best
+        """Return the path of the weights to use, or None if there are none yet. That is the best
         epoch of a seed, and the newest checkpoint of other runs. A fine-tuned run has the weights
-        of its first seed."""
+        of its first seed, and a checkpoint is its own weights."""
         for folder in (self.folder, *numbered(self.folder, "seed").values()):
-            epochs = [folder / "best", *numbered(folder, "best_epoch_").values()]
+            epochs = [folder, folder / "best", *numbered(folder, "best_epoch_").values()]
             whole = [epoch for epoch in epochs if (epoch / "model.pt").is_file()]
             if weights := whole or Run(folder).checkpoints():
                 return weights[-1]
@@ -213,8 +201,8 @@ class Run:
         step, last = load_file(checkpoint / "state.pt")["step"], settings["max_steps"]
         steps = f"{step:,} of {last:,}" if step < last else f"{step:,}"
         if settings["init_checkpoint"]:
-            before = settings["first_step"]  # 0 for an initial model in Hugging Face layout
-            steps = f"{before:,} + {steps}" if before else f"? + {steps}"
+            first = settings["first_step"]  # 0 for an initial model in Hugging Face layout
+            steps = f"{first:,} + {steps}" if first else f"? + {steps}"
         return {"steps": steps, "seed": settings["seed"]}
 
     def write_usage(self, step, counts):
@@ -222,38 +210,28 @@ class Run:
         The file has layer<n>_read and layer<n>_top1, int32 (n_slots,)."""
         arrays = {f"layer{n}_{name}": sums[name].astype(np.int32)
                   for n, sums in counts.items() for name in ("read", "top1")}
-        path = self.folder / "usage" / f"step_{step:06d}.npz"
-        with atomic(path) as temporary, temporary.open("wb") as file:
-            np.savez_compressed(file, **arrays)
+        with atomic(self.folder / "usage" / f"step_{step:06d}.npz") as temporary:
+            np.savez_compressed(temporary, **arrays)
 
     def usage_snapshots(self):
         """Read the usage snapshots, oldest first: {step: {"layer2_top1": (n_slots,) counts}}."""
-        layers = self.settings(["memory_layers"])["memory_layers"]
-        if not layers:
-            raise UserError(f"{self.folder}: a run without memory has no usage snapshots")
-        snapshots = {}
+        layers, snapshots = self.settings(["memory_layers"])["memory_layers"], {}
         for step, path in numbered(self.folder / "usage", "step_", ".npz").items():
             try:
-                snapshots[step] = dict(np.load(path))
-                for layer in layers:
-                    snapshots[step][f"layer{layer}_top1"]  # raises if it is not in the file
+                file = np.load(path)
+                snapshots[int(step)] = {f"layer{n}_top1": file[f"layer{n}_top1"] for n in layers}
             except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
                 raise UserError(f"{path}: damaged ({type(error).__name__}): remove it") from None
         if not snapshots:
-            raise UserError(f"{self.folder}/usage: no snapshot yet: there is one every "
-                            "usage_interval steps")
+            raise UserError(f"{self.folder}/usage: no snapshot: a run with memory writes one every "
+                            "usage_interval steps, a run without memory none")
         return snapshots
 
     def seeds(self):
         """List a fine-tuned run's seeds, each a Run. If this is a seed, it is the only one."""
         folders = [self.folder, *numbered(self.folder, "seed").values()]
-        return [Run(folder) for folder in folders if Run(folder)._is_fine_tuned()]
-
-    def _is_fine_tuned(self):
-        try:
-            return "task" in self.settings()
-        except UserError:  # no run
-            return False
+        return [run for run in map(Run, folders)
+                if run.has_begun() and "task" in read_json(run.folder / "config.json")]
 
     def save_best(self, epoch, model):
         """Write the weights of the best epoch so far; `model` is what model_file() returned."""
