@@ -137,7 +137,7 @@ def card(source, name, config, saved, has_memory):
     code = ", trust_remote_code=True" if has_memory else ""
     text = CARD.format(name=name, auto=f"AutoModelFor{task}", code=code, size=size, memory=memory,
                        **asdict(config))
-    if (source / "model.pt").is_file() and run.has_begun():
+    if (source / "model.pt").is_file() and run.settings():
         rows = [[key, f"`{value}`"] for key, value in run.settings().items()]
         text += f"\n## training\n\n{markdown(['setting', 'value'], rows)}"
         text += f"\n## measured\n\n{results_of(run, source, head)}"
@@ -149,7 +149,7 @@ def results_of(run, checkpoint, head):
 
     A fine-tuned model has its metrics, any other one the last evaluation before the checkpoint.
     """
-    if head and run.has_results():
+    if head and run.results():
         prefix = "eval_" if checkpoint.name == "best" else "last_"  # best epoch's, last epoch's
         rows = [[key.removeprefix(prefix), f"{value:.5g}"]
                 for key, value in run.results().items() if key.startswith(prefix)]

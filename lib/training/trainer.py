@@ -28,20 +28,6 @@ from values import LazyAdam
 
 
 @dataclass
-class Schedule:
-    """The learning rate: linear warm-up to `lr`, then linear decay to 0 at max_steps."""
-
-    lr: float
-    warmup_steps: int
-    max_steps: int
-
-    def learning_rate(self, step):
-        """Return the rate of an update; step counts from 0."""
-        decay = (self.max_steps - step) / max(1, self.max_steps - self.warmup_steps)
-        return self.lr * min((step + 1) / max(1, self.warmup_steps), decay, 1.0)
-
-
-@dataclass
 class State:
     """Say where a run stands. A checkpoint has this as a dict."""
 
@@ -56,27 +42,32 @@ class State:
 class Trainer:
     """Train a model.
 
-    `config` has seed, keys_lr, value_lr, weight_decay, grad_clip and compile.
+    `config` has the settings of optimization, seed and compile, as pretrain.Config does.
     `batches.get(step, micro)` is a micro-batch: arrays by the name of the model's argument.
-    A step has `batches.accumulation` micro-batches; together they are `batches.size` tokens or
-    examples, as `batches.unit` says. `batches.loss_weight(step, micro)` is a micro-batch's weight.
+    `batches.loss_weight(step, micro)` is its weight in the loss. A step has `batches.accumulation`
+    micro-batches, together `batches.size` tokens or examples, as `batches.unit` says.
     `flops` are the operations of a training step per token, for the log's mfu. `labels` name a
     Classifier's classes, for its checkpoints. `keep` is the number of checkpoints that stay.
     """
 
-    def __init__(self, config, schedule, model, batches, device, dtype, flops=None, labels=(),
-                 keep=1):
-        self.config, self.schedule, self.batches = config, schedule, batches
+    def __init__(self, config, model, batches, device, dtype, flops=None, labels=(), keep=1):
+        self.config, self.batches = config, batches
         self.flops, self.labels, self.keep = flops, labels, keep
         self.micro_batches = my_micro_batches(batches.accumulation)
         distribute(model)
         self.model, self.device, self.dtype = model.to(device), device, dtype
         self.compiled = compile_model(model, config.compile, device)
         groups = optimizer_groups(model, config.weight_decay, config.keys_lr)
-        self.dense = torch.optim.AdamW(groups, lr=schedule.lr, betas=(0.9, 0.999), eps=1e-6,
+        self.dense = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.999), eps=1e-6,
                                        fused=device.type in ("cpu", "cuda"))
         self.values = LazyAdam(value_tables(model).values(), lr=config.value_lr)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+    def learning_rate(self, step):
+        """Return the rate of an update: linear warm-up to lr, then linear decay to 0. `step` counts
+        from 0."""
+        lr, warmup, last = self.config.lr, self.config.warmup_steps, self.config.max_steps
+        return lr * min((step + 1) / max(1, warmup), (last - step) / max(1, last - warmup), 1.0)
 
     def step(self, step):
         """Make one update; `step` counts from 0. Returns the mean loss of the micro-batches and the
@@ -97,7 +88,7 @@ class Trainer:
         parameters = [p for group in self.dense.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip)
         for group in self.dense.param_groups:
-            group["lr"] = self.schedule.learning_rate(step) * group["lr_factor"]
+            group["lr"] = self.learning_rate(step) * group["lr_factor"]
         scale = self.scaler.get_scale()
         self.scaler.step(self.dense)
         self.scaler.update()
@@ -113,7 +104,7 @@ class Trainer:
         `evaluate(step)` may change the State, which is then saved. `run` is an open Run. A signal
         (see catch_signals) saves and stops."""
         new, start = [], time.perf_counter()  # new: (loss, norm), still on the device
-        while state.step < self.schedule.max_steps:
+        while state.step < self.config.max_steps:
             new.append(self.step(state.step))
             state.step += 1
             stopped = any_signalled(signals)
@@ -136,37 +127,35 @@ class Trainer:
 
     def log(self, run, state, norm):
         """Log the steps since the last record, and print the line that a person watches."""
-        step, steps, unit = state.step, self.schedule.max_steps, self.batches.unit
+        step, steps, unit = state.step, self.config.max_steps, self.batches.unit
         rate = len(state.losses) * self.batches.size / state.seconds
         state.elapsed += state.seconds
         record = {"step": step, "epoch": self.batches.epochs(step),
                   "loss": sum(state.losses) / len(state.losses),
-                  "lr": self.schedule.learning_rate(step - 1), "grad_norm": norm,
+                  "lr": self.learning_rate(step - 1), "grad_norm": norm,
                   f"{unit}_per_s": rate, "elapsed": state.elapsed}
         state.losses, state.seconds = [], 0.0
-        peak = peak_flops(self.device) if self.flops and self.dtype != torch.float32 else None
-        if peak:
+        mfu = ""
+        if self.flops and self.dtype != torch.float32 and (peak := peak_flops(self.device)):
             record["mfu"] = rate * self.flops / (get_world_size() * peak)
+            mfu = f" | mfu {record['mfu']:.1%}"
         run.log(record)
         eta = timedelta(seconds=round((steps - step) * self.batches.size / rate))
-        mfu = f" | mfu {record['mfu']:.1%}" if peak else ""
         print(f"step {step:,}/{steps:,} | epoch {record['epoch']:.2f} | loss {record['loss']:.4f}"
               f" | {rate:,.0f} {unit}/s{mfu} | lr {record['lr']:.2e} | eta {eta}", flush=True)
 
     def check_finite(self, step, losses):
-        """Stop at the first step whose loss or gradient norm is not finite. `losses` has (loss,
-        gradient norm) of the steps up to `step`. In float16 the norm may be infinite: the scaler
-        skips such a step."""
-        half, before = self.dtype == torch.float16, "none"
+        """Raise Failure at the first step whose loss or gradient norm is not finite. `losses` has
+        (loss, gradient norm) of the steps up to `step`. In float16 the norm may be infinite: the
+        scaler skips such a step."""
         for n, (loss, norm) in enumerate(losses, step - len(losses) + 1):
-            if not (math.isfinite(loss) and (math.isfinite(norm) or half)):
-                cause = "float16 overflowed, or " if half else ""
+            checked = (loss,) if self.dtype == torch.float16 else (loss, norm)
+            if not all(map(math.isfinite, checked)):
                 raise Failure(
-                    f"step {n}: the loss is {loss}, the gradient norm {norm}, before that {before}."
-                    f" Likely cause: {cause}lr {self.schedule.learning_rate(n - 1):.1e} or "
-                    f"value_lr {self.config.value_lr:.1e} is too high, or the warm-up too short. "
-                    "--init_from=RUN --out=out/NAME starts from the last checkpoint")
-            before = f"{norm:.1e}"
+                    f"step {n}: the loss is {loss}, the gradient norm {norm}. Likely cause: lr "
+                    f"{self.learning_rate(n - 1):.1e} or value_lr {self.config.value_lr} "
+                    "is too high, or the warm-up too short. --init_from=RUN --out=out/NAME starts "
+                    "from the last checkpoint")
 
     def save(self, run, state):
         """Save a checkpoint of the model, both optimizers, the state and the scaler."""
@@ -189,16 +178,14 @@ def optimizer_groups(model, weight_decay, keys_lr=1.0):
     """Return AdamW's parameter groups: all parameters but the value tables. Biases, norms and
     memories have no weight decay (our reading: XLM trained its memory without). A group's learning
     rate is the schedule's times lr_factor, for the memory's sub-keys keys_lr."""
-    tables = {id(table.weight) for table in value_tables(model).values()}
-    decayed, others, keys = [], [], []
+    groups = {}
     for name, p in model.named_parameters():
-        if p.requires_grad and id(p) not in tables:
-            slow = keys_lr != 1 and name.endswith(".memory.keys")
-            plain = p.dim() <= 1 or ".memory." in name
-            (keys if slow else others if plain else decayed).append(p)
-    groups = (decayed, weight_decay, 1.0), (others, 0.0, 1.0), (keys, 0.0, keys_lr)
+        if p.requires_grad and not name.endswith(".memory.values.weight"):
+            decay = 0.0 if p.dim() <= 1 or ".memory." in name else weight_decay
+            factor = keys_lr if name.endswith(".memory.keys") else 1.0
+            groups.setdefault((decay, factor), []).append(p)
     return [{"params": parameters, "weight_decay": decay, "lr_factor": factor}
-            for parameters, decay, factor in groups if parameters]
+            for (decay, factor), parameters in groups.items()]
 
 
 def to_device(batch, device):

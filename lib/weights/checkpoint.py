@@ -135,19 +135,19 @@ def init_from(model, path, reinit_ffn=False):
     """
     source, _ = find_weights(path)
     saved = read_weights(source)
-    check_objective(path, saved["config"], model.bert.config.causal)
+    check_objective(source, saved["config"], model.bert.config.causal)
     pooler_trained, first_step = pooler_is_trained(source, saved), 0
     random = {("task head", None)}
     random |= {("FFN", n) for n in model.bert.config.memory_layers if reinit_ffn}
     if isinstance(model, Classifier) and not pooler_trained:
         random.add(("pooler", None))
     chosen = {name: w for name, w in saved["weights"].items() if _group(name) not in random}
-    loaded = load_weights(model, chosen, path, partial=True)
+    loaded = load_weights(model, chosen, source, partial=True)
     print(f"init_from {source}:")
     _print_loaded(model, saved["weights"], loaded)
-    run = Run(source.parent)
-    if (source / "state.pt").is_file() and run.has_begun():
-        first_step = run.settings()["first_step"] + load_file(source / "state.pt")["step"]
+    if (source / "state.pt").is_file():
+        before = Run(source.parent).settings().get("first_step", 0)
+        first_step = before + load_file(source / "state.pt")["step"]
     return {"init_checkpoint": str(source), "first_step": first_step,
             "pooler_trained": pooler_trained}
 
@@ -171,8 +171,7 @@ def pooler_is_trained(folder, saved):
     Google's next-sentence pretraining and classification train it. A run notes when it begins
     whether it starts with a trained pooler."""
     if (folder / "model.pt").is_file() and saved.get("head") != "classifier":
-        run = Run(folder.parent)
-        return run.has_begun() and run.settings(["pooler_trained"])["pooler_trained"]
+        return Run(folder.parent).settings().get("pooler_trained", False)
     return any("pooler" in name for name in saved["weights"])
 
 

@@ -61,8 +61,7 @@ class Run:
 
     def begin(self, config, vocab, origin):
         """Write config.json and the tokenizer's files. `config` is a dataclass, `vocab` the path of
-        the corpus's or the initial model's vocab.txt. `origin` is what init_from() returned, or the
-        old settings() of a run that goes on."""
+        a vocab.txt. `origin` is what init_from() returned, or a continued run's old settings()."""
         for file in (vocab, vocab.with_name("tokenizer.json")):  # the run works without its corpus
             if file.exists():
                 with atomic(self.folder / file.name) as temporary:
@@ -70,24 +69,19 @@ class Run:
         settings = {**origin, **asdict(config), "tokenizer_hash": vocab_hash(read_vocab(vocab))}
         write_text(self.folder / "config.json", json.dumps(settings, indent=1))
 
-    def has_begun(self):
-        """Return whether the folder has settings."""
-        return (self.folder / "config.json").is_file()
-
     def settings(self, needed=()):
-        """Read config.json: a dict of all settings, the origin, and tokenizer_hash. UserError if a
-        key of `needed` is missing: a fine-tuned run has no settings of pretraining."""
-        settings = read_json(self.folder / "config.json")
-        for key in ("tokenizer_hash", *needed):
-            if key not in settings:
-                raise UserError(f"{self.folder}/config.json: no {key}: expected a run of "
-                                f"pretrain.py{'' if needed else ' or finetune.py'}")
+        """Read config.json: a dict of the settings and the origin, {} if there is none. UserError
+        if a key of `needed` is missing: a fine-tuned run has no settings of pretraining."""
+        path = self.folder / "config.json"
+        settings = read_json(path) if path.is_file() else {}
+        if missing := [key for key in needed if key not in settings]:
+            raise UserError(f"{path}: no {missing[0]}: expected a run of pretrain.py")
         return settings
 
     def check_settings(self, config):
         """Print which settings changed since the run began; UserError if one must not change."""
         may_change = {field.name for field in fields(config) if field.metadata["may_change"]}
-        before, now = self.settings(), json.loads(json.dumps(asdict(config)))
+        before, now = self.settings(["first_step"]), json.loads(json.dumps(asdict(config)))
         for key in sorted(key for key in now if now[key] != before.get(key)):
             if key not in may_change:
                 raise UserError(f"{self.folder} was trained with {key} = {before.get(key)!r}, not "
@@ -97,9 +91,8 @@ class Run:
             print(f"{key} was {before.get(key)!r}, is now {now[key]!r}{note}")
 
     def open(self, step, best_epoch=None, tensorboard=False):
-        """Open the log, and remove what a killed process wrote after the checkpoint of `step`. That
-        can be half a file, log records, usage snapshots, and weights of a better epoch than the
-        checkpoint's `best_epoch`."""
+        """Open the log, and remove what a killed process wrote after the checkpoint of `step`: half
+        files, records, snapshots, weights of a better epoch than the checkpoint's `best_epoch`."""
         for place in (".", "usage", "submission"):
             for temporary in Path(self.folder, place).glob(".tmp_*"):
                 discard(temporary)
@@ -146,7 +139,7 @@ class Run:
 
     def evaluations(self):
         """Read the log's evaluations. Their `step` counts the steps of the initial model, too."""
-        first = self.settings()["first_step"]
+        first = self.settings(["first_step"])["first_step"]
         evaluations = [{**record, "step": first + record["step"]} for record in self.records()
                        if "perplexity" in record]
         if not evaluations:
@@ -168,9 +161,8 @@ class Run:
         return next(reversed(self.checkpoints()), None)
 
     def weights(self):
-        """Return the path of the weights to use, or None if there are none yet. That is the best
-        epoch of a seed, and the newest checkpoint of other runs. A fine-tuned run has the weights
-        of its first seed, and a checkpoint is its own weights."""
+        """Return the path of the weights to use, or None. A checkpoint is its own weights. A seed
+        has its best epoch, a fine-tuned run its first seed's, other runs the newest checkpoint."""
         for folder in (self.folder, *numbered(self.folder, "seed").values()):
             epochs = [folder, folder / "best", *numbered(folder, "best_epoch_").values()]
             whole = [epoch for epoch in epochs if (epoch / "model.pt").is_file()]
@@ -180,8 +172,8 @@ class Run:
 
     def save_checkpoint(self, step, files, keep, best_epoch=None):
         """Write a checkpoint, whole or not at all. Returns its path. `files` is what
-        checkpoint_files() returned. When the checkpoint is on disk, all but the `keep` newest ones
-        go, and the weights of all epochs but `best_epoch`."""
+        checkpoint_files() returned. Then all but the `keep` newest checkpoints go, and the weights
+        of all epochs but `best_epoch`."""
         if self.log_file:
             os.fsync(self.log_file.fileno())  # no checkpoint is newer than its log
         folder = self.folder / f"step_{step:06d}"
@@ -192,9 +184,9 @@ class Run:
         return folder
 
     def steps_and_seed(self, checkpoint):
-        """Say how a checkpoint was trained: {"steps": "1,000 + 3,000", "seed": 1}. The steps are
-        the initial model's and the run's own. An unfinished run has "100 of 3,000". A "?" stands
-        for what weights in Hugging Face layout do not tell."""
+        """Return how a checkpoint was trained: {"steps": "1,000 + 3,000", "seed": 1}, the steps of
+        the initial model and its own. An unfinished run has "100 of 3,000". A "?" stands for what
+        weights in Hugging Face layout do not tell."""
         if not (checkpoint / "state.pt").is_file():
             return {"steps": "?", "seed": "?"}
         settings = self.settings(["max_steps", "seed"])
@@ -230,8 +222,7 @@ class Run:
     def seeds(self):
         """List a fine-tuned run's seeds, each a Run. If this is a seed, it is the only one."""
         folders = [self.folder, *numbered(self.folder, "seed").values()]
-        return [run for run in map(Run, folders)
-                if run.has_begun() and "task" in read_json(run.folder / "config.json")]
+        return [run for run in map(Run, folders) if "task" in run.settings()]
 
     def save_best(self, epoch, model):
         """Write the weights of the best epoch so far; `model` is what model_file() returned."""
@@ -251,13 +242,10 @@ class Run:
             if epoch is None or folder.name != f"best_epoch_{epoch:g}":
                 discard(folder)
 
-    def has_results(self):
-        """Return whether fine-tuning is done."""
-        return (self.folder / "eval_results.json").is_file()
-
     def results(self):
-        """Read the scores of fine-tuning, a dict."""
-        return read_json(self.folder / "eval_results.json")
+        """Read the scores of fine-tuning, a dict, or {} if it is not done."""
+        path = self.folder / "eval_results.json"
+        return read_json(path) if path.is_file() else {}
 
     def write_results(self, results):
         write_text(self.folder / "eval_results.json", json.dumps(results, indent=1))
