@@ -202,8 +202,6 @@ def model_sizes(config):
 
 def check_config(config):
     """Raise UserError for settings that do not fit together, before anything is written."""
-    if config.reinit_ffn and not config.init_from:
-        raise UserError("reinit_ffn = True: it goes with init_from, without it every FFN is new")
     with torch.device("meta"):  # costs nothing, and finds sizes that do not fit together
         max_len = MaskedLM(BertConfig(**model_sizes(config))).bert.config.max_len
     if config.seq_len > max_len:
@@ -217,12 +215,10 @@ def print_sizes(config, corpus, trainer):
     tokens, per_step = corpus.meta["tokens"], trainer.batches.size
     print(f"corpus {corpus.name}: {tokens['train']:,} training tokens, {tokens['val']:,} held out, "
           f"vocabulary {corpus.vocab_size:,}\n"
+          f"unigram perplexity of the held-out text: {corpus.meta['unigram_perplexity']:.2f}\n"
           f"model {config.model}: {count_parameters(trainer.model):,} parameters\n"
-          f"batch: {config.batch_size} sequences x {config.accumulation} accumulation = "
-          f"{config.batch_size * config.accumulation:,} sequences = {per_step:,} tokens a step; "
-          f"{config.max_steps:,} steps = {config.max_steps * per_step:,} tokens = "
-          f"{trainer.batches.epochs(config.max_steps):.1f} epochs\n"
-          f"unigram perplexity of the held-out text: {corpus.meta['unigram_perplexity']:.2f}")
+          f"{config.max_steps:,} steps of {config.batch_size} x {config.accumulation} sequences, "
+          f"{per_step:,} tokens: {trainer.batches.epochs(config.max_steps):.1f} epochs")
 
 
 if __name__ == "__main__":

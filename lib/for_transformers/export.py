@@ -157,7 +157,7 @@ def results_of(run, checkpoint, head):
     last = None
     if not head:
         with contextlib.suppress(UserError):  # a copy of a run without its log or its state
-            last = run.evaluation_before(checkpoint)
+            last = run.evaluations(checkpoint)[-1]
     if last is None:
         return "Nothing is known.\n"
     lines = "\n".join(f"- {line}" for line in describe_evaluation(last))

@@ -56,7 +56,9 @@ class Trainer:
         self.micro_batches = my_micro_batches(batches.accumulation)
         distribute(model)
         self.model, self.device, self.dtype = model.to(device), device, dtype
-        self.compiled = compile_model(model, config.compile, device)
+        # not with mode="reduce-overhead": a replayed CUDA graph stores no reads of the memory
+        on = config.compile == "on" or config.compile == "auto" and device.type == "cuda"
+        self.compiled = torch.compile(model) if on else model
         groups = optimizer_groups(model, config.weight_decay, config.keys_lr)
         self.dense = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.999), eps=1e-6,
                                        fused=device.type in ("cpu", "cuda"))
@@ -99,10 +101,9 @@ class Trainer:
         return total, norm
 
     def train(self, run, state, due, evaluate, signals):
-        """Train up to max_steps: step, then log, evaluate, save and stop if it is time to.
+        """Train up to max_steps, or until a signal comes (see catch_signals). `run` is an open Run.
         `due(step)` is what to do after `step` updates: a set of 'log', 'evaluate' and 'save'.
-        `evaluate(step)` may change the State, which is then saved. `run` is an open Run. A signal
-        (see catch_signals) saves and stops."""
+        `evaluate(step)` may change the State, which is then saved."""
         new, start = [], time.perf_counter()  # new: (loss, norm), still on the device
         while state.step < self.config.max_steps:
             new.append(self.step(state.step))
@@ -178,14 +179,14 @@ def optimizer_groups(model, weight_decay, keys_lr=1.0):
     """Return AdamW's parameter groups: all parameters but the value tables. Biases, norms and
     memories have no weight decay (our reading: XLM trained its memory without). A group's learning
     rate is the schedule's times lr_factor, for the memory's sub-keys keys_lr."""
-    groups = {}
+    groups = {(weight_decay, 1.0): [], (0.0, 1.0): []}
     for name, p in model.named_parameters():
         if p.requires_grad and not name.endswith(".memory.values.weight"):
             decay = 0.0 if p.dim() <= 1 or ".memory." in name else weight_decay
             factor = keys_lr if name.endswith(".memory.keys") else 1.0
             groups.setdefault((decay, factor), []).append(p)
     return [{"params": parameters, "weight_decay": decay, "lr_factor": factor}
-            for (decay, factor), parameters in groups.items()]
+            for (decay, factor), parameters in groups.items() if parameters]
 
 
 def to_device(batch, device):
@@ -199,13 +200,6 @@ def to_device(batch, device):
 def autocast(device, dtype):
     """Return torch.autocast, which does nothing if dtype is float32."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-
-
-def compile_model(model, choice, device):
-    """Return torch.compile(model), or the model itself. `choice` is 'on', 'off' or 'auto'.
-    mode="reduce-overhead" must not be used: a replayed CUDA graph stores no reads of the memory."""
-    on = {"on": True, "off": False, "auto": device.type == "cuda"}[choice]
-    return torch.compile(model) if on else model
 
 
 def catch_signals():

@@ -128,10 +128,9 @@ def init_from(model, path, reinit_ffn=False):
 
     Copies what fits, and prints what was loaded, left random or dropped. A task's head stays
     random; with reinit_ffn (ResM') the FFN of memory layers does, too. A Classifier gets no pooler
-    that was never trained: otherwise all seeds would share one random pooler.
-
-    Returns what a run keeps as its origin: init_checkpoint, the path of the weights; first_step,
-    the steps that they were trained for, 0 if unknown; and pooler_trained.
+    that was never trained: otherwise all seeds would share one random pooler. Returns what a run
+    keeps as its origin: init_checkpoint, the path of the weights; first_step, the steps that they
+    were trained for, 0 if unknown; and pooler_trained.
     """
     source, _ = find_weights(path)
     saved = read_weights(source)

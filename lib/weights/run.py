@@ -11,6 +11,7 @@ out/<run>/seed0/best_epoch_2/       model.pt of the best epoch; renamed best/ at
 out/<run>/seed0/eval_results.json   the scores of best/
 """
 import json
+import math
 import os
 import re
 import shutil
@@ -137,20 +138,16 @@ class Run:
             raise UserError(f"{path}:{number}: not a record: remove the line") from None
         return records
 
-    def evaluations(self):
-        """Read the log's evaluations. Their `step` counts the steps of the initial model, too."""
+    def evaluations(self, checkpoint=None):
+        """Read the log's evaluations, all or those up to a checkpoint. Their `step` counts the steps
+        of the initial model, too."""
+        last = load_file(checkpoint / "state.pt")["step"] if checkpoint else math.inf
         first = self.settings(["first_step"])["first_step"]
         evaluations = [{**record, "step": first + record["step"]} for record in self.records()
-                       if "perplexity" in record]
+                       if "perplexity" in record and record["step"] <= last]
         if not evaluations:
             raise UserError(f"{self.folder}/log.jsonl: no evaluation in it yet")
         return evaluations
-
-    def evaluation_before(self, checkpoint):
-        """Return the last evaluation up to a checkpoint, or None."""
-        step = self.settings()["first_step"] + load_file(checkpoint / "state.pt")["step"]
-        earlier = [result for result in self.evaluations() if result["step"] <= step]
-        return earlier[-1] if earlier else None
 
     def checkpoints(self):
         """List the paths of the checkpoints, oldest first. Each checkpoint is whole."""
