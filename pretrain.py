@@ -141,11 +141,9 @@ def prepare_and_train(config, run, argv):
     signals = catch_signals()
     train(config, run, trainer, held_out, state, signals)
     if signals and state.step < config.max_steps:
-        print(f"saved {run.newest_checkpoint()}; go on with: "
-              f"python pretrain.py {shlex.join(argv)}")
+        print(f"saved {run.newest_checkpoint()}; go on with: python pretrain.py {shlex.join(argv)}")
         return 128 + signals[0]
-    elapsed = timedelta(seconds=round(state.elapsed))
-    print(f"done, {elapsed} of training: {run.newest_checkpoint()}")
+    print(f"done, {timedelta(seconds=round(state.elapsed))} of training: {run.newest_checkpoint()}")
     return 0
 
 

@@ -50,18 +50,16 @@ def whole_number(text, least=1):
 
 
 def setting(default, comment, least=None, choices=None, may_change=False):
-    """Declare a field of a settings dataclass, in one line. The `comment` is shown by --help.
-    `least` is the lowest value, `choices` are the only values. With `may_change` a run can be
-    resumed with another value."""
+    """Declare a field of a settings dataclass. --help shows the `comment`. `least` is the lowest
+    value, `choices` are the only ones. With `may_change` a run can go on with another value."""
     about = {"comment": comment, "least": least, "choices": choices, "may_change": may_change}
     return dataclasses.field(default=default, metadata=about)
 
 
 def load_settings(defaults, argv):
-    """Read settings from the arguments `[CONFIG.py] [--key=value ...]`. `defaults` is a dataclass
-    whose fields are made by setting(): bool, int, float, str or tuple (of ints). Prints and returns
-    an instance. UserError for an unknown key, and for a value of another type or out of range. An
-    int is fine if a float is expected."""
+    """Read settings from the arguments `[CONFIG.py] [--key=value ...]`. Prints and returns an
+    instance of `defaults`, a dataclass of setting() fields: bool, int, float, str or tuple (of
+    ints). UserError for an unknown key, and for a value of another type or out of range."""
     fields = {field.name: field for field in dataclasses.fields(defaults)}
     parser = Parser(description=sys.modules[defaults.__module__].__doc__,
                     usage="%(prog)s [CONFIG.py] [--setting=VALUE ...]")

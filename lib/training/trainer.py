@@ -1,6 +1,7 @@
 """
 Train a model: one update, and the loop that pretrain.py and finetune.py share.
 """
+import copy
 import math
 import os
 import signal
@@ -11,7 +12,8 @@ from datetime import timedelta
 import numpy as np
 import torch
 
-from lib.common.errors import Failure
+from lib.common.errors import Failure, UserError
+from lib.common.files import load_file
 from lib.common.random_streams import DROPOUT
 from lib.common.torchrun import under_torchrun
 from lib.distributed.gradients import distribute, sum_gradients
@@ -21,8 +23,9 @@ from lib.distributed.processes import (
     my_micro_batches,
     sum_over_ranks,
 )
+from lib.distributed.sharded_values import cut_moments, mark_moments
 from lib.training.flops import peak_flops
-from lib.weights.checkpoint import checkpoint_files, load_optimizers
+from lib.weights.checkpoint import model_file
 from model import value_tables
 from values import LazyAdam
 
@@ -40,9 +43,8 @@ class State:
 
 
 class Trainer:
-    """Train a model.
+    """Train a model. `config` has the settings of optimization, seed and compile.
 
-    `config` has the settings of optimization, seed and compile, as pretrain.Config does.
     `batches.get(step, micro)` is a micro-batch: arrays by the name of the model's argument.
     `batches.loss_weight(step, micro)` is its weight in the loss. A step has `batches.accumulation`
     micro-batches, together `batches.size` tokens or examples, as `batches.unit` says.
@@ -66,8 +68,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
     def learning_rate(self, step):
-        """Return the rate of an update: linear warm-up to lr, then linear decay to 0. `step` counts
-        from 0."""
+        """Return an update's rate: linear warm-up to lr, then decay to 0; `step` counts from 0."""
         lr, warmup, last = self.config.lr, self.config.warmup_steps, self.config.max_steps
         return lr * min((step + 1) / max(1, warmup), (last - step) / max(1, last - warmup), 1.0)
 
@@ -105,7 +106,8 @@ class Trainer:
         `due(step)` is what to do after `step` updates: a set of 'log', 'evaluate' and 'save'.
         `evaluate(step)` may change the State, which is then saved."""
         new, start = [], time.perf_counter()  # new: (loss, norm), still on the device
-        while state.step < self.config.max_steps:
+        stopped = False
+        while state.step < self.config.max_steps and not stopped:
             new.append(self.step(state.step))
             state.step += 1
             stopped = any_signalled(signals)
@@ -122,8 +124,6 @@ class Trainer:
                 evaluate(state.step)
             if "save" in todo:
                 self.save(run, state)
-            if stopped:
-                return
             new, start = [], time.perf_counter()
 
     def log(self, run, state, norm):
@@ -146,9 +146,8 @@ class Trainer:
               f" | {rate:,.0f} {unit}/s{mfu} | lr {record['lr']:.2e} | eta {eta}", flush=True)
 
     def check_finite(self, step, losses):
-        """Raise Failure at the first step whose loss or gradient norm is not finite. `losses` has
-        (loss, gradient norm) of the steps up to `step`. In float16 the norm may be infinite: the
-        scaler skips such a step."""
+        """Raise Failure if a (loss, gradient norm) of the steps up to `step` is not finite. In
+        float16 the norm may be infinite: the scaler skips such a step."""
         for n, (loss, norm) in enumerate(losses, step - len(losses) + 1):
             checked = (loss,) if self.dtype == torch.float16 else (loss, norm)
             if not all(map(math.isfinite, checked)):
@@ -159,15 +158,23 @@ class Trainer:
                     "from the last checkpoint")
 
     def save(self, run, state):
-        """Save a checkpoint of the model, both optimizers, the state and the scaler."""
-        saved = {**asdict(state), "scaler": self.scaler.state_dict()}
-        files = checkpoint_files(self.model, self.dense, self.values, saved, self.labels)
-        best_epoch = state.best["epoch"] if state.best else None
-        run.save_checkpoint(state.step, files, self.keep, best_epoch)
+        """Save a checkpoint: the model, the moments of both optimizers, the state with the scaler."""
+        values = mark_moments(self.values.state_dict())
+        files = {"model": model_file(self.model, self.labels),
+                 "optimizer": {"dense": self.dense.state_dict(), "values": values},
+                 "state": {**asdict(state), "scaler": self.scaler.state_dict()}}
+        run.save_checkpoint(state.step, files, self.keep, state.best and state.best["epoch"])
 
     def restore(self, checkpoint):
         """Load both optimizers and the scaler, but not the weights. Returns the State."""
-        saved = load_optimizers(checkpoint, self.dense, self.values)
+        moments = load_file(checkpoint / "optimizer.pt", mmap=True)
+        try:
+            self.dense.load_state_dict(copy.deepcopy(moments["dense"]))  # the copy maps no file
+            self.values.load_state_dict(cut_moments(moments["values"]))
+        except ValueError as error:
+            raise UserError(f"{checkpoint}/optimizer.pt: of another model than model.pt beside it "
+                            f"({error})") from None
+        saved = load_file(checkpoint / "state.pt")
         self.scaler.load_state_dict(saved.pop("scaler"))
         if sum_over_ranks(saved["step"]) != get_world_size() * saved["step"]:
             raise Failure(f"{checkpoint}: other ranks see another one: is the folder shared?")
@@ -204,8 +211,7 @@ def autocast(device, dtype):
 
 def catch_signals():
     """Return a list to which SIGINT and SIGTERM are added from now on. A second signal ends the
-    process at once. Not so under torchrun: there a Ctrl-C reaches each rank twice, from the
-    terminal and from torchrun."""
+    process at once, except under torchrun, where a Ctrl-C reaches each rank twice."""
     def on_signal(number, frame):
         signals.append(number)
         if not under_torchrun():

@@ -4,7 +4,6 @@ Save and load trained weights: checkpoints of runs, and folders in Hugging Face 
 >>> model = load_model("out/demo")                  # its newest checkpoint; see find_weights
 """
 import collections
-import copy
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,7 @@ from lib.common.errors import UserError
 from lib.common.files import load_file
 from lib.corpus.download import PRETRAINED, unknown_weights
 from lib.corpus.vocabulary import full_tokenizer
-from lib.distributed.sharded_values import cut_moments, mark_moments, mark_weights
+from lib.distributed.sharded_values import mark_weights
 from lib.weights.huggingface import FILES, read_folder
 from lib.weights.run import Run
 from model import HEADS, BertConfig, Classifier, build_model
@@ -25,13 +24,6 @@ def model_file(model, labels=()):
     head = next(head for head, kind in HEADS.items() if type(model) is kind)
     saved = {"config": asdict(model.bert.config), "weights": mark_weights(model), "head": head}
     return saved | {"labels": list(labels)} if head == "classifier" else saved
-
-
-def checkpoint_files(model, dense, values, state, labels=()):
-    """Return the content of a checkpoint's three files, {name: content}. `dense` and `values` are
-    the two optimizers. `state` is a dict of plain Python."""
-    optimizers = {"dense": dense.state_dict(), "values": mark_moments(values.state_dict())}
-    return {"model": model_file(model, labels), "optimizer": optimizers, "state": state}
 
 
 def find_weights(path):
@@ -64,8 +56,7 @@ def read_weights(path):
 
 def load_model(path):
     """Load the MaskedLM, Classifier or SpanReader that `path` names (see find_weights). The model
-    maps a checkpoint's file: there is no second copy in memory. Writing to the model does not
-    change the file."""
+    maps a checkpoint's file, without a second copy in memory. Writing to it keeps the file."""
     folder, _ = find_weights(path)
     saved = read_weights(folder)
     head, weights = saved.get("head"), saved["weights"]
@@ -88,21 +79,9 @@ def load_run(path):
 
 def check_objective(path, config, causal):
     """Raise UserError if the model at `path`, whose settings are `config`, is not as expected."""
-    if config.get("causal", False) != causal:
+    if config["causal"] != causal:
         found, expected = ("masked", "causal") if causal else ("causal", "masked")
         raise UserError(f"{path} is a {found} language model, expected a {expected} one")
-
-
-def load_optimizers(checkpoint, dense, values):
-    """Load the moments of both optimizers. Returns the checkpoint's state, a dict."""
-    saved = load_file(checkpoint / "optimizer.pt", mmap=True)
-    try:
-        dense.load_state_dict(copy.deepcopy(saved["dense"]))  # a copy does not map the file
-        values.load_state_dict(cut_moments(saved["values"]))
-    except ValueError as error:
-        raise UserError(f"{checkpoint}/optimizer.pt: of another model than model.pt beside it "
-                        f"({error})") from None
-    return load_file(checkpoint / "state.pt")
 
 
 def load_weights(model, weights, source, partial=False, assign=False):
@@ -154,12 +133,11 @@ def init_from(model, path, reinit_ffn=False):
 def _print_loaded(model, weights, loaded):
     """Print how many parameters were loaded, left random or dropped, by part of the model."""
     groups = collections.defaultdict(collections.Counter)  # {(status, part): {layer: size}}
-    for name, p in model.named_parameters():
+    dropped = {name: weights[name] for name in sorted(weights.keys() - model.state_dict().keys())}
+    for name, w in (dict(model.named_parameters()) | dropped).items():
+        status = "loaded" if name in loaded else "dropped" if name in dropped else "left random"
         part, layer = _group(name)
-        groups["loaded" if name in loaded else "left random", part][layer] += p.numel()
-    for name in sorted(weights.keys() - model.state_dict().keys()):
-        part, layer = _group(name)
-        groups["dropped", part][layer] += weights[name].numel()
+        groups[status, part][layer] += w.numel()
     for (status, part), sizes in groups.items():
         where = "" if None in sizes else f"  layers {', '.join(map(str, sorted(sizes)))}"
         print(f"  {status:12} {part:16} {sizes.total():13,d} parameters{where}")

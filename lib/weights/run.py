@@ -139,8 +139,7 @@ class Run:
         return records
 
     def evaluations(self, checkpoint=None):
-        """Read the log's evaluations, all or those up to a checkpoint. Their `step` counts the steps
-        of the initial model, too."""
+        """Read the log's evaluations, up to a checkpoint. `step` counts the initial model's, too."""
         last = load_file(checkpoint / "state.pt")["step"] if checkpoint else math.inf
         first = self.settings(["first_step"])["first_step"]
         evaluations = [{**record, "step": first + record["step"]} for record in self.records()
@@ -168,9 +167,8 @@ class Run:
         return None
 
     def save_checkpoint(self, step, files, keep, best_epoch=None):
-        """Write a checkpoint, whole or not at all. Returns its path. `files` is what
-        checkpoint_files() returned. Then all but the `keep` newest checkpoints go, and the weights
-        of all epochs but `best_epoch`."""
+        """Write a checkpoint of {name: content}, whole or not at all. Returns its path. Then all but
+        the `keep` newest checkpoints go, and the weights of all epochs but `best_epoch`."""
         if self.log_file:
             os.fsync(self.log_file.fileno())  # no checkpoint is newer than its log
         folder = self.folder / f"step_{step:06d}"
