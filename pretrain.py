@@ -1,8 +1,6 @@
 """
 Pretrain BERT by masked language modelling, with or without product-key memory in some layers.
 
-With objective = "causal" the same network predicts the next token.
-
 $ python pretrain.py configs/demo.py                  # minutes on two CPU cores, no network
 $ python pretrain.py configs/demo_resm_init.py        # after it: a residual memory added to that
 $ python pretrain.py configs/base_resm_init.py        # the paper's system, on a GPU

@@ -29,9 +29,8 @@ def model_file(model, labels=()):
 def find_weights(path):
     """Find the weights that `path` names. Returns (folder, path of its vocab.txt).
 
-    out/<run>                 pretrained: its newest checkpoint
-    out/<run>/seed1           fine-tuned: the weights of its best epoch so far
-    out/<run>                 fine-tuned: the same for its first seed
+    out/<run>                 its newest checkpoint; fine-tuned: the same as its first seed
+    out/<run>/seed1           the weights of its best epoch so far
     out/<run>/step_000500     this checkpoint; out/<run>/seed1/best works, too
     anything else             a folder in Hugging Face layout, or the name of one in data/weights/
     """

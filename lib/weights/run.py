@@ -92,8 +92,8 @@ class Run:
             print(f"{key} was {before.get(key)!r}, is now {now[key]!r}{note}")
 
     def open(self, step, best_epoch=None, tensorboard=False):
-        """Open the log, and remove what a killed process wrote after the checkpoint of `step`: half
-        files, records, snapshots, weights of a better epoch than the checkpoint's `best_epoch`."""
+        """Open the log. Remove what a killed process wrote after the checkpoint of `step`: half
+        files, records, usage snapshots, and the weights of epochs other than `best_epoch`."""
         for place in (".", "usage", "submission"):
             for temporary in Path(self.folder, place).glob(".tmp_*"):
                 discard(temporary)
@@ -139,7 +139,7 @@ class Run:
         return records
 
     def evaluations(self, checkpoint=None):
-        """Read the log's evaluations, up to a checkpoint. `step` counts the initial model's, too."""
+        """Read the log's evaluations, up to a checkpoint. Steps count from the initial model's."""
         last = load_file(checkpoint / "state.pt")["step"] if checkpoint else math.inf
         first = self.settings(["first_step"])["first_step"]
         evaluations = [{**record, "step": first + record["step"]} for record in self.records()
@@ -157,8 +157,7 @@ class Run:
         return next(reversed(self.checkpoints()), None)
 
     def weights(self):
-        """Return the path of the weights to use, or None. A checkpoint is its own weights. A seed
-        has its best epoch, a fine-tuned run its first seed's, other runs the newest checkpoint."""
+        """Return the path of the weights that the folder stands for (see find_weights), or None."""
         for folder in (self.folder, *numbered(self.folder, "seed").values()):
             epochs = [folder, folder / "best", *numbered(folder, "best_epoch_").values()]
             whole = [epoch for epoch in epochs if (epoch / "model.pt").is_file()]
