@@ -41,7 +41,7 @@ from lib.distributed.processes import (
 from lib.tasks.glue import find_task, task_name
 from lib.tasks.predict import predict_examples, score_dev, write_dev_predictions, write_submissions
 from lib.tasks.task_data import TaskData, TrainingBatches
-from lib.training.trainer import Schedule, State, Trainer, catch_signals
+from lib.training.trainer import State, Trainer, catch_signals
 from lib.weights import checkpoint
 from lib.weights.run import Run
 from model import BertConfig, build_model, value_tables
@@ -134,9 +134,9 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
 
     sizes: the BertConfig of the weights `initial`; vocab: the path of their vocab.txt.
     """
-    if run.has_begun():
+    if run.settings():
         run.check_settings(config)
-    if run.has_results():
+    if run.results():
         print(f"{run.folder} is done: --out=out/NAME starts anew")
         return
     torch.compiler.reset()  # what an earlier seed compiled counts towards a limit
@@ -150,8 +150,7 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
         checkpoint.load_weights(model, checkpoint.read_weights(newest)["weights"], newest)
     else:
         origin = checkpoint.init_from(model, initial)
-    schedule = Schedule(config.lr, config.warmup_steps, config.max_steps)
-    trainer = Trainer(config, schedule, model, TrainingBatches(data.train, config), device, dtype,
+    trainer = Trainer(config, model, TrainingBatches(data.train, config), device, dtype,
                       labels=task.labels)
     if newest:
         state = trainer.restore(newest)

@@ -96,7 +96,7 @@ def table_6(args):
         sample = TaskSample(path, None, args.split, args.sequences)
         counts = sample.count(sample.checkpoint, device, path)
         records.append({"run": path, "checkpoint": str(sample.checkpoint),
-                        "done": Run(sample.checkpoint.parent).has_results(),
+                        "done": bool(Run(sample.checkpoint.parent).results()),
                         "task": sample.settings["task"], "examples": len(sample.chosen),
                         "layers": {n: usage_metrics(**layer) for n, layer in counts.items()}})
     rows = [[r["run"], r["task"], f"{r['examples']:,}", *usage_cells(r["layers"])] for r in records]

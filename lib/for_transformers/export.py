@@ -115,7 +115,7 @@ def their_tokenizer(vocab_file, vocab, config):
 def card(source, name, config, saved, has_memory):
     """Write the model card, in Markdown, with settings and results of the checkpoint's run."""
     head, run, training = saved.get("head"), Run(source.parent), ""
-    if (source / "model.pt").is_file() and run.has_begun():
+    if (source / "model.pt").is_file() and run.settings():
         settings = [[key, f"`{value}`"] for key, value in run.settings().items()]
         training = f"## training\n\n{markdown(['setting', 'value'], settings)}\n"
         lines = "".join(f"- {line}\n" for line in measured(run, source, head))
@@ -130,13 +130,13 @@ def card(source, name, config, saved, has_memory):
 def measured(run, checkpoint, head):
     """Return the results of a checkpoint as lines: a task's metrics, or its last evaluation."""
     if head:
-        metrics = run.results() if run.has_results() else {}
+        metrics = run.results() or {}
         prefix = "eval_" if checkpoint.name == "best" else "last_"  # best epoch's, last epoch's
         return [f"{name.removeprefix(prefix)} {value:.5g}, on the dev split"
                 for name, value in metrics.items() if name.startswith(prefix)]
     last = None
     with contextlib.suppress(UserError):  # a copy of a run without its log or its state
-        last = run.evaluation_before(checkpoint)
+        last = run.evaluations(checkpoint)[-1]
     return [f"step {last['step']:,}, held-out text", *describe_evaluation(last)] if last else []
 
 

@@ -33,8 +33,8 @@ def open_corpus(name, *paths):
     for path in paths:
         _, vocab = find_weights(path)
         if read_vocab(corpus.folder) != read_vocab(vocab):
-            raise UserError(f"{path} has another vocabulary than data/{name}: prepare the corpus "
-                            f"with --vocab {vocab}, or leave one of them out")
+            raise UserError(f"{path} was trained with another vocabulary than data/{name}: prepare "
+                            f"the corpus with --vocab {vocab}, or leave one of them out")
     return corpus
 
 

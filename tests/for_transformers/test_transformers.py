@@ -19,7 +19,7 @@ from torch import nn
 from lib.common.files import load_file
 from lib.for_transformers.add_memory import add_memory
 from lib.for_transformers.export import CODE, main
-from lib.training.trainer import Schedule, Trainer
+from lib.training.trainer import Trainer
 from lib.weights.checkpoint import find_weights, load_model, load_run, model_file
 from lib.weights.huggingface import their_names
 from lib.weights.run import save_files
@@ -401,10 +401,9 @@ def test_trainer_does_the_steps_of_our_loop(tmp_path, monkeypatch, alpha):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # in our loss
     batches, memory = Batches(), {"alpha": alpha, "beta": 1.5}
     model, folder = exported(tmp_path, None, **memory)
-    config = SimpleNamespace(seed=0, lr=3e-3, keys_lr=1.0, value_lr=1e-2, weight_decay=0.1,
-                             grad_clip=1.0, compile="off")
-    schedule = Schedule(config.lr, warmup_steps=0, max_steps=20)
-    ours = Trainer(config, schedule, model.double().train(), batches, torch.device("cpu"),
+    config = SimpleNamespace(seed=0, lr=3e-3, warmup_steps=0, max_steps=20, keys_lr=1.0,
+                             value_lr=1e-2, weight_decay=0.1, grad_clip=1.0, compile="off")
+    ours = Trainer(config, model.double().train(), batches, torch.device("cpu"),
                    torch.float32)
     for step in range(20):
         ours.step(step)
