@@ -13,8 +13,8 @@ $ python measure.py glue out/base_sst2 out/base_resm_init_sst2  # Tables 4, 5, 7
 $ python measure.py table out/base_resm_init_sst2               # Table 6
 $ python measure.py by_class out/base_pkm_sst2 out/base_resm_init_sst2 --out results/figure4
 
---out NAME writes the table to NAME.md, its numbers to NAME.json, a figure to NAME.png and NAME.svg.
-browse writes NAME.html, predict NAME.tsv.
+--out NAME writes a table to NAME.md and NAME.json, and a figure to NAME.png and NAME.svg. For browse
+it writes NAME.html, for predict NAME.tsv.
 """
 import contextlib
 import re
@@ -50,8 +50,7 @@ def table(args):
 
 def table_2(args):
     """Evaluate language models on test splits, with the same batches for all."""
-    device, dtype = open_device(args, args.dtype)
-    seq_len, runs = evaluate_runs(args.runs, args.data, device, dtype, args.batch_size,
+    seq_len, runs = evaluate_runs(args.runs, args.data, open_device(args), args.batch_size,
                                   args.sequences, args.repeats)
     rows = []
     for run in runs:
@@ -63,15 +62,13 @@ def table_2(args):
             "highest]. Steps: those of the initial model + the run's own. Only rows with the same "
             "number of steps show what the memory does. Each is one run of one seed, and another "
             "seed alone changes the perplexity: run several before you trust a small difference.")
-    if unfinished := [run["run"] for run in runs if " of " in run["steps"]]:
-        note += f" NOT FINISHED, so not to be compared yet: {', '.join(unfinished)}."
     header = ["run", "steps", "seed", *(f"{name} ppl" for name in args.data), *USAGE]
     write_table(args.out, header, rows, note, {"note": note, "runs": runs})
 
 
 def table_6(args):
     """Count what each fine-tuned model reads in the training examples of its task."""
-    device, _ = open_device(args)
+    device = open_device(args)
     records = [task_usage(path, args.sequences, device) for path in args.runs]
     rows = [[r["run"], r["task"], f"{r['examples']:,}", *usage_cells([r["layers"]])]
             for r in records]
@@ -89,11 +86,9 @@ def glue(args):
 
 def by_class(args):
     """Draw Figure 4: how far apart two classes' slots are, before and after fine-tuning."""
-    device, _ = open_device(args)
+    device = open_device(args)
     records = [record for path in args.runs
                for record in compare_classes(path, args.sequences, device)]
-    if not records:
-        raise UserError(f"{args.runs[0]}: a model without memory has no slots to compare")
     keys = ["kl_between", "kl_floor", "kl", "iou_between", "iou_floor", "iou"]
     rows = [[r["run"], r["layer"], r["when"], *(f"{r[key]:.3f}" for key in keys),
              f"{r['accesses']:,}"] for r in records]
@@ -142,7 +137,7 @@ def curves(args):
 
 
 def slots(args):
-    """Show the most read slots of a layer, or given ones, and the contexts that read them."""
+    """Show the most read slots of a layer, or given ones, with contexts that read them."""
     checkpoint, corpus = read_corpus(args)
     if args.layer not in corpus.layers:
         raise UserError(f"{args.run}: no memory in layer {args.layer}; its memory layers: "
@@ -167,8 +162,7 @@ def browse(args):
     snapshots = {}
     with contextlib.suppress(UserError):  # a run has them, a folder of weights does not
         snapshots = Run(args.run).usage_snapshots()
-    data = page_data(corpus.ids, corpus.tokenizer, corpus.layers, corpus.n_slots, snapshots,
-                     args.contexts)
+    data = page_data(corpus, snapshots, args.contexts)
     note = (f"{checkpoint.name}: what {corpus.ids.size:,} tokens of data/{corpus.name}'s test text "
             "read, nothing masked")
     file = Path(f"{args.out}.html")
@@ -197,9 +191,8 @@ def sample(args):
     if not args.temperature >= 0:
         raise UserError(f"--temperature {args.temperature}: expected 0 or more")
     model, tokenizer, checkpoint = open_language_model(args, causal=True)
-    *_, sep, _ = special_tokens(tokenizer.get_vocab())
-    ids = tokenizer.encode(sep + args.text).ids  # [SEP]: a document begins
-    window = training_text(args.run)[0]
+    start = special_tokens(tokenizer.get_vocab()).sep  # a document begins
+    ids, window = tokenizer.encode(start + args.text).ids, training_text(args.run)[0]
     seen = ids[-window:]
     contexts = corpus_contexts(model, args.run, args.data, args.sequences, args.contexts)
     print(f"{checkpoint}: {args.text}\nnext:")
@@ -222,17 +215,17 @@ def predict(args):
     print(text, end="")
 
 
-def open_device(args, dtype="float32"):
-    """Choose the device of --device and print it: (torch.device, torch.dtype)."""
-    device, dtype, line = choose_device(args.device, dtype)
+def open_device(args):
+    """Choose the device of --device and print it."""
+    device, _, line = choose_device(args.device, "float32")
     print(line)
-    return device, dtype
+    return device
 
 
 def read_corpus(args):
     """Read a corpus with the model of args.run: (folder of its weights, CorpusReads)."""
     checkpoint, _ = find_weights(args.run)
-    model = load_model(checkpoint).eval().to(open_device(args)[0])
+    model = load_model(checkpoint).eval().to(open_device(args))
     return checkpoint, CorpusReads(model, args.run, args.data, args.sequences)
 
 
@@ -240,7 +233,7 @@ def open_language_model(args, causal):
     """Load the language model of args.run: (model, tokenizer, folder of its weights)."""
     check_language_model(args.run, causal)
     checkpoint, vocab = find_weights(args.run)
-    device, _ = open_device(args)
+    device = open_device(args)
     return load_model(checkpoint).eval().to(device), load_tokenizer(vocab), checkpoint
 
 
@@ -266,7 +259,6 @@ def main(argv=None):
     option(readers, "--sequences", **number, default=512, help="of its test text (512)")
     option("table", "--repeats", **number, default=1, help="maskings (1)")
     option("table", "--batch_size", **number, default=8, help="sequences (8)")
-    option("table", "--dtype", default="auto", help="float32, bfloat16, float16")
     option("slots", "--layer", type=int, required=True, help="counted from 1")
     option("slots", "--slot", type=int, nargs="+", default=[], metavar="N", help="these slots")
     option("slots", "--most", **number, default=10, help="or the N most read (10)")

@@ -1,7 +1,7 @@
 """
-Write the page of measure.py browse: one HTML file in which a person finds what a slot knows.
+Write the HTML page of measure.py browse, in which a person finds what a slot knows.
 
-page_data() gathers the data, and page_html() puts them into browse.html as JSON. Two layers of
+page_data() gathers the data. page_html() puts them into browse.html as JSON. Two layers of
 64 x 64 slots read by 32,768 tokens make 1.1 MB. Two of 512 x 512 read by 262,144 make at most 21.
 """
 import json
@@ -18,19 +18,21 @@ CONTEXTS = 2**19  # in a layer, so that a browser opens the page: 8 a slot of 25
 SLOTS = 8  # shown for a word
 
 
-def page_data(ids, tokenizer, reads, n_slots, snapshots, contexts):
+def page_data(corpus, snapshots, contexts):
     """Gather what the page shows, as plain Python.
 
-    ids: (sequences, time) tokens of a text. reads: {layer: (slots, weights)}, what the tokens read,
-    both (tokens, heads, topk). n_slots: {layer: slots}. snapshots: those of Run, or {}. contexts:
-    the most for a slot; there are fewer in a layer of more than 65,536 slots.
+    corpus: a CorpusReads. snapshots: those of Run, or {}. contexts: at most this number for a slot,
+    and fewer in a layer of more than 65,536 slots.
     """
+    ids, layers = corpus.ids, []
     used, text = np.unique(ids.ravel(), return_inverse=True)
-    pieces = token_texts(tokenizer, used.tolist())
+    pieces = token_texts(corpus.tokenizer, used.tolist())
     words, counts, word = find_words([pieces[i] for i in text])
-    new, layers = first_occurrences(ids), []
-    for layer, (slots, weights) in reads.items():
-        size, (tokens, heads, _) = n_slots[layer], slots.shape
+    around = np.pad(ids, ((0, 0), (WIDTH, WIDTH)), constant_values=-1)
+    around = np.lib.stride_tricks.sliding_window_view(around, 2 * WIDTH + 1, axis=1)
+    _, new = np.unique(around.reshape(ids.size, -1), axis=0, return_index=True)
+    for layer, (slots, weights) in corpus.layers.items():
+        size, (tokens, heads, _) = corpus.n_slots[layer], slots.shape
         read, top1 = times_read(slots, size)
         slots, weights = slots.reshape(tokens, -1), weights.reshape(tokens, -1)
         share = weights / (heads * counts[word])[:, None]  # of all that a word reads
@@ -46,7 +48,7 @@ def page_data(ids, tokenizer, reads, n_slots, snapshots, contexts):
 
 
 def token_texts(tokenizer, ids):
-    """Spell each token, with the space before it if it has one."""
+    """Spell each token, with the space before it."""
     mask = special_ids(tokenizer).mask  # in front, as a decoder drops the first token's space
     first, *both = tokenizer.decode_batch([[mask], *([mask, i] for i in ids)],
                                           skip_special_tokens=False)
@@ -68,19 +70,11 @@ def find_words(texts):
     return words, np.array(counts), np.array([index[spelled[n]] for n in number])
 
 
-def first_occurrences(ids):
-    """Return the indices of tokens, in (sequences x time), whose context no sequence had before."""
-    padded = np.pad(ids, ((0, 0), (WIDTH, WIDTH)), constant_values=-1)
-    around = np.lib.stride_tricks.sliding_window_view(padded, 2 * WIDTH + 1, axis=1)
-    return np.unique(around.reshape(ids.size, -1), axis=0, return_index=True)[1]
-
-
 def strongest(groups, items, weights, n_groups, most):
     """Find the items with the highest sums of weights in each group.
 
     groups, items, weights: arrays that broadcast to an entry for each read. Returns a list for each
-    group, [item, weight in percent, item, weight in percent, ...], highest first, with at most
-    `most` items.
+    group: [item, weight in percent, ...], highest first, with at most `most` items.
     """
     n_items = int(items.max()) + 1
     pairs, pair = np.unique(groups.astype(np.int64) * n_items + items, return_inverse=True)

@@ -73,10 +73,10 @@ def check_same_text(paths):
     return first["dataset"]
 
 
-def evaluate_runs(paths, corpora, device, dtype, batch_size, sequences=None, maskings=1):
-    """Evaluate language models on the test splits of corpora, all models with the same batches.
+def evaluate_runs(paths, corpora, device, batch_size, sequences=None, maskings=1):
+    """Evaluate language models on the test splits of corpora, with the same batches.
 
-    sequences: at most this number in a split, None for all. They are as long as the shortest that a
+    sequences: at most this number in a split, None for all. They have the shortest length that a
     model was trained on. Windows of causal models overlap by half, and each token is predicted
     once. Returns (sequence length, records for JSON)."""
     causal = read_weights(paths[0])["config"].get("causal", False)
@@ -95,7 +95,7 @@ def evaluate_runs(paths, corpora, device, dtype, batch_size, sequences=None, mas
         print(f"{path}: weights of {checkpoint}")
         model = load_model(checkpoint).to(device)
         results = {name: [evaluate_language_model(model, Progress(batches, f"{path}, data/{name}"),
-                                                  device, dtype)[0] for batches in of_maskings]
+                                                  device)[0] for batches in of_maskings]
                    for name, of_maskings in heldout.items()}
         trained = Run(checkpoint.parent).steps_and_seed(checkpoint)
         records.append({"run": path, "checkpoint": str(checkpoint), **trained, "results": results})
