@@ -2,7 +2,7 @@
 Write the HTML page of measure.py browse, in which a person finds what a slot knows.
 
 page_data() gathers the data. page_html() puts them into browse.html as JSON. Two layers of
-64 x 64 slots read by 32,768 tokens make 1.1 MB. Two of 512 x 512 read by 262,144 make at most 21.
+64 x 64 slots read by 32,768 tokens make 1.1 MB. Larger ones want fewer --contexts.
 """
 import json
 from collections import Counter
@@ -14,16 +14,12 @@ from lib.corpus.vocabulary import special_ids
 from lib.slot_usage.contexts import WIDTH
 from lib.slot_usage.counts import last_used, times_read
 
-CONTEXTS = 2**19  # in a layer, so that a browser opens the page: 8 a slot of 256 x 256, 2 of 512^2
 SLOTS = 8  # shown for a word
 
 
 def page_data(corpus, snapshots, contexts):
-    """Gather what the page shows, as plain Python.
-
-    corpus: a CorpusReads. snapshots: those of Run, or {}. contexts: at most this number for a slot,
-    and fewer in a layer of more than 65,536 slots.
-    """
+    """Gather what the page shows, as plain Python. corpus: a CorpusReads. snapshots: those of Run,
+    or {}. contexts: at most this number for a slot."""
     ids, layers = corpus.ids, []
     used, text = np.unique(ids.ravel(), return_inverse=True)
     pieces = token_texts(corpus.tokenizer, used.tolist())
@@ -36,12 +32,11 @@ def page_data(corpus, snapshots, contexts):
         read, top1 = times_read(slots, size)
         slots, weights = slots.reshape(tokens, -1), weights.reshape(tokens, -1)
         share = weights / (heads * counts[word])[:, None]  # of all that a word reads
-        most = max(1, min(contexts, CONTEXTS // size))
         layers.append({
             "layer": layer, "n_keys": round(size**0.5),
             "read": read.tolist(), "top1": top1.tolist(),
             "last": last_used(snapshots, layer).tolist() if snapshots else [],
-            "contexts": strongest(slots[new], new[:, None], weights[new], size, most),
+            "contexts": strongest(slots[new], new[:, None], weights[new], size, contexts),
             "words": strongest(word[:, None], slots, share, len(words), SLOTS)})
     return {"seq_len": ids.shape[1], "text": text.tolist(), "pieces": pieces, "words": words,
             "counts": counts.tolist(), "steps": list(snapshots), "layers": layers}
@@ -71,11 +66,8 @@ def find_words(texts):
 
 
 def strongest(groups, items, weights, n_groups, most):
-    """Find the items with the highest sums of weights in each group.
-
-    groups, items, weights: arrays that broadcast to an entry for each read. Returns a list for each
-    group: [item, weight in percent, ...], highest first, with at most `most` items.
-    """
+    """Find at most `most` items with the highest sums of weights in each group. groups, items and
+    weights broadcast to one entry a read. Returns lists [item, weight in percent, item, ...]."""
     n_items = int(items.max()) + 1
     pairs, pair = np.unique(groups.astype(np.int64) * n_items + items, return_inverse=True)
     sums = np.bincount(pair.ravel(), weights.ravel())

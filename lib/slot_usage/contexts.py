@@ -44,8 +44,8 @@ class CorpusReads:
     """Read the test text of a corpus with a model, nothing masked.
 
     path: the model's run. data: the corpus, None for the run's. sequences: at most this number.
-    Attributes: name and tokenizer of the corpus, ids (sequences, time), n_slots {layer: slots} and
-    layers {layer: (slots, weights)}: what the tokens read, arrays (tokens, heads, topk).
+    Attributes: name and tokenizer of the corpus; ids (sequences, time); n_slots {layer: number};
+    layers {layer: (slots, weights)}, what the tokens read, arrays (tokens, heads, topk).
     """
 
     @torch.no_grad()
@@ -72,9 +72,8 @@ class CorpusReads:
                        for layer, batches in reads.items()}
 
     def contexts(self, layer, slot, most):
-        """List the tokens that read a slot with the most weight: [(weight, text)], highest first.
-        The weight is summed over the heads. The text has the token in «», with up to 8 tokens on
-        either side. There are at most `most`, and no text twice."""
+        """List at most `most` contexts that read a slot with the most weight, summed over heads:
+        [(weight, text)], highest first. A text has the token in «», and stands there once."""
         slots, weights = self.layers[layer]
         where = np.nonzero(slots == slot)
         weight, texts = np.bincount(where[0], weights[where]), {}
@@ -90,8 +89,8 @@ class CorpusReads:
 
 
 def corpus_contexts(model, path, data, sequences, most):
-    """Return a function contexts(layer, slot), as CorpusReads has it. Without the run's corpus and
-    without `data` it prints a line, and the function returns []."""
+    """Return a function contexts(layer, slot), as CorpusReads has it. If the run's corpus is not
+    there, it prints why, and the function returns []."""
     try:
         if value_tables(model):
             reads = CorpusReads(model, path, data, sequences)
@@ -105,8 +104,8 @@ def corpus_contexts(model, path, data, sequences, most):
 
 @torch.no_grad()
 def print_guess(model, tokenizer, ids, position, contexts):
-    """Print the likeliest tokens at one position of a text, the slots read there, and what else
-    reads the best of them. ids: the text's, a list. contexts(layer, slot): [(weight, text)]."""
+    """Print the likeliest tokens at a position of a text, and the slots that it reads. ids: of the
+    text. contexts(layer, slot): what else reads a slot, [(weight, text)]."""
     reads = {}
     ids, positions = (torch.tensor([x], device=model.bias.device) for x in (ids, [position]))
     with watch_reads(model, lambda layer, *read: reads.update({layer: read})):

@@ -17,9 +17,8 @@ from model import value_tables
 
 @contextlib.contextmanager
 def watch_reads(model, see):
-    """Call see(layer, slots, weights) at every memory lookup inside the `with` block. The tensors
-    are on the CPU, (tokens, heads, topk), best first. Padded tokens are never looked up. A compiled
-    model does not call hooks: run the raw one."""
+    """Call see(layer, slots, weights) at every memory lookup inside the block. The tensors are on
+    the CPU, (tokens, heads, topk), best first. A compiled model calls no hooks: run the raw one."""
     def hook(layer):
         return lambda table, read, output: see(layer, *(x.detach().cpu() for x in read[:2]))
 
@@ -34,13 +33,12 @@ def watch_reads(model, see):
 
 @contextlib.contextmanager
 def count_reads(model):
-    """Count what every memory reads inside the block: `with count_reads(model) as counts`. One
-    access is one head's read for one token: our reading of the x of section 3.2.
+    """Count what every memory reads inside the block. Its end sums over the ranks.
 
     counts[layer] is a dict. Three are (n_slots,) arrays: `read`, how often a slot was among the top
     k, `top1`, how often it was the best, and `weight`, the sum of its softmax weights. `topk` is an
-    int. `effective_k` sums exp(entropy of the weights) over the accesses. That is 1 if one slot has
-    all the weight, topk if all have the same. The end of the block sums over the ranks.
+    int. `effective_k` sums exp(entropy of the weights) over the accesses. An access is one head's
+    read for one token: our reading of the x of section 3.2.
     """
     sizes = {layer: len(table.weight) for layer, table in value_tables(model).items()}
     counts = {layer: {"read": np.zeros(n_slots, int), "top1": np.zeros(n_slots, int),
@@ -64,15 +62,14 @@ def count_reads(model):
 
 
 def times_read(slots, n_slots):
-    """Count how often each slot is among the top k, and how often it is the best: two (n_slots,)
-    arrays. slots: (tokens, heads, topk), best first."""
+    """Count how often each slot is among the top k, and how often it is the best: (n_slots,) both.
+    slots: (tokens, heads, topk), best first."""
     return [np.bincount(read.ravel(), minlength=n_slots) for read in (slots, slots[..., 0])]
 
 
 def usage_metrics(read, top1, weight, topk, effective_k):
-    """Compute the metrics of section 3.2 from a layer's counts (see count_reads). MU and top-1 MU
-    are shares of 1. KL_u and KL_w are in nats. The effective k is the mean over the accesses.
-    mu_uniform and top1_mu_uniform are for the same number of accesses to uniformly random slots."""
+    """Compute the metrics of section 3.2 from a layer's counts (see count_reads). The KLs are in
+    nats. mu_uniform and top1_mu_uniform are for the same number of accesses to random slots."""
     n_slots, accesses = len(read), int(top1.sum())
 
     def kl_to_uniform(counts):

@@ -4,6 +4,8 @@ Draw Figures 2 to 4 with matplotlib, readable in grey.
 import itertools
 from pathlib import Path
 
+import numpy as np
+
 from lib.common.errors import need
 
 # Okabe and Ito's 7 colours, neighbours of different lightness, and 6 line styles: 42 looks
@@ -65,9 +67,8 @@ def draw_class_distances(records):
 
 
 def draw_curves(runs):
-    """Draw Figure 3: perplexity and, beside it, top-1 usage against the step. Perplexity is shown
-    from where the runs start that go on from another model. runs: {path: Run(path).evaluations()}.
-    """
+    """Draw Figure 3: perplexity and top-1 usage against the step. Perplexity is cut off above the
+    start of runs that go on from another model. runs: {path: Run(path).evaluations()}."""
     layers = {layer for evaluations in runs.values() for layer in evaluations[-1]["layers"]}
     markers = dict(zip(sorted(layers, key=int), itertools.cycle(MARKERS)))
     figure, [[left, *right]] = subplots(1, 1 + bool(layers), 5, 4)
@@ -76,13 +77,12 @@ def draw_curves(runs):
     highest = 1.05 * max([2 * min(ends), *starts, *ends])
     for number, (path, evaluations) in enumerate(runs.items()):
         look = {"color": COLORS[number % 7], "linestyle": LINES[number % 6]}
-        steps = [evaluation["step"] for evaluation in evaluations]
+        steps, perplexity = np.array([(e["step"], e["perplexity"]) for e in evaluations]).T
+        shown = perplexity <= highest
         start = {"marker": "o", "markevery": [0], "fillstyle": "none"} if steps[0] else {}
-        shown = [(evaluation["step"], evaluation["perplexity"]) for evaluation in evaluations
-                 if evaluation["perplexity"] <= highest]
-        left.plot(*zip(*shown), label=Path(path).name, **look, **start)
+        left.plot(steps[shown], perplexity[shown], label=Path(path).name, **look, **start)
         for layer in evaluations[-1]["layers"]:
-            usage = [100 * evaluation["layers"][layer]["top1_mu"] for evaluation in evaluations]
+            usage = [100 * e["layers"][layer]["top1_mu"] for e in evaluations]
             right[0].plot(steps, usage, marker=markers[layer], markersize=4, markevery=0.08, **look)
     for axes in right:
         axes.set(ylabel="top-1 memory usage (%)", ylim=(0, 102))

@@ -21,8 +21,7 @@ from lib.weights.run import Run
 
 
 def task_usage(path, sequences, device):
-    """Measure the slot usage of a fine-tuned run in its training examples: Table 6, as a record for
-    JSON. sequences: at most this number of examples, None for all."""
+    """Measure the slot usage of a fine-tuned run in its training examples: Table 6, for JSON."""
     _, task, examples, chosen = training_examples(path, sequences)
     counts = count_task_reads(path, examples, chosen, device, path)
     layers = {layer: usage_metrics(**sums) for layer, sums in counts.items()}
@@ -30,8 +29,7 @@ def task_usage(path, sequences, device):
 
 
 def compare_classes(path, sequences, device):
-    """Compare the top-1 slots of two classes before and after fine-tuning: Figure 4, as records for
-    JSON. sequences: at most this number of examples, None for all."""
+    """Compare the top-1 slots of two classes before and after fine-tuning: Figure 4, for JSON."""
     settings, task, examples, chosen = training_examples(path, sequences)
     halves, records = draw_halves(task, examples, chosen), []
     for when, weights in (("before", settings["init_checkpoint"]), ("after", path)):
@@ -46,8 +44,8 @@ def compare_classes(path, sequences, device):
 
 
 def training_examples(path, sequences):
-    """Load the training examples of a fine-tuned run. Returns (its settings, its Task, examples,
-    the indices of at most `sequences` of them, evenly spread)."""
+    """Load the training examples of a fine-tuned run. Returns (settings, Task, examples, indices of
+    the chosen ones: at most `sequences`, evenly spread; None for all)."""
     seeds, (checkpoint, vocab) = Run(path).seeds(), find_weights(path)
     if not seeds:
         raise UserError(f"{path}: not a fine-tuned run; table takes others with --data NAME")
@@ -75,29 +73,25 @@ def count_task_reads(path, examples, chosen, device, title):
 
 def draw_halves(task, examples, chosen):
     """Draw two halves of each of two classes, all of one size: [class 0's, class 1's] indices."""
-    if (classes := len(task.labels)) != 2:
-        raise UserError(f"{task.name} has {classes} classes, expected two")
-    rng, labels = np.random.default_rng(0), examples.labels[chosen]
-    size = min(np.bincount(labels, minlength=2)) // 2
-    if not size:
-        raise UserError(f"{task.folder}: a class has fewer than two of the {len(chosen):,} "
-                        "examples: too few to compare classes")
-    return [rng.permutation(chosen[labels == label])[:2 * size].reshape(2, size)
-            for label in (0, 1)]
+    labels, rng = examples.labels[chosen], np.random.default_rng(0)
+    classes = [chosen[labels == label] for label in range(len(task.labels))]
+    size = min(map(len, classes), default=0) // 2
+    if len(classes) != 2 or not size:
+        raise UserError(f"{task.folder}: expected two classes with two examples or more, found "
+                        f"{[len(members) for members in classes]} examples")
+    return [rng.permutation(members)[:2 * size].reshape(2, size) for members in classes]
 
 
 def class_distances(positive, negative):
     """Measure how much the slots that two classes read differ (Figure 4).
 
     positive, negative: top-1 counts of two random halves of each class, (2, n_slots). Let p and q
-    be the slots' shares in a half of the positive and in one of the negative class.
-    kl_between is KL(p || 0.9 q + 0.1 p) in nats. The 0.1 p keeps it finite where only p reads a
-    slot: at most log 10. iou_between is the sum of the smaller shares over the sum of the larger
-    ones. Both are means over the four pairs of halves. kl_floor and iou_floor are the same between
-    the halves of one class: the noise of few accesses.
+    be the shares of the slots in a half of either. kl_between is KL(p || 0.9 q + 0.1 p) in nats; by
+    the 0.1 p it is finite, at most log 10. iou_between is the sum of the smaller shares over the
+    sum of the larger ones. Both are means over the four pairs of halves. kl_floor and iou_floor are
+    the same between the halves of one class: the noise of few accesses.
     kl and iou are corrected for the floor. kl is scaled to 0 at the floor, with log 10 unchanged.
-    iou takes the common share, which is the sum of the smaller shares, divided by the floor's.
-    Direction, mixture and correction are our reading.
+    iou takes the sum of the smaller shares divided by the floor's. All this is our reading.
     """
     def compare(p, q):
         read = p > 0

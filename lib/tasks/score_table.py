@@ -16,12 +16,9 @@ NO_RECIPE = {"out", "log_interval", "checkpoint_interval", "device", "compile", 
 
 
 def group_seeds(paths):
-    """Group the finished seeds of fine-tuned runs: {(initial model, update_memory, recipe):
-    {task: {seed: Run}}}. Print which paths have none.
-
-    The recipe is usually ''. Where runs of one initial model on one task differ in more than the
-    seed, it names these settings: 'lr=2e-05'. UserError if no run is done, or if two folders hold
-    the same seed."""
+    """Group finished seeds: {(initial model, update_memory, recipe): {task: {seed: Run}}}. The
+    recipe is usually ''. Where runs of one initial model on one task differ in more than the seed,
+    it names these settings: 'lr=2e-05'. UserError if no run is done or a seed is there twice."""
     by_task, systems = {}, {}
     for path in paths:
         finished = [seed for seed in Run(path).seeds() if seed.has_results()]
@@ -51,9 +48,8 @@ def score_table(paths):
     """Make the table of fine-tuned runs: (header, rows, records for JSON)."""
     systems, rows, records = group_seeds(paths), [], []
     scored = {task for tasks in systems.values() for task in tasks}
-    more = [task for task in [*TASKS, *sorted(scored - TASKS.keys())]
-            if task in scored and task not in TABLE_4]
-    columns = [*TABLE_4, "Avg", *more]
+    columns = [*TABLE_4, "Avg", *(task for task in [*TASKS, *sorted(scored - TASKS.keys())]
+                                  if task in scored and task not in TABLE_4)]
     for (initial, updated, recipe), tasks in systems.items():
         scores = {task: {seed: run.results() for seed, run in runs.items()}
                   for task, runs in tasks.items()}

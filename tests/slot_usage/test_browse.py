@@ -111,15 +111,6 @@ def test_words_of_pieces_and_contexts_that_stand_twice():
     assert found["layers"][0]["last"] == []
 
 
-def test_a_large_memory_has_fewer_contexts(monkeypatch):
-    monkeypatch.setattr("lib.slot_usage.browse.CONTEXTS", 48)
-    reads = {1: draw_reads(np.random.default_rng(0), 40, 4)}
-    ids = np.random.default_rng(0).integers(5, 9, (1, 40))
-    for size, most in ((4, 9), (16, 3), (64, 1)):
-        found = page_data(corpus_reads(ids, tokenizer_of("abcd"), reads, size), {}, 9)
-        assert max(map(len, found["layers"][0]["contexts"])) == 2 * most
-
-
 def test_clicks_keys_and_search(place, browser, capsys):
     assert train("--max_steps=4", "--usage_interval=2") == 0
     measure.main(["browse", "out/tiny", "--out", "memory.html", "--device", "cpu"])
