@@ -31,7 +31,7 @@ from lib.corpus.vocabulary import load_tokenizer, special_ids, special_tokens
 from lib.distributed.processes import is_distributed, run_ranks
 from lib.slot_usage import figures
 from lib.slot_usage.browse import page_data, page_html
-from lib.slot_usage.contexts import CorpusReads, corpus_contexts, print_guess, training_text
+from lib.slot_usage.contexts import CorpusReads, print_guess, training_text
 from lib.slot_usage.counts import last_used, times_read
 from lib.slot_usage.evaluation import check_language_model, check_same_text, evaluate_runs
 from lib.slot_usage.tables import USAGE, perplexity_cell, usage_cells, write_table
@@ -41,6 +41,7 @@ from lib.tasks.predict import predict_file
 from lib.tasks.score_table import score_table
 from lib.weights.checkpoint import find_weights, load_model
 from lib.weights.run import Run
+from model import value_tables
 
 
 def table(args):
@@ -172,9 +173,8 @@ def browse(args):
 
 def fill(args):
     """Guess each [MASK]; show the slots read there, and what else reads those."""
-    model, tokenizer, checkpoint = open_language_model(args, causal=False)
+    model, tokenizer, checkpoint, corpus = open_language_model(args, causal=False)
     special, mask_id = special_tokens(tokenizer.get_vocab()), special_ids(tokenizer).mask
-    contexts = corpus_contexts(model, args.run, args.data, args.sequences, args.contexts)
     for text in args.texts:
         masked = text.replace("[MASK]", special.mask)
         ids = tokenizer.encode(special.cls + masked + special.sep).ids
@@ -183,20 +183,19 @@ def fill(args):
         print(f"{checkpoint}: {text}")
         for position in [n for n, token in enumerate(ids) if token == mask_id]:
             print(f"[MASK] at token {position}:")
-            print_guess(model, tokenizer, ids, position, contexts)
+            print_guess(model, tokenizer, ids, position, corpus, args.contexts)
 
 
 def sample(args):
     """Continue a text; show first the likeliest next tokens and the slots read for them."""
     if not args.temperature >= 0:
         raise UserError(f"--temperature {args.temperature}: expected 0 or more")
-    model, tokenizer, checkpoint = open_language_model(args, causal=True)
+    model, tokenizer, checkpoint, corpus = open_language_model(args, causal=True)
     start = special_tokens(tokenizer.get_vocab()).sep  # a document begins
     ids, window = tokenizer.encode(start + args.text).ids, training_text(args.run)[0]
     seen = ids[-window:]
-    contexts = corpus_contexts(model, args.run, args.data, args.sequences, args.contexts)
     print(f"{checkpoint}: {args.text}\nnext:")
-    print_guess(model, tokenizer, seen, len(seen) - 1, contexts)
+    print_guess(model, tokenizer, seen, len(seen) - 1, corpus, args.contexts)
     generator = torch.Generator().manual_seed(args.seed)
     for number in range(1, args.samples + 1):
         new = model.generate(ids, args.tokens, window, args.temperature, args.top_k, generator)
@@ -230,11 +229,19 @@ def read_corpus(args):
 
 
 def open_language_model(args, causal):
-    """Load the language model of args.run: (model, tokenizer, folder of its weights)."""
+    """Load the language model of args.run: (model, tokenizer, folder of its weights, CorpusReads).
+    The last is None for a model without memory, or if the run's corpus is not there."""
     check_language_model(args.run, causal)
     checkpoint, vocab = find_weights(args.run)
-    device = open_device(args)
-    return load_model(checkpoint).eval().to(device), load_tokenizer(vocab), checkpoint
+    model, corpus = load_model(checkpoint).eval().to(open_device(args)), None
+    try:
+        if value_tables(model):
+            corpus = CorpusReads(model, args.run, args.data, args.sequences)
+    except UserError as error:
+        if args.data:
+            raise
+        print(f"what else reads the slots is not shown: {error}")
+    return model, load_tokenizer(vocab), checkpoint, corpus
 
 
 def main(argv=None):

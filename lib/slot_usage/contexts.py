@@ -88,24 +88,10 @@ class CorpusReads:
         return [(weight, text) for text, weight in texts.items()]
 
 
-def corpus_contexts(model, path, data, sequences, most):
-    """Return a function contexts(layer, slot), as CorpusReads has it. If the run's corpus is not
-    there, it prints why, and the function returns []."""
-    try:
-        if value_tables(model):
-            reads = CorpusReads(model, path, data, sequences)
-            return lambda layer, slot: reads.contexts(layer, slot, most)
-    except UserError as error:  # a run can be used without its corpus
-        if data:
-            raise
-        print(f"what else reads the slots is not shown: {error}")
-    return lambda layer, slot: []
-
-
 @torch.no_grad()
-def print_guess(model, tokenizer, ids, position, contexts):
+def print_guess(model, tokenizer, ids, position, corpus, most):
     """Print the likeliest tokens at a position of a text, and the slots that it reads. ids: of the
-    text. contexts(layer, slot): what else reads a slot, [(weight, text)]."""
+    text. corpus: a CorpusReads for `most` contexts of each slot, or None."""
     reads = {}
     ids, positions = (torch.tensor([x], device=model.bias.device) for x in (ids, [position]))
     with watch_reads(model, lambda layer, *read: reads.update({layer: read})):
@@ -119,5 +105,5 @@ def print_guess(model, tokenizer, ids, position, contexts):
         for head, (best3, shares) in enumerate(zip(slots, weights, strict=True), 1):
             pairs = [f"{slot} ({share:.2f})" for slot, share in zip(best3, shares, strict=True)]
             print(f"    head {head}: {'  '.join(pairs)}")
-            for weight, text in contexts(layer, best3[0]):
+            for weight, text in corpus.contexts(layer, best3[0], most) if corpus else []:
                 print(f"      ({weight:.2f}) {text}")

@@ -21,19 +21,19 @@ def perplexity_cell(results):
 
 def usage_cells(usages):
     """Make the cells of USAGE: each layer's mean over a list of {layer: usage_metrics}."""
-    means = {n: {key: np.mean([usage[n][key] for usage in usages]) for key in metrics}
-             for n, metrics in usages[0].items()}
-    if not means:
+    layers = usages[0]
+    if not layers:
         return ["-"] * len(USAGE)
-    one = next(iter(means.values()))  # its accesses are those of all layers
+    one = next(iter(layers.values()))  # all layers and maskings have the same accesses
 
     def join(key, form, factor=1):
-        return "/".join(f"{factor * mean[key]:{form}}" for mean in means.values())
+        means = [factor * np.mean([usage[layer][key] for usage in usages]) for layer in layers]
+        return "/".join(f"{mean:{form}}" for mean in means)
 
-    return ["/".join(map(str, means)), join("mu", ".1f", 100), f"{100 * one['mu_uniform']:.1f}",
+    return ["/".join(map(str, layers)), join("mu", ".1f", 100), f"{100 * one['mu_uniform']:.1f}",
             join("top1_mu", ".1f", 100), f"{100 * one['top1_mu_uniform']:.1f}",
             join("kl_u", ".2f"), join("kl_w", ".2f"), join("effective_k", ".1f"),
-            f"{one['accesses']:,.0f}"]
+            f"{one['accesses']:,}"]
 
 
 def write_table(out, header, rows, note, data, draw=None):
