@@ -66,8 +66,9 @@ def find_words(texts):
 
 
 def strongest(groups, items, weights, n_groups, most):
-    """Find at most `most` items with the highest sums of weights in each group. groups, items and
-    weights broadcast to one entry a read. Returns lists [item, weight in percent, item, ...]."""
+    """Find the items with the highest sums of weights in each group: at most `most`. groups, items
+    and weights broadcast to one entry a read. Returns [item, weight in percent, item, ...] lists.
+    """
     n_items = int(items.max()) + 1
     pairs, pair = np.unique(groups.astype(np.int64) * n_items + items, return_inverse=True)
     sums = np.bincount(pair.ravel(), weights.ravel())

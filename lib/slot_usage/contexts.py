@@ -36,7 +36,7 @@ def open_corpus(name, *paths):
         _, vocab = find_weights(path)
         if read_vocab(corpus.folder) != read_vocab(vocab):
             raise UserError(f"{path} has another vocabulary than data/{name}: prepare the corpus "
-                            f"with --vocab {vocab}, or leave one of them out")
+                            f"with --vocab {vocab}, or leave one out")
     return corpus
 
 
@@ -72,8 +72,8 @@ class CorpusReads:
                        for layer, batches in reads.items()}
 
     def contexts(self, layer, slot, most):
-        """List at most `most` contexts that read a slot with the most weight, summed over heads:
-        [(weight, text)], highest first. A text has the token in «», and stands there once."""
+        """List the contexts that read a slot with the most weight, at most `most`. Returns
+        [(weight, text)]: the sum over the heads, and the text once, with the token in «»."""
         slots, weights = self.layers[layer]
         where = np.nonzero(slots == slot)
         weight, texts = np.bincount(where[0], weights[where]), {}

@@ -13,7 +13,7 @@ USAGE = ["layers", "MU %", "uniform", "top-1 MU %", "uniform", "KL_u", "KL_w", "
 
 
 def perplexity_cell(results):
-    """Make a cell of Table 2: the mean over the maskings, and their range if there are several."""
+    """Make a cell of Table 2: the mean, and the range over several maskings."""
     values = [result["perplexity"] for result in results]
     spread = f" [{min(values):.2f}, {max(values):.2f}]" if len(values) > 1 else ""
     return f"{np.mean(values):.2f}{spread}"

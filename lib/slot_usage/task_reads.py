@@ -44,8 +44,8 @@ def compare_classes(path, sequences, device):
 
 
 def training_examples(path, sequences):
-    """Load the training examples of a fine-tuned run. Returns (settings, Task, examples, indices of
-    the chosen ones: at most `sequences`, evenly spread; None for all)."""
+    """Load the training examples of a fine-tuned run. Returns its settings, its Task, examples, and
+    the indices of `sequences` of the examples, evenly spread; None for all."""
     seeds, (checkpoint, vocab) = Run(path).seeds(), find_weights(path)
     if not seeds:
         raise UserError(f"{path}: not a fine-tuned run; table takes others with --data NAME")
@@ -72,7 +72,7 @@ def count_task_reads(path, examples, chosen, device, title):
 
 
 def draw_halves(task, examples, chosen):
-    """Draw two halves of each of two classes, all of one size: [class 0's, class 1's] indices."""
+    """Draw two halves of each class, all of one size: a list of indices (2, size)."""
     labels, rng = examples.labels[chosen], np.random.default_rng(0)
     classes = [chosen[labels == label] for label in range(len(task.labels))]
     size = min(map(len, classes), default=0) // 2
@@ -85,13 +85,14 @@ def draw_halves(task, examples, chosen):
 def class_distances(positive, negative):
     """Measure how much the slots that two classes read differ (Figure 4).
 
-    positive, negative: top-1 counts of two random halves of each class, (2, n_slots). Let p and q
-    be the shares of the slots in a half of either. kl_between is KL(p || 0.9 q + 0.1 p) in nats; by
-    the 0.1 p it is finite, at most log 10. iou_between is the sum of the smaller shares over the
-    sum of the larger ones. Both are means over the four pairs of halves. kl_floor and iou_floor are
-    the same between the halves of one class: the noise of few accesses.
-    kl and iou are corrected for the floor. kl is scaled to 0 at the floor, with log 10 unchanged.
-    iou takes the sum of the smaller shares divided by the floor's. All this is our reading.
+    positive, negative: top-1 counts of two random halves of each class, (2, n_slots). Call the
+    slots' shares in a positive half p, in a negative half q. All this is our reading:
+    - kl_between is KL(p || 0.9 q + 0.1 p) in nats. The 0.1 p bounds it by log 10.
+    - iou_between is the sum of min(p, q) over the sum of max(p, q).
+    - Both are means over the four pairs of halves.
+    - kl_floor and iou_floor compare the halves of one class: the noise of few accesses.
+    - kl is scaled to 0 at the floor, with log 10 unchanged.
+    - iou comes from the sum of min(p, q), divided by the floor's.
     """
     def compare(p, q):
         read = p > 0

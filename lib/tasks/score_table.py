@@ -69,8 +69,8 @@ def score_table(paths):
 
 
 def median_scores(task, seeds):
-    """Return the median of each of a task's metrics over the scores of its seeds, in percent."""
-    metrics, scale = ["accuracy", "pearson"], 100  # a task of your own has one of them
+    """Return the median of each of a task's metrics over its seeds, in percent."""
+    metrics, scale = ["accuracy", "pearson"], 100  # a task of your own has one of the two
     if task in TASKS:
         metrics, scale = TASKS[task].table_metrics, TASKS[task].scale
     values = [[scores.get(f"eval_{metric}") for scores in seeds] for metric in metrics]

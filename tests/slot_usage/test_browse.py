@@ -57,7 +57,7 @@ def draw_reads(rng, tokens, n_slots):
 
 
 def corpus_reads(ids, tokenizer, reads, n_slots):
-    """What page_data takes of a CorpusReads, with `n_slots` slots in all layers."""
+    """Stand in for a CorpusReads, with `n_slots` slots in all layers."""
     return types.SimpleNamespace(ids=ids, tokenizer=tokenizer, layers=reads,
                                  n_slots=dict.fromkeys(reads, n_slots))
 
