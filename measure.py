@@ -13,8 +13,8 @@ $ python measure.py glue out/base_sst2 out/base_resm_init_sst2  # Tables 4, 5, 7
 $ python measure.py table out/base_resm_init_sst2               # Table 6
 $ python measure.py by_class out/base_pkm_sst2 out/base_resm_init_sst2 --out results/figure4
 
---out NAME writes the table to NAME.md, its numbers to NAME.json, a figure to NAME.png and NAME.svg.
-browse writes NAME.html, predict NAME.tsv.
+--out NAME writes a table to NAME.md and NAME.json, and a figure to NAME.png and NAME.svg. For browse
+it writes NAME.html, for predict NAME.tsv.
 """
 import contextlib
 import re
@@ -29,86 +29,59 @@ from lib.common.files import write_text
 from lib.common.settings import DTYPES, Parser, whole_number
 from lib.corpus.vocabulary import load_tokenizer, special_ids, special_tokens
 from lib.distributed.processes import is_distributed, run_ranks
+from lib.slot_usage import figures
 from lib.slot_usage.browse import page_data, page_html
-from lib.slot_usage.contexts import CorpusReads, corpus_contexts, guess_lines, training_text
-from lib.slot_usage.counts import staleness_shares, usage_metrics
-from lib.slot_usage.evaluation import (
-    check_language_model,
-    check_same_text,
-    evaluate_run,
-    test_batches,
-)
-from lib.slot_usage.figures import draw_class_distances, draw_curves, draw_staleness
-from lib.slot_usage.tables import USAGE, perplexity_row, usage_cells, write_table
-from lib.slot_usage.task_reads import TaskSample
+from lib.slot_usage.contexts import CorpusReads, print_guess, training_text
+from lib.slot_usage.counts import last_used, times_read
+from lib.slot_usage.evaluation import check_language_model, check_same_text, evaluate_runs
+from lib.slot_usage.tables import USAGE, perplexity_cell, usage_cells, write_table
+from lib.slot_usage.task_reads import compare_classes, task_usage
 from lib.tasks.glue import tsv_text
 from lib.tasks.predict import predict_file
-from lib.tasks.score_table import finished_seeds, group_seeds, score_table
-from lib.weights.checkpoint import find_weights, load_model, read_weights
+from lib.tasks.score_table import score_table
+from lib.weights.checkpoint import find_weights, load_model
 from lib.weights.run import Run
 from model import value_tables
 
 
 def table(args):
     """Print Table 2 (perplexity and slot usage, with --data) or 6 (usage of fine-tuned runs)."""
-    if {bool(Run(path).seeds()) for path in args.runs} != {not args.data}:
-        raise UserError("table takes runs of pretraining with --data, or fine-tuned runs without")
-    if args.data:
-        table_2(args)
-    else:
-        table_6(args)
+    (table_2 if args.data else table_6)(args)
 
 
 def table_2(args):
     """Evaluate language models on test splits, with the same batches for all."""
-    usage_data = args.usage_data or args.data[0]
-    causal = read_weights(args.runs[0])["config"].get("causal", False)
-    if causal and args.repeats > 1:
-        raise UserError(f"--repeats {args.repeats}: a causal model has no maskings to repeat")
-    for path in args.runs:  # mistakes come before the long work
-        check_language_model(path, causal)
-    seq_len = min(training_text(path)[0] for path in args.runs)
-    sizes = seq_len, args.batch_size, args.sequences, args.repeats
-    heldout = {name: test_batches(name, args.runs, causal, *sizes)
-               for name in [*args.data, usage_data]}
-    device, dtype = open_device(args, args.dtype)
-    runs = [evaluate_run(path, heldout, device, dtype) for path in args.runs]
-    rows = [perplexity_row(run, args.data, usage_data) for run in runs]
-    maskings = f"; mean [lowest, highest] of {args.repeats} maskings" if args.repeats > 1 else ""
-    note = (f"Test splits, {args.sequences or 'all'} sequences of {seq_len}; usage on "
-            f"data/{usage_data}{maskings}. Steps: those of the initial model + the run's own. Only "
-            "rows with the same number of steps show what the memory does. Each is one run of one "
-            "seed, and another seed alone changes the perplexity: run several before you trust a "
-            "small difference.")
-    if causal:
-        note += " Windows overlap by half; each token is predicted once."
-    if unfinished := [run["run"] for run in runs if " of " in run["steps"]]:
-        note += f" NOT FINISHED, so not to be compared yet: {', '.join(unfinished)}."
+    device, dtype, line = choose_device(args.device, args.dtype)
+    print(line)
+    seq_len, runs = evaluate_runs(args.runs, args.data, device, dtype, args.batch_size,
+                                  args.sequences, args.repeats)
+    rows = []
+    for run in runs:
+        results = list(run["results"].values())
+        rows.append([run["run"], run["steps"], run["seed"], *map(perplexity_cell, results),
+                     *usage_cells([result["layers"] for result in results[0]])])
+    note = (f"Test splits, {args.sequences or 'all'} sequences of {seq_len}; a causal model's "
+            f"overlap by half. Usage on data/{args.data[0]}. Several maskings: mean [lowest, "
+            "highest]. Steps: those of the initial model + the run's own. Only rows with the same "
+            "number of steps show what the memory does. Each is one run of one seed, and another "
+            "seed alone changes the perplexity: run several before you trust a small difference.")
     header = ["run", "steps", "seed", *(f"{name} ppl" for name in args.data), *USAGE]
-    data = {"note": note, "usage_data": usage_data, "runs": runs}
-    write_table(args.out, header, rows, note, data)
+    write_table(args.out, header, rows, note, {"note": note, "runs": runs})
 
 
 def table_6(args):
-    """Count what each fine-tuned model reads in the examples of its task."""
-    (device, _), records = open_device(args), []
-    for path in args.runs:
-        sample = TaskSample(path, None, args.split, args.sequences)
-        counts = sample.count(sample.checkpoint, device, path)
-        records.append({"run": path, "checkpoint": str(sample.checkpoint),
-                        "done": bool(Run(sample.checkpoint.parent).results()),
-                        "task": sample.settings["task"], "examples": len(sample.chosen),
-                        "layers": {n: usage_metrics(**layer) for n, layer in counts.items()}})
-    rows = [[r["run"], r["task"], f"{r['examples']:,}", *usage_cells(r["layers"])] for r in records]
-    note = f"After fine-tuning, {args.split} split, nothing masked, padding not counted."
-    if unfinished := [record["run"] for record in records if not record["done"]]:
-        note += f" NOT FINISHED, best epoch so far: {', '.join(unfinished)}."
-    write_table(args.out, ["run", "task", "examples", *USAGE], rows, note, records)
+    """Count what each fine-tuned model reads in the training examples of its task."""
+    device = open_device(args)
+    records = [task_usage(path, args.sequences, device) for path in args.runs]
+    rows = [[r["run"], r["task"], f"{r['examples']:,}", *usage_cells([r["layers"]])]
+            for r in records]
+    write_table(args.out, ["run", "task", "examples", *USAGE], rows,
+                "The best epoch so far, train split, nothing masked, padding not counted.", records)
 
 
 def glue(args):
     """Print Tables 4, 5 and 7: dev scores of fine-tuned runs, medians over their seeds."""
-    header, rows, records = score_table(group_seeds(finished_seeds(args.runs)))
+    header, rows, records = score_table(args.runs)
     write_table(args.out, header, rows,
                 "Dev splits, median over the seeds of each seed's best epoch; -: not run. Avg: of "
                 "the six columns from MNLI-m to CoLA, once all are there.", records)
@@ -116,28 +89,20 @@ def glue(args):
 
 def by_class(args):
     """Draw Figure 4: how far apart two classes' slots are, before and after fine-tuning."""
-    (device, _), records = open_device(args), []
-    for path in args.runs:
-        sample = TaskSample(path, args.data, args.split, args.sequences)
-        models = {"before": sample.settings.get("init_checkpoint", sample.checkpoint)}
-        if sample.settings:
-            models["after"] = sample.checkpoint
-        for when, weights in models.items():
-            layers = sample.compare_classes(weights, device, f"{path}, {when}")
-            records += [{"run": path, "when": when, **layer} for layer in layers]
-    if not records:
-        raise UserError(f"{args.runs[0]}: a model without memory has no slots to compare")
+    device = open_device(args)
+    records = [record for path in args.runs
+               for record in compare_classes(path, args.sequences, device)]
     keys = ["kl_between", "kl_floor", "kl", "iou_between", "iou_floor", "iou"]
     rows = [[r["run"], r["layer"], r["when"], *(f"{r[key]:.3f}" for key in keys),
              f"{r['accesses']:,}"] for r in records]
     header = ["run", "layer", "when", "KL", "floor", "corrected", "IOU", "floor", "corrected",
               "accesses"]
     write_table(args.out, header, rows,
-                f"Top-1 slots, {args.split} split: KL(class 1 || 0.9 class 0 + 0.1 class 1) in "
-                "nats, at most 2.30, and IOU of the shares of the slots. Floor: the same between "
-                "two random halves of one class. Corrected for it: a KL of 0 and an IOU of 1 mean "
-                "no more difference than that. Accesses: of each half.", records,
-                draw_class_distances)
+                "Top-1 slots, train split: KL(class 1 || 0.9 class 0 + 0.1 class 1) in nats, at "
+                "most 2.30, and IOU of the shares of the slots. Floor: the same between two random "
+                "halves of one class. Corrected for it: a KL of 0 and an IOU of 1 mean no more "
+                "difference than that. Accesses: of each half.", records,
+                figures.draw_class_distances)
 
 
 def staleness(args):
@@ -146,16 +111,18 @@ def staleness(args):
     for path in args.runs:
         snapshots = Run(path).usage_snapshots()
         for layer in Run(path).settings()["memory_layers"]:
-            accesses = int(snapshots[max(snapshots)][f"layer{layer}_top1"].sum())
-            records.append({"run": path, "layer": layer, "accesses": accesses,
-                            "slots": staleness_shares(snapshots, layer)})
+            last = last_used(snapshots, layer)
+            shares = np.bincount(last, minlength=len(snapshots) + 1) / len(last)
+            records.append({"run": path, "layer": layer,
+                            "accesses": int(snapshots[max(snapshots)][f"layer{layer}_top1"].sum()),
+                            "slots": dict(zip(["never", *snapshots], shares.tolist()))})
     columns = ["never", *sorted({step for r in records for step in r["slots"]} - {"never"})]
     rows = [[r["run"], r["layer"], f"{r['accesses']:,}",
              *(f"{r['slots'][step]:.1%}" if step in r["slots"] else None for step in columns)]
             for r in records]
     write_table(args.out, ["run", "layer", "accesses", *map(str, columns)], rows,
                 "Share of the slots by the step of the last snapshot at which they were top-1. "
-                "Accesses: in a snapshot.", records, draw_staleness)
+                "Accesses: in a snapshot.", records, figures.draw_staleness)
 
 
 def curves(args):
@@ -169,23 +136,19 @@ def curves(args):
                      f"{end['accuracy']:.1%}", "/".join(end["layers"]) or "-", usage or "-"])
     header = ["run", "steps", "first ppl", "last ppl", "accuracy", "layers", "top-1 MU %"]
     note = f"Held-out text of data/{corpus}; the steps of the initial model count."
-    write_table(args.out, header, rows, note, runs, draw_curves)
+    write_table(args.out, header, rows, note, runs, figures.draw_curves)
 
 
 def slots(args):
-    """Show the most read slots of a layer, or given ones, and the contexts that read them."""
-    checkpoint, _ = find_weights(args.run)
-    model = load_model(checkpoint).eval()
-    tables = value_tables(model)
-    if args.layer not in tables:
+    """Show the most read slots of a layer, or given ones, with contexts that read them."""
+    checkpoint, corpus = read_corpus(args)
+    if args.layer not in corpus.layers:
         raise UserError(f"{args.run}: no memory in layer {args.layer}; its memory layers: "
-                        f"{', '.join(map(str, tables)) or 'none'}")
-    n_slots = len(tables[args.layer].weight)
+                        f"{', '.join(map(str, corpus.layers))}")
+    (reads, _), n_slots = corpus.layers[args.layer], corpus.n_slots[args.layer]
     if bad := [slot for slot in args.slot if not 0 <= slot < n_slots]:
         raise UserError(f"slot {bad[0]}: layer {args.layer} has slots 0 to {n_slots - 1}")
-    corpus = CorpusReads(model.to(open_device(args)[0]), args.run, args.data, args.sequences)
-    reads, _ = corpus.layers[args.layer]  # (tokens, heads, topk)
-    read, top1 = (np.bincount(s.ravel(), minlength=n_slots) for s in (reads, reads[..., 0]))
+    read, top1 = times_read(reads, n_slots)
     records = [{"slot": slot, "reads": int(read[slot]), "top1": int(top1[slot]),
                 "contexts": corpus.contexts(args.layer, slot, args.contexts)}
                for slot in args.slot or np.argsort(-read, kind="stable")[:args.most].tolist()]
@@ -198,16 +161,11 @@ def slots(args):
 
 def browse(args):
     """Write an HTML page of what slots know: usage, contexts, a search for words."""
-    checkpoint, _ = find_weights(args.run)
-    model = load_model(checkpoint).eval()
-    n_slots = {n: len(table.weight) for n, table in value_tables(model).items()}
-    if not n_slots:
-        raise UserError(f"{args.run}: a model without memory has no slots")
-    corpus = CorpusReads(model.to(open_device(args)[0]), args.run, args.data, args.sequences)
+    checkpoint, corpus = read_corpus(args)
     snapshots = {}
     with contextlib.suppress(UserError):  # a run has them, a folder of weights does not
         snapshots = Run(args.run).usage_snapshots()
-    data = page_data(corpus.ids, corpus.tokenizer, corpus.layers, n_slots, snapshots, args.contexts)
+    data = page_data(corpus, snapshots, args.contexts)
     note = (f"{checkpoint.name}: what {corpus.ids.size:,} tokens of data/{corpus.name}'s test text "
             "read, nothing masked")
     file = Path(f"{args.out}.html")
@@ -217,34 +175,29 @@ def browse(args):
 
 def fill(args):
     """Guess each [MASK]; show the slots read there, and what else reads those."""
-    model, tokenizer, checkpoint = open_language_model(args, causal=False)
+    model, tokenizer, checkpoint, corpus = open_language_model(args, causal=False)
     special, mask_id = special_tokens(tokenizer.get_vocab()), special_ids(tokenizer).mask
-    texts = {text: tokenizer.encode(special.cls + text.replace("[MASK]", special.mask) + special.sep)
-             for text in args.texts}
-    for text, encoding in texts.items():
-        if mask_id not in encoding.ids:
+    for text in args.texts:
+        masked = text.replace("[MASK]", special.mask)
+        ids = tokenizer.encode(special.cls + masked + special.sep).ids
+        if mask_id not in ids:
             raise UserError(f"no [MASK] in {text!r}: write one where a word is to be guessed")
-    contexts = corpus_contexts(model, args.run, args.data, args.sequences, args.contexts)
-    for text, encoding in texts.items():
         print(f"{checkpoint}: {text}")
-        for position, token in enumerate(encoding.ids):
-            if token == mask_id:
-                print(f"[MASK] at token {position}:")
-                print(*guess_lines(model, tokenizer, encoding.ids, position, contexts), sep="\n")
+        for position in [n for n, token in enumerate(ids) if token == mask_id]:
+            print(f"[MASK] at token {position}:")
+            print_guess(model, tokenizer, ids, position, corpus, args.contexts)
 
 
 def sample(args):
     """Continue a text; show first the likeliest next tokens and the slots read for them."""
     if not args.temperature >= 0:
         raise UserError(f"--temperature {args.temperature}: expected 0 or more")
-    model, tokenizer, checkpoint = open_language_model(args, causal=True)
-    *_, sep, _ = special_tokens(tokenizer.get_vocab())
-    ids = tokenizer.encode(sep + args.text).ids  # [SEP]: a document begins
-    window = training_text(args.run)[0]
+    model, tokenizer, checkpoint, corpus = open_language_model(args, causal=True)
+    start = special_tokens(tokenizer.get_vocab()).sep  # a document begins
+    ids, window = tokenizer.encode(start + args.text).ids, training_text(args.run)[0]
     seen = ids[-window:]
-    contexts = corpus_contexts(model, args.run, args.data, args.sequences, args.contexts)
     print(f"{checkpoint}: {args.text}\nnext:")
-    print(*guess_lines(model, tokenizer, seen, len(seen) - 1, contexts), sep="\n")
+    print_guess(model, tokenizer, seen, len(seen) - 1, corpus, args.contexts)
     generator = torch.Generator().manual_seed(args.seed)
     for number in range(1, args.samples + 1):
         new = model.generate(ids, args.tokens, window, args.temperature, args.top_k, generator)
@@ -257,26 +210,40 @@ def predict(args):
     file = Path("/dev/stdin" if args.file == "-" else args.file)
     header, rows = predict_file(args.run, file, device)
     text = tsv_text([header, *rows])
-    if not args.out:
-        print(text, end="")
-        return
-    write_text(f"{args.out}.tsv", text)
-    print(f"wrote {args.out}.tsv: {len(rows):,} rows")
+    if args.out:
+        write_text(f"{args.out}.tsv", text)
+        text = f"wrote {args.out}.tsv: {len(rows):,} rows\n"
+    print(text, end="")
 
 
-def open_device(args, dtype="float32"):
-    """Choose the device of --device and print it: (torch.device, torch.dtype)."""
-    device, dtype, line = choose_device(args.device, dtype)
+def open_device(args):
+    """Choose the device of --device and print it."""
+    device, _, line = choose_device(args.device, "float32")
     print(line)
-    return device, dtype
+    return device
+
+
+def read_corpus(args):
+    """Read a corpus with the model of args.run: (folder of its weights, CorpusReads)."""
+    checkpoint, _ = find_weights(args.run)
+    model = load_model(checkpoint).eval().to(open_device(args))
+    return checkpoint, CorpusReads(model, args.run, args.data, args.sequences)
 
 
 def open_language_model(args, causal):
-    """Load the language model of args.run: (model, tokenizer, folder of its weights)."""
+    """Load the language model of args.run: (model, tokenizer, folder of its weights, CorpusReads).
+    The last is None for a model without memory, or if the run's corpus is not there."""
     check_language_model(args.run, causal)
     checkpoint, vocab = find_weights(args.run)
-    device, _ = open_device(args)
-    return load_model(checkpoint).eval().to(device), load_tokenizer(vocab), checkpoint
+    model, corpus = load_model(checkpoint).eval().to(open_device(args)), None
+    try:
+        if value_tables(model):
+            corpus = CorpusReads(model, args.run, args.data, args.sequences)
+    except UserError as error:
+        if args.data:
+            raise
+        print(f"what else reads the slots is not shown: {error}")
+    return model, load_tokenizer(vocab), checkpoint, corpus
 
 
 def main(argv=None):
@@ -286,22 +253,17 @@ def main(argv=None):
     number = {"type": whole_number, "metavar": "N"}
     readers = "slots fill sample browse"  # commands that read a corpus with one model
     option("table glue by_class staleness curves", "runs", nargs="+", metavar="out/RUN")
-    option(readers, "run", metavar="RUN", help="out/<run>, or one of its checkpoints")
-    option("predict", "run", metavar="RUN", help="a fine-tuned run, or one of its seeds")
+    option(f"{readers} predict", "run", metavar="RUN", help="out/<run>, a seed or a checkpoint")
     option("predict", "file", metavar="FILE", help="TSV with a header, SQuAD's JSON, or - (stdin)")
     option("fill", "texts", nargs="+", metavar="TEXT", help="a text with [MASK] in it, in quotes")
     option("sample", "text", help="the prompt, or '' for none; [SEP] ends a document")
     option("sample", "--tokens", **number, default=40, help="to add (40)")
     option("sample", "--samples", **number, default=1, help="(1)")
-    option("sample", "--temperature", type=float, default=0.8, metavar="T",
-           help="0: always the likeliest token (0.8)")
+    option("sample", "--temperature", type=float, default=0.8, help="0: the likeliest token (0.8)")
     option("sample", "--top_k", **number, default=50, help="draw from the N likeliest (50)")
-    option("sample", "--seed", type=int, default=0, metavar="N", help="(0)")
+    option("sample", "--seed", type=int, default=0, help="(0)")
     option("table", "--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it")
-    option("by_class", "--data", metavar="TASK", help="another task than the fine-tuned run's")
     option(readers, "--data", metavar="NAME", help="data/NAME, not the run's corpus")
-    option("table", "--usage_data", metavar="NAME", help="where usage is counted (first of --data)")
-    option("table by_class", "--split", choices=("train", "dev"), default="train", help="(train)")
     option("table by_class", "--sequences", **number, help="a quick look at N, evenly spread (all)")
     option(readers, "--sequences", **number, default=512, help="of its test text (512)")
     option("table", "--repeats", **number, default=1, help="maskings (1)")
@@ -312,13 +274,12 @@ def main(argv=None):
     option("slots fill sample", "--contexts", **number, default=3, help="for a slot (3)")
     option("browse", "--contexts", **number, default=8, help="for a slot (8)")
     option(f"table by_class {readers} predict", "--device", default="auto", help="cuda, mps, cpu")
-    option("table", "--dtype", choices=DTYPES, default="auto")
+    option("table", "--dtype", choices=DTYPES, default="float32", help="(float32)")
     out = {"metavar": "NAME",
            "type": lambda name: re.sub(r"\.(md|json|png|svg|html|tsv)$", "", name)}
-    option("table glue by_class staleness curves slots", "--out", **out,
-           help="write the results to NAME.md, NAME.json, ...")
+    option("table glue by_class staleness curves slots predict", "--out", **out,
+           help="write NAME.md, NAME.json, ...; predict: NAME.tsv")
     option("browse", "--out", **out, required=True, help="write NAME.html")
-    option("predict", "--out", **out, help="write NAME.tsv instead of printing")
     args = parser.parse_args(argv)
     if is_distributed() and args.command != "table":
         raise UserError(f"{args.command}: one process does it: python measure.py; torchrun is for "

@@ -1,57 +1,50 @@
 """
-Write the page of measure.py browse: one HTML file in which a person finds what a slot knows.
+Write the HTML page of measure.py browse, in which a person finds what a slot knows.
 
-page_data() gathers the data, and page_html() puts them into browse.html as JSON. Two layers of
-64 x 64 slots read by 32,768 tokens make 1.1 MB. Two of 512 x 512 read by 262,144 make at most 21.
+page_data() gathers the data. page_html() puts them into browse.html as JSON. Two layers of
+64 x 64 slots read by 32,768 tokens make 1.1 MB. Larger ones want fewer --contexts.
 """
-import itertools
 import json
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
-from lib.corpus.vocabulary import special_tokens
-from lib.slot_usage.counts import last_used
+from lib.corpus.vocabulary import special_ids
+from lib.slot_usage.contexts import WIDTH
+from lib.slot_usage.counts import last_used, times_read
 
-CONTEXTS = 2**19  # in a layer, so that a browser opens the page: 8 a slot of 256 x 256, 2 of 512^2
 SLOTS = 8  # shown for a word
-WIDTH = 8  # tokens on either side: two contexts that agree here count as one
 
 
-def page_data(ids, tokenizer, reads, n_slots, snapshots, contexts):
-    """Gather what the page shows, as plain Python.
-
-    ids: (sequences, time) tokens of a text. reads: {layer: (slots, weights)}, what the tokens read,
-    both (tokens, heads, topk). n_slots: {layer: slots}. snapshots: those of Run, or {}. contexts:
-    the most for a slot; there are fewer in a layer of more than 65,536 slots.
-    """
-    used, text = np.unique(ids, return_inverse=True)
-    pieces, text = token_texts(tokenizer, used.tolist()), text.ravel()
+def page_data(corpus, snapshots, contexts):
+    """Gather what the page shows, as plain Python. corpus: a CorpusReads. snapshots: those of Run,
+    or {}. contexts: at most this number for a slot."""
+    ids, layers = corpus.ids, []
+    used, text = np.unique(ids.ravel(), return_inverse=True)
+    pieces = token_texts(corpus.tokenizer, used.tolist())
     words, counts, word = find_words([pieces[i] for i in text])
-    new, layers = first_occurrences(ids), []
-    for layer, (slots, weights) in reads.items():
-        size = n_slots[layer]
-        read, top1 = (np.bincount(s.ravel(), minlength=size) for s in (slots, slots[..., 0]))
-        slots, weights = slots.reshape(len(text), -1), weights.reshape(len(text), -1)
-        token, its_word = (np.broadcast_to(numbers[:, None], slots.shape)
-                           for numbers in (np.arange(len(text)), word))
-        share = weights / np.bincount(word, weights.sum(1))[its_word]  # of all that a word reads
-        most = max(1, min(contexts, CONTEXTS // size))
+    around = np.pad(ids, ((0, 0), (WIDTH, WIDTH)), constant_values=-1)
+    around = np.lib.stride_tricks.sliding_window_view(around, 2 * WIDTH + 1, axis=1)
+    _, new = np.unique(around.reshape(ids.size, -1), axis=0, return_index=True)
+    for layer, (slots, weights) in corpus.layers.items():
+        size, (tokens, heads, _) = corpus.n_slots[layer], slots.shape
+        read, top1 = times_read(slots, size)
+        slots, weights = slots.reshape(tokens, -1), weights.reshape(tokens, -1)
+        share = weights / (heads * counts[word])[:, None]  # of all that a word reads
         layers.append({
             "layer": layer, "n_keys": round(size**0.5),
             "read": read.tolist(), "top1": top1.tolist(),
             "last": last_used(snapshots, layer).tolist() if snapshots else [],
-            "contexts": strongest(slots[new], token[new], weights[new], size, most),
-            "words": strongest(its_word, slots, share, len(words), SLOTS)})
+            "contexts": strongest(slots[new], new[:, None], weights[new], size, contexts),
+            "words": strongest(word[:, None], slots, share, len(words), SLOTS)})
     return {"seq_len": ids.shape[1], "text": text.tolist(), "pieces": pieces, "words": words,
-            "counts": counts, "steps": list(snapshots), "layers": layers}
+            "counts": counts.tolist(), "steps": list(snapshots), "layers": layers}
 
 
 def token_texts(tokenizer, ids):
-    """Spell each token, with the space before it if it has one."""
-    # after another token, as a decoder drops the space of the first one
-    mask = tokenizer.token_to_id(special_tokens(tokenizer.get_vocab())[-1])
+    """Spell each token, with the space before it."""
+    mask = special_ids(tokenizer).mask  # in front, as a decoder drops the first token's space
     first, *both = tokenizer.decode_batch([[mask], *([mask, i] for i in ids)],
                                           skip_special_tokens=False)
     return [text.removeprefix(first) for text in both]
@@ -60,43 +53,30 @@ def token_texts(tokenizer, ids):
 def find_words(texts):
     """Join the tokens of a text to words: (words, most frequent first; their counts; the number of
     each token's word). A word goes on where letters or digits follow without a space."""
-    goes_on = [a[-1:].isalnum() and b[:1].isalnum() for a, b in itertools.pairwise(texts)]
-    number = np.cumsum([0, *(not same for same in goes_on)])
-    spelled = [""] * (number[-1] + 1)
-    for n, text in zip(number, texts, strict=True):
-        spelled[n] += text
+    spelled, number = [""], []
+    for text in texts:
+        if not (spelled[-1][-1:].isalnum() and text[:1].isalnum()):
+            spelled.append("")
+        spelled[-1] += text
+        number.append(len(spelled) - 1)
     spelled = [word.strip() for word in spelled]
-    words, counts = zip(*Counter(spelled).most_common(), strict=True)
+    words, counts = zip(*Counter(spelled[1:]).most_common(), strict=True)
     index = {word: n for n, word in enumerate(words)}
-    return words, counts, np.array([index[word] for word in spelled])[number]
-
-
-def first_occurrences(ids):
-    """Return the indices of tokens, in (sequences x time), whose context no sequence had before."""
-    padded = np.pad(ids, ((0, 0), (WIDTH, WIDTH)), constant_values=-1)
-    around = np.lib.stride_tricks.sliding_window_view(padded, 2 * WIDTH + 1, axis=1)
-    return np.unique(around.reshape(ids.size, -1), axis=0, return_index=True)[1]
+    return words, np.array(counts), np.array([index[spelled[n]] for n in number])
 
 
 def strongest(groups, items, weights, n_groups, most):
-    """Find the items with the highest sums of weights in each group.
-
-    groups, items, weights: arrays of one shape, with an entry for each read. Returns a list for
-    each group, [item, weight in percent, item, weight in percent, ...], highest first, with at most
-    `most` items.
+    """Find the items with the highest sums of weights in each group: at most `most`. groups, items
+    and weights broadcast to one entry a read. Returns [item, weight in percent, item, ...] lists.
     """
     n_items = int(items.max()) + 1
-    pair = groups.ravel().astype(np.int64) * n_items + items.ravel()
-    order = np.argsort(pair, kind="stable")
-    pair = pair[order]
-    starts = np.flatnonzero(np.diff(pair, prepend=-1))
-    sums = np.add.reduceat(weights.ravel()[order], starts, dtype=np.float64)
-    group, item = np.divmod(pair[starts], n_items)
+    pairs, pair = np.unique(groups.astype(np.int64) * n_items + items, return_inverse=True)
+    sums = np.bincount(pair.ravel(), weights.ravel())
+    group, item = np.divmod(pairs, n_items)
     order = np.lexsort((-sums, group))
-    group, item = group[order], item[order]
-    place = np.arange(len(group)) - np.searchsorted(group, group)  # in its group, from 0
-    kept = place < most
-    both = np.column_stack([item, np.rint(100 * sums[order])]).astype(int)[kept]
+    group, item, sums = group[order], item[order], sums[order]
+    kept = np.arange(len(group)) - np.searchsorted(group, group) < most  # by the place in its group
+    both = np.column_stack([item, np.rint(100 * sums)]).astype(int)[kept]
     ends = np.searchsorted(group[kept], np.arange(1, n_groups))
     return [pairs.ravel().tolist() for pairs in np.split(both, ends)]
 

@@ -6,7 +6,6 @@ Count which slots the memories of a model read, for the metrics of section 3.2.
 >>> usage_metrics(**counts[4])                      # of layer 4: MU, top-1 MU, KL_u, KL_w
 """
 import contextlib
-import functools
 import math
 
 import numpy as np
@@ -18,14 +17,12 @@ from model import value_tables
 
 @contextlib.contextmanager
 def watch_reads(model, see):
-    """Call see(layer, slots, weights) at every memory lookup inside the `with` block. The arrays
-    are (tokens, heads, topk), best first. Padded tokens are never looked up. A compiled model does
-    not call hooks: run the raw one."""
-    def hook(layer, table, inputs, output):
-        slots, weights = inputs[:2]
-        see(layer, slots, weights)
+    """Call see(layer, slots, weights) at every memory lookup inside the block. The tensors are on
+    the CPU, (tokens, heads, topk), best first. A compiled model calls no hooks: run the raw one."""
+    def hook(layer):
+        return lambda table, read, output: see(layer, *(x.detach().cpu() for x in read[:2]))
 
-    hooks = [table.register_forward_hook(functools.partial(hook, layer))
+    hooks = [table.register_forward_hook(hook(layer))
              for layer, table in value_tables(model).items()]
     try:
         yield
@@ -36,45 +33,43 @@ def watch_reads(model, see):
 
 @contextlib.contextmanager
 def count_reads(model):
-    """Count what every memory reads inside the block: `with count_reads(model) as counts`. One
-    access is one head's read for one token: our reading of the x of section 3.2.
+    """Count what every memory reads inside the block. Its end sums over the ranks.
 
     counts[layer] is a dict. Three are (n_slots,) arrays: `read`, how often a slot was among the top
     k, `top1`, how often it was the best, and `weight`, the sum of its softmax weights. `topk` is an
-    int. `effective_k` sums exp(entropy of the weights) over the accesses. That is 1 if one slot has
-    all the weight, topk if all have the same. The end of the block sums over the ranks.
+    int. `effective_k` sums exp(entropy of the weights) over the accesses. An access is one head's
+    read for one token: our reading of the x of section 3.2.
     """
-    counts = {}
-    for layer, table in value_tables(model).items():
-        device = table.weight.device
-        device = "cpu" if device.type == "mps" else device  # MPS has no float64
-        zeros = torch.zeros(len(table.weight), dtype=torch.int64, device=device)
-        counts[layer] = {"read": zeros, "top1": zeros.clone(), "weight": zeros.double(),
-                         "effective_k": zeros[0].double()}
+    sizes = {layer: len(table.weight) for layer, table in value_tables(model).items()}
+    counts = {layer: {"read": np.zeros(n_slots, int), "top1": np.zeros(n_slots, int),
+                      "weight": np.zeros(n_slots), "effective_k": 0.0}
+              for layer, n_slots in sizes.items()}
 
     def count(layer, slots, weights):
-        sums = counts[layer]
-        device, n_slots = sums["read"].device, len(sums["read"])
-        slots, weights = slots.to(device), weights.to(device)
-        flat = slots.flatten()
-        sums["read"] += flat.bincount(minlength=n_slots)
-        sums["top1"] += slots[..., 0].flatten().bincount(minlength=n_slots)
-        sums["weight"] += flat.bincount(weights.flatten().double(), minlength=n_slots)
-        sums["effective_k"] += torch.special.entr(weights).sum(-1).exp().sum(dtype=torch.float64)
+        sums, n_slots, weights = counts[layer], sizes[layer], weights.double()
+        read, top1 = times_read(slots.numpy(), n_slots)
+        sums["read"] += read
+        sums["top1"] += top1
+        sums["weight"] += np.bincount(slots.flatten(), weights.flatten(), n_slots)
+        sums["effective_k"] += torch.special.entr(weights).sum(-1).exp().sum().item()
         sums["topk"] = slots.shape[-1]
 
     with watch_reads(model, count):
         yield counts
     for sums in counts.values():
-        for name in ("read", "top1", "weight"):
-            sums[name] = sum_over_ranks(sums[name].cpu().numpy())
-        sums["effective_k"] = sum_over_ranks(sums["effective_k"].item())
+        for name in ("read", "top1", "weight", "effective_k"):
+            sums[name] = sum_over_ranks(sums[name])
+
+
+def times_read(slots, n_slots):
+    """Count how often each slot is among the top k, and how often it is the best: (n_slots,) both.
+    slots: (tokens, heads, topk), best first."""
+    return [np.bincount(read.ravel(), minlength=n_slots) for read in (slots, slots[..., 0])]
 
 
 def usage_metrics(read, top1, weight, topk, effective_k):
-    """Compute the metrics of section 3.2 from a layer's counts (see count_reads). MU and top-1 MU
-    are shares of 1. KL_u and KL_w are in nats. The effective k is the mean over the accesses.
-    mu_uniform and top1_mu_uniform are for the same number of accesses to uniformly random slots."""
+    """Compute the metrics of section 3.2 from a layer's counts (see count_reads). The KLs are in
+    nats. mu_uniform and top1_mu_uniform are for the same number of accesses to random slots."""
     n_slots, accesses = len(read), int(top1.sum())
 
     def kl_to_uniform(counts):
@@ -88,14 +83,6 @@ def usage_metrics(read, top1, weight, topk, effective_k):
             "kl_u": kl_to_uniform(read), "kl_w": kl_to_uniform(weight),
             "effective_k": effective_k / accesses, "accesses": accesses,
             "mu_uniform": uniform(topk), "top1_mu_uniform": uniform(1)}
-
-
-def staleness_shares(snapshots, layer):
-    """Share the slots of a layer out by when they were last top-1 (Figure 2). Returns {step of a
-    usage snapshot, or "never": share}. snapshots: those of Run."""
-    last = last_used(snapshots, layer)
-    shares = np.bincount(last, minlength=len(snapshots) + 1) / len(last)
-    return dict(zip(["never", *snapshots], shares.tolist(), strict=True))
 
 
 def last_used(snapshots, layer):

@@ -10,7 +10,7 @@ from lib.common.errors import UserError
 from lib.common.progress import Progress
 from lib.corpus.batches import causal_heldout, masked_heldout
 from lib.distributed.processes import deal_batches, sum_over_ranks
-from lib.slot_usage.contexts import open_corpus
+from lib.slot_usage.contexts import open_corpus, training_text
 from lib.slot_usage.counts import count_reads, usage_metrics
 from lib.training.trainer import autocast, to_device
 from lib.weights.checkpoint import check_objective, find_weights, load_model, read_weights
@@ -73,23 +73,32 @@ def check_same_text(paths):
     return first["dataset"]
 
 
-def test_batches(name, paths, causal, seq_len, batch_size, sequences, maskings):
-    """List the batches of data/<name>'s test split for the models of `paths`, once for each
-    masking. The windows of a causal model overlap by half, and each predicts only what the one
-    before did not."""
-    split = open_corpus(name, *paths), "test", seq_len, batch_size, sequences
-    if causal:
-        return [causal_heldout(*split, stride=seq_len // 2)]
-    return [masked_heldout(*split, masking) for masking in range(maskings)]
-
-
-def evaluate_run(path, heldout, device, dtype):
-    """Evaluate the model of `path` on {corpus: test_batches}; return a record for JSON."""
-    checkpoint, _ = find_weights(path)
-    print(f"{path}: weights of {checkpoint}")
-    model = load_model(checkpoint).to(device)
-    results = {name: [evaluate_language_model(model, Progress(batches, f"{path}, data/{name}"),
-                                              device, dtype)[0] for batches in maskings]
-               for name, maskings in heldout.items()}
-    trained = Run(checkpoint.parent).steps_and_seed(checkpoint)
-    return {"run": path, "checkpoint": str(checkpoint), **trained, "results": results}
+def evaluate_runs(paths, corpora, device, dtype, batch_size, sequences=None, maskings=1):
+    """Evaluate language models on the same batches of corpora's test splits. At most `sequences` of
+    a split are read, as short as the shortest that a model was trained on. Windows of causal models
+    overlap by half, and each token is predicted once. Returns (sequence length, records for JSON).
+    """
+    causal = read_weights(paths[0])["config"].get("causal", False)
+    if causal and maskings > 1:
+        raise UserError(f"--repeats {maskings}: a causal model has no maskings to repeat")
+    for path in paths:  # mistakes come before the long work
+        check_language_model(path, causal)
+    seq_len = min(training_text(path)[0] for path in paths)
+    heldout, records = {}, []
+    for name in corpora:
+        split = open_corpus(name, *paths), "test", seq_len, batch_size, sequences
+        heldout[name] = ([causal_heldout(*split, stride=seq_len // 2)] if causal else
+                         [masked_heldout(*split, masking) for masking in range(maskings)])
+    for path in paths:
+        checkpoint, _ = find_weights(path)
+        print(f"{path}: weights of {checkpoint}")
+        model = load_model(checkpoint).to(device)
+        results = {name: [] for name in corpora}
+        for name, drawn in heldout.items():
+            for batches in drawn:
+                batches = Progress(batches, f"{path}, data/{name}")
+                evaluation, _ = evaluate_language_model(model, batches, device, dtype)
+                results[name].append(evaluation)
+        trained = Run(checkpoint.parent).steps_and_seed(checkpoint)
+        records.append({"run": path, "checkpoint": str(checkpoint), **trained, "results": results})
+    return seq_len, records

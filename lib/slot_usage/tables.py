@@ -1,5 +1,5 @@
 """
-Write tables for people: slot usage, Table 2, the files of --out.
+Write tables for people: perplexity, slot usage, the files of --out.
 """
 import json
 
@@ -10,32 +10,30 @@ from lib.common.progress import markdown
 
 USAGE = ["layers", "MU %", "uniform", "top-1 MU %", "uniform", "KL_u", "KL_w", "effective k",
          "accesses"]
-USAGE_CELLS = ["{layer}", "{mu:.1%}", "{mu_uniform:.1%}", "{top1_mu:.1%}", "{top1_mu_uniform:.1%}",
-               "{kl_u:.2f}", "{kl_w:.2f}", "{effective_k:.1f}", "{accesses:,.0f}"]
 
 
-def perplexity_row(record, corpora, usage_data):
-    """Make a row of Table 2 from a record of evaluate_run. It has the perplexities on the corpora,
-    with their range over several maskings, and the slot usage on data/<usage_data>."""
-    cells = [record["run"], record["steps"], record["seed"]]
-    for name in corpora:
-        values = [result["perplexity"] for result in record["results"][name]]
-        spread = f" [{min(values):.2f}, {max(values):.2f}]" if len(values) > 1 else ""
-        cells.append(f"{np.mean(values):.2f}{spread}")
-    return cells + usage_cells(*(result["layers"] for result in record["results"][usage_data]))
+def perplexity_cell(results):
+    """Make a cell of Table 2: the mean, and the range over several maskings."""
+    values = [result["perplexity"] for result in results]
+    spread = f" [{min(values):.2f}, {max(values):.2f}]" if len(values) > 1 else ""
+    return f"{np.mean(values):.2f}{spread}"
 
 
-def usage_cells(*usages):
-    """Make the cells of USAGE: each layer's mean over usages, dicts {layer: usage_metrics}."""
-    layers = [{"layer": n, **{key: np.mean([usage[n][key] for usage in usages]) for key in metrics}}
-              for n, metrics in usages[0].items()]
-    cells = []
-    for cell in USAGE_CELLS:
-        texts = [cell.format(**layer).rstrip("%") for layer in layers]
-        if "uniform" in cell or "accesses" in cell:
-            texts = texts[:1]  # the same in all layers
-        cells.append("/".join(texts) or "-")
-    return cells
+def usage_cells(usages):
+    """Make the cells of USAGE: each layer's mean over a list of {layer: usage_metrics}."""
+    layers = usages[0]
+    if not layers:
+        return ["-"] * len(USAGE)
+    one = next(iter(layers.values()))  # all layers and maskings have the same accesses
+
+    def join(key, form, factor=1):
+        means = [factor * np.mean([usage[layer][key] for usage in usages]) for layer in layers]
+        return "/".join(f"{mean:{form}}" for mean in means)
+
+    return ["/".join(map(str, layers)), join("mu", ".1f", 100), f"{100 * one['mu_uniform']:.1f}",
+            join("top1_mu", ".1f", 100), f"{100 * one['top1_mu_uniform']:.1f}",
+            join("kl_u", ".2f"), join("kl_w", ".2f"), join("effective_k", ".1f"),
+            f"{one['accesses']:,}"]
 
 
 def write_table(out, header, rows, note, data, draw=None):

@@ -1,5 +1,5 @@
 """
-Count what the examples of a task read: Table 6, and Figure 4 for two classes.
+Count what the training examples of a task read: Table 6, and Figure 4 for two classes.
 """
 import itertools
 import math
@@ -11,7 +11,7 @@ from lib.common.errors import UserError
 from lib.common.progress import Progress
 from lib.corpus.vocabulary import text_tokenizer
 from lib.distributed.processes import deal_batches, first_rank_first
-from lib.slot_usage.counts import count_reads
+from lib.slot_usage.counts import count_reads, usage_metrics
 from lib.tasks.examples import batches_by_length
 from lib.tasks.glue import find_task
 from lib.tasks.task_data import load_examples
@@ -20,96 +20,94 @@ from lib.weights.checkpoint import find_weights, load_model
 from lib.weights.run import Run
 
 
-class TaskSample:
-    """Encode examples of a task for the model of a run, and count what they read.
+def task_usage(path, sequences, device):
+    """Measure the slot usage of a fine-tuned run in its training examples: Table 6, for JSON."""
+    _, task, examples, chosen = training_examples(path, sequences)
+    counts = count_task_reads(path, examples, chosen, device, path)
+    layers = {layer: usage_metrics(**sums) for layer, sums in counts.items()}
+    return {"run": path, "task": task.name, "examples": len(chosen), "layers": layers}
 
-    path: the run. task: another than it was fine-tuned on. split: 'train' or 'dev'. sequences: at
-    most this number of examples, evenly spread. Attributes: settings (the fine-tuned run's, else
-    {}), checkpoint (its weights), task, examples, chosen (their indices).
-    """
 
-    def __init__(self, path, task=None, split="train", sequences=None):
-        seeds = Run(path).seeds()
-        if not (task or seeds):
-            raise UserError(f"{path}: not a fine-tuned run: it takes --data TASK")
-        self.settings = seeds[0].settings() if seeds else {}
-        self.checkpoint, vocab = find_weights(path)
-        print(f"{path}: weights of {self.checkpoint}")
-        tokenizer = text_tokenizer(vocab)
-        with first_rank_first():
-            self.task = find_task(task or self.settings["task"])
-        name = "train" if split == "train" else next(iter(self.task.dev.values()))
-        lengths = [self.settings.get(key, 128) for key in ("max_len", "doc_stride")]
-        self.examples = load_examples(self.task, name, tokenizer, *lengths)
-        total = len(self.examples.ids)
-        self.chosen = np.linspace(0, total - 1, min(sequences or total, total)).astype(int)
-
-    @torch.no_grad()
-    def count(self, weights, device, title, chosen=None):
-        """Count what the model at `weights` reads in the examples, or in those `chosen`. Returns
-        the counts of count_reads; title: of the progress bar."""
-        model = load_model(weights).to(device).eval()
-        chosen = self.chosen if chosen is None else chosen
-        batches = batches_by_length(self.examples.lengths[chosen], 32)
-        with count_reads(model) as counts:
-            for batch in deal_batches(Progress(batches, title)):
-                model.bert(**to_device(self.examples.pad(chosen[batch]), device))
-        return counts
-
-    def halves(self):
-        """Draw two halves of each of two classes, all of one size: [class 0's, class 1's]."""
-        if (classes := len(self.task.labels)) != 2:
-            raise UserError(f"{self.task.name} has {classes} classes, expected two")
-        rng, labels = np.random.default_rng(0), self.examples.labels[self.chosen]
-        size = min(np.bincount(labels, minlength=2)) // 2
-        if not size:
-            raise UserError(f"{self.task.folder}: a class has fewer than two of the "
-                            f"{len(self.chosen):,} examples: too few to compare classes")
-        return [rng.permutation(self.chosen[labels == label])[:2 * size].reshape(2, size)
-                for label in (0, 1)]
-
-    def compare_classes(self, weights, device, title):
-        """Compare the top-1 slots that the two classes read: one record for each memory layer."""
-        halves = self.halves()
-        counts = [[self.count(weights, device, f"{title}, class {label}, half {n}", half)
+def compare_classes(path, sequences, device):
+    """Compare the top-1 slots of two classes before and after fine-tuning: Figure 4, for JSON."""
+    settings, task, examples, chosen = training_examples(path, sequences)
+    halves, records = draw_halves(task, examples, chosen), []
+    for when, weights in (("before", settings["init_checkpoint"]), ("after", path)):
+        title = f"{path}, {when}, class"
+        counts = [[count_task_reads(weights, examples, half, device, f"{title} {label}, half {n}")
                    for n, half in enumerate(halves[label], 1)] for label in (1, 0)]
-        records = []
         for layer in counts[0][0]:
             top1 = np.array([[half[layer]["top1"] for half in of_class] for of_class in counts])
-            records.append({"layer": layer, **class_distances(*top1),
+            records.append({"run": path, "when": when, "layer": layer, **class_distances(*top1),
                             "accesses": int(top1.sum()) // 4})
-        return records
+    return records
+
+
+def training_examples(path, sequences):
+    """Load the training examples of a fine-tuned run. Returns its settings, its Task, examples, and
+    the indices of `sequences` of the examples, evenly spread; None for all."""
+    seeds, (checkpoint, vocab) = Run(path).seeds(), find_weights(path)
+    if not seeds:
+        raise UserError(f"{path}: not a fine-tuned run; table takes others with --data NAME")
+    print(f"{path}: weights of {checkpoint}")
+    settings = seeds[0].settings()
+    with first_rank_first():
+        task = find_task(settings["task"])
+    examples = load_examples(task, "train", text_tokenizer(vocab), settings["max_len"],
+                             settings["doc_stride"])
+    total = len(examples.ids)
+    chosen = np.linspace(0, total - 1, min(sequences or total, total)).astype(int)
+    return settings, task, examples, chosen
+
+
+@torch.no_grad()
+def count_task_reads(path, examples, chosen, device, title):
+    """Count what the model at `path` reads in the examples `chosen` (see count_reads)."""
+    model = load_model(path).to(device).eval()
+    batches = batches_by_length(examples.lengths[chosen], 32)
+    with count_reads(model) as counts:
+        for batch in deal_batches(Progress(batches, title)):
+            model.bert(**to_device(examples.pad(chosen[batch]), device))
+    return counts
+
+
+def draw_halves(task, examples, chosen):
+    """Draw two halves of each class, all of one size: a list of indices (2, size)."""
+    labels, rng = examples.labels[chosen], np.random.default_rng(0)
+    classes = [chosen[labels == label] for label in range(len(task.labels))]
+    size = min(map(len, classes), default=0) // 2
+    if len(classes) != 2 or not size:
+        raise UserError(f"{task.folder}: expected two classes with two examples or more, found "
+                        f"{[len(members) for members in classes]} examples")
+    return [rng.permutation(members)[:2 * size].reshape(2, size) for members in classes]
 
 
 def class_distances(positive, negative):
     """Measure how much the slots that two classes read differ (Figure 4).
 
-    positive, negative: top-1 counts of two random halves of each class, (2, n_slots). Let p and q
-    be the slots' shares in a half of the positive and in one of the negative class.
-    kl_between is KL(p || 0.9 q + 0.1 p) in nats. The 0.1 p keeps it finite where only p reads a
-    slot: at most log 10. Adding one to every count would weigh more in larger tables.
-    iou_between is the sum of the smaller shares over the sum of the larger ones.
-    Both are means over the four pairs of halves. kl_floor and iou_floor are the same between the
-    halves of one class: the noise of few accesses.
-    kl and iou are corrected for the floor, and hardly depend on the number of accesses. kl is
-    scaled to 0 at the floor, with log 10 unchanged. iou takes the common share, which is the sum of
-    the smaller shares, divided by the floor's. Direction, mixture and correction are our reading.
+    positive, negative: top-1 counts of two random halves of each class, (2, n_slots). Call the
+    slots' shares in a positive half p, in a negative half q. All this is our reading:
+    - kl_between is KL(p || 0.9 q + 0.1 p) in nats. The 0.1 p bounds it by log 10.
+    - iou_between is the sum of min(p, q) over the sum of max(p, q).
+    - Both are means over the four pairs of halves.
+    - kl_floor and iou_floor compare the halves of one class: the noise of few accesses.
+    - kl is scaled to 0 at the floor, with log 10 unchanged.
+    - iou comes from the sum of min(p, q), divided by the floor's.
     """
-    def compare(a, b):
-        p, q = a / a.sum(), b / b.sum()
+    def compare(p, q):
         read = p > 0
-        kl = (p[read] * np.log(p[read] / (0.9 * q[read] + 0.1 * p[read]))).sum()
+        kl = (p[read] * np.log(p[read] / (0.9 * q + 0.1 * p)[read])).sum()
         return kl, np.minimum(p, q).sum()
 
     def iou(common):
         return common / (2 - common)
 
+    positive, negative = (x / x.sum(1, keepdims=True) for x in (positive, negative))
     halves = [*itertools.permutations(positive), *itertools.permutations(negative)]
     kl_floor, floor = np.mean([compare(*pair) for pair in halves], 0)
     kl, common = np.mean([compare(*pair) for pair in itertools.product(positive, negative)], 0)
     if not floor:
-        raise UserError("two halves of one class have no slot in common: too few examples to "
-                        "compare classes")
+        raise UserError("two halves of one class have no slot in common: too few examples")
     most = math.log(10)
     return {"kl_between": kl, "kl_floor": kl_floor,
             "kl": most * (kl - kl_floor) / (most - kl_floor),

@@ -188,8 +188,9 @@ def test_one_path_is_one_folder_of_weights(tuned, capsys):
         assert tune(f"--init_from={path}", "--max_steps=1", "--out=out/again") == 0
         assert f"init_from {best}:" in capsys.readouterr().out
         shutil.rmtree("out/again")
-        measure.main(["table", "out/run"] if n < 2 else ["by_class", path, "--data=own"])
-        assert f"weights of {best}" in capsys.readouterr().out
+        if n < 2:
+            measure.main(["table", path])
+            assert f"weights of {best}" in capsys.readouterr().out
     last = Path("out/run/seed0/step_000002")
     assert find_weights(last) == (last, best.parent / "vocab.txt")
     assert find_weights("out/run/seed1")[0] == Path("out/run/seed1/best")

@@ -24,7 +24,8 @@ from lib.for_transformers.export import export
 from lib.slot_usage.contexts import training_text
 from lib.slot_usage.counts import watch_reads
 from lib.slot_usage.evaluation import evaluate_language_model
-from lib.slot_usage.task_reads import TaskSample, class_distances
+from lib.slot_usage.task_reads import class_distances, draw_halves, training_examples
+from lib.tasks.glue import find_task
 from lib.tasks.score_table import NO_RECIPE
 from lib.training.trainer import Trainer
 from lib.weights.checkpoint import find_weights, load_model
@@ -39,17 +40,16 @@ def test_table(place, capsys):
     assert train("--max_steps=2") == 0
     assert train("--max_steps=2", "--memory_layers=", "--out=out/plain") == 0
     capsys.readouterr()
-    measure.main(["table", "out/plain", "out/tiny", "--data", "more", "tiny", "--usage_data",
-                  "tiny", "--repeats", "2", "--batch_size", "3", "--device", "cpu",
-                  "--out", "results/t2.md"])
+    measure.main(["table", "out/plain", "out/tiny", "--data", "tiny", "more", "--repeats", "2",
+                  "--batch_size", "3", "--device", "cpu", "--out", "results/t2.md"])
     out = capsys.readouterr().out
     assert sorted(os.listdir("results")) == ["t2.json", "t2.md"]
     text = Path("results/t2.md").read_text()
     assert text in out and "data/tiny" in text
-    assert "of one seed" in text and "NOT FINISHED" not in text
+    assert "of one seed" in text
     header, _, plain, tiny = ([cell.strip() for cell in line.split("|")[1:-1]]
                               for line in text.splitlines()[:4])
-    assert header[:5] == ["run", "steps", "seed", "more ppl", "tiny ppl"]
+    assert header[:5] == ["run", "steps", "seed", "tiny ppl", "more ppl"]
     assert plain[1:3] == ["2", "0"] and plain[5:] == ["-"] * 9
     model, device = load_model("out/tiny"), torch.device("cpu")
     expected = {name: [evaluate_language_model(model, masked_heldout(
@@ -78,7 +78,7 @@ def test_table(place, capsys):
     assert "| 64" in capsys.readouterr().out  # 2 sequences x 16 tokens x 2 heads
 
 
-def test_table_shows_the_steps_and_what_is_not_finished(place, monkeypatch):
+def test_table_shows_the_steps(place, monkeypatch):
     """The steps are the initial model's + the run's own; a stopped run shows its max_steps too."""
     assert train("--max_steps=4", "--checkpoint_interval=2") == 0
     assert train("--max_steps=2", "--init_from=out/tiny", "--seed=7", "--out=out/more") == 0
@@ -98,8 +98,6 @@ def test_table_shows_the_steps_and_what_is_not_finished(place, monkeypatch):
     found = json.loads(Path("t.json").read_text())
     assert [(run["steps"], run["seed"]) for run in found["runs"]] == [
         ("4", 0), ("2 of 4", 0), ("4 + 2", 7), ("6 + 1 of 6", 0), ("? + 3", 0)]
-    assert "NOT FINISHED, so not to be compared yet: out/tiny/step_000002, out/half." in (
-        Path("t.md").read_text())
 
 
 def test_a_weights_folder_is_measured_like_a_run(place, capsys):
@@ -164,14 +162,13 @@ def test_usage_on_a_task(tuned, capsys):
         assert layers[str(n)]["top1_mu"] == (both > 0).mean()
         assert layers[str(n)]["accesses"] == both.sum()
 
-    measure.main(["by_class", str(run / "seed0"), "out/tiny", "--data", "own", "--out", "figure4"])
+    measure.main(["by_class", str(run / "seed0"), "--out", "figure4"])
     found = json.loads(Path("figure4.json").read_text())
     assert [(own["run"], own["when"], own["layer"]) for own in found] == [
         (str(run / "seed0"), "before", 2), (str(run / "seed0"), "before", 3),
-        (str(run / "seed0"), "after", 2), (str(run / "seed0"), "after", 3),
-        ("out/tiny", "before", 2), ("out/tiny", "before", 3)]
-    sample = TaskSample("out/tiny", "own")
-    halves = dict(zip(("animal", "none"), sample.halves(), strict=True))
+        (str(run / "seed0"), "after", 2), (str(run / "seed0"), "after", 3)]
+    _, *examples = training_examples(run, None)
+    halves = dict(zip(("animal", "none"), draw_halves(*examples), strict=True))
     members = {label: [n for n, row in enumerate(rows) if row[1] == label] for label in halves}
     size = min(map(len, members.values())) // 2
     for label, both in halves.items():  # two parts of a class, all of one size
@@ -186,13 +183,14 @@ def test_usage_on_a_task(tuned, capsys):
         assert {key: own[key] for key in expected} == pytest.approx(expected, rel=0.02, abs=0.005)
         assert own["accesses"] == (none.sum() + animal.sum()) // 4
     assert Path("figure4.png").read_bytes()[1:4] == b"PNG"
-    for args, message in [(["by_class", "out/tiny"], "--data TASK"),
-                          (["by_class", str(run), "--data", "pairs"], "pairs has 0 classes"),
-                          (["table", "out/tiny", str(run)], "table takes runs of pretraining"),
-                          (["table", "out/tiny"], "table takes runs of pretraining"),
-                          (["by_class", str(run), "--sequences", "3"], "too few to compare"),
+    with pytest.raises(UserError, match="pairs: expected two classes .* found \\[\\]"):
+        draw_halves(find_task("pairs"), *examples[1:])
+    for args, message in [(["by_class", "out/tiny"], "not a fine-tuned run"),
+                          (["table", "out/tiny", str(run)], "out/tiny: not a fine-tuned run"),
+                          (["table", "out/tiny"], "out/tiny: not a fine-tuned run"),
+                          (["by_class", str(run), "--sequences", "3"], "expected two classes .* found .1, 2. "),
                           (["glue", "out/tiny"], "no fine-tuned run"),
-                          (["glue", "out/none"], "out/none: no such run")]:
+                          (["glue", "out/none"], "out/none: no fine-tuned run")]:
         with pytest.raises(UserError, match=message):
             measure.main(args)
 

@@ -5,6 +5,7 @@ import collections
 import json
 import re
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -55,13 +56,19 @@ def draw_reads(rng, tokens, n_slots):
     return slots, weights
 
 
+def corpus_reads(ids, tokenizer, reads, n_slots):
+    """Stand in for a CorpusReads, with `n_slots` slots in all layers."""
+    return types.SimpleNamespace(ids=ids, tokenizer=tokenizer, layers=reads,
+                                 n_slots=dict.fromkeys(reads, n_slots))
+
+
 def test_the_data_are_those_of_a_count_one_by_one():
     rng, words = np.random.default_rng(0), list("abcdefgh")
     ids = rng.integers(5, 5 + len(words), (6, 20))
     reads = {2: draw_reads(rng, ids.size, 16), 4: draw_reads(rng, ids.size, 16)}
     snapshots = {step: {f"layer{n}_top1": rng.integers(0, 2, 16) for n in reads}
                  for step in (5, 10)}
-    found = page_data(ids, tokenizer_of(words), reads, dict.fromkeys(reads, 16), snapshots, 3)
+    found = page_data(corpus_reads(ids, tokenizer_of(words), reads, 16), snapshots, 3)
     assert "".join(found["pieces"][n] for n in found["text"][:20]) == "".join(
         f" {words[i - 5]}" for i in ids[0])
     assert sorted(found["counts"], reverse=True) == list(found["counts"])
@@ -95,22 +102,13 @@ def test_words_of_pieces_and_contexts_that_stand_twice():
     vocab = [*SPECIALS, "value", "##error", "raises", ":", "none"]
     tokenizer = wordpiece_tokenizer(vocab)
     ids = np.array([[2, *tokenizer.encode("raises valueerror : value : none").ids, 3]] * 2)
-    found = page_data(ids, tokenizer, {1: draw_reads(np.random.default_rng(0), 18, 4)},
-                           {1: 4}, {}, 99)
+    reads = {1: draw_reads(np.random.default_rng(0), 18, 4)}
+    found = page_data(corpus_reads(ids, tokenizer, reads, 4), {}, 99)
     assert dict(zip(found["words"], found["counts"], strict=True)) == {
         ":": 4, "[CLS]": 2, "raises": 2, "valueerror": 2, "value": 2, "none": 2, "[SEP]": 2}
     assert {token for pairs in found["layers"][0]["contexts"] for token in pairs[::2]} == set(
         range(9))
     assert found["layers"][0]["last"] == []
-
-
-def test_a_large_memory_has_fewer_contexts(monkeypatch):
-    monkeypatch.setattr("lib.slot_usage.browse.CONTEXTS", 48)
-    reads = {1: draw_reads(np.random.default_rng(0), 40, 4)}
-    ids = np.random.default_rng(0).integers(5, 9, (1, 40))
-    for size, most in ((4, 9), (16, 3), (64, 1)):
-        found = page_data(ids, tokenizer_of("abcd"), reads, {1: size}, {}, 9)
-        assert max(map(len, found["layers"][0]["contexts"])) == 2 * most
 
 
 def test_clicks_keys_and_search(place, browser, capsys):
@@ -197,7 +195,7 @@ def test_no_text_breaks_out_of_the_page(tmp_path, browser):
     words = [BREAKOUT, "<!--<script>", "&lt;b&gt;", "\u2028", "DATA"]
     reads = {1: draw_reads(np.random.default_rng(0), 30, 4)}
     ids = np.random.default_rng(0).integers(5, 5 + len(words), (3, 10))
-    found = page_data(ids, tokenizer_of(words), reads, {1: 4}, {}, 8)
+    found = page_data(corpus_reads(ids, tokenizer_of(words), reads, 4), {}, 8)
     text = page_html({"title": BREAKOUT, "note": BREAKOUT, **found})
     (tmp_path / "page.html").write_text(text, encoding="utf-8")
     shown = browser(tmp_path / "page.html")
