@@ -16,7 +16,6 @@ out/<run>/seed0/best_epoch_2/    while it trains: the best epoch's weights; in t
 out/<run>/seed0/{eval_results.json,predictions_dev.tsv,submission/} of the weights in best/
 out/<run>/eval_results.json      the medians over the seeds, and each seed's
 """
-import re
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -38,8 +37,8 @@ from lib.distributed.processes import (
     run_ranks,
     set_timeout,
 )
-from lib.tasks.glue import find_task, task_name
-from lib.tasks.predict import predict_examples, score_dev, write_dev_predictions, write_submissions
+from lib.tasks.glue import find_task
+from lib.tasks.predict import score_dev, write_dev_predictions, write_submissions
 from lib.tasks.task_data import TaskData, TrainingBatches
 from lib.training.trainer import Schedule, State, Trainer, catch_signals
 from lib.weights import checkpoint
@@ -87,7 +86,7 @@ class Config:
         return round(self.warmup * self.max_steps)
 
 
-def train_epochs(trainer, run, state, data, predict, signals):
+def train_epochs(trainer, run, state, data, signals):
     """Train to the end, and score the dev splits after each epoch.
 
     The weights of the best epoch so far are on disk before a checkpoint names it.
@@ -104,13 +103,14 @@ def train_epochs(trainer, run, state, data, predict, signals):
         return np.nan_to_num(results[task.metrics[0]], nan=-np.inf)
 
     def score_epoch(step):
-        results = score_dev(data, predict)
-        state.last = {"epoch": batches.epochs(step), **results}
+        epoch = batches.epochs(step)
+        results = score_dev(trainer.model, data, config.batch_size, trainer.dtype)
+        state.last = {"epoch": epoch, **results}
         run.log({"step": step, **state.last})
-        print(f"epoch {batches.epochs(step):g}: {in_percent(task, results)}", flush=True)
+        print(f"epoch {epoch:g}: {in_percent(task, results)}", flush=True)
         if state.best is None or quality(results) > quality(state.best):
             state.best = state.last
-            run.save_best(state.best["epoch"], checkpoint.model_file(trainer.model, task.labels))
+            run.save_best(epoch, checkpoint.model_file(trainer.model, task.labels))
 
     trainer.train(run, state, due, score_epoch, signals)
 
@@ -119,14 +119,6 @@ def in_percent(task, results, prefix=""):
     """Show the metrics of the dev splits in percent."""
     return ", ".join(f"{metric}{suffix} {task.scale * results[prefix + metric + suffix]:.2f}"
                      for suffix in task.dev for metric in task.metrics)
-
-
-def write_results(run, state, data):
-    """Write the metrics of the best and the last epoch, as Hugging Face's scripts name them."""
-    results = {("" if key == "epoch" else "eval_") + key: n for key, n in state.best.items()}
-    for suffix, dev in data.dev.items():
-        results[f"eval_samples{suffix}"] = len(dev.questions if data.task.reads_spans else dev.ids)
-    run.write_results(results | {f"last_{key}": n for key, n in state.last.items()})
 
 
 def fine_tune(config, run, data, sizes, initial, vocab, signals):
@@ -145,37 +137,29 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     model = build_model(sizes, "span" if task.reads_spans else "classifier", task.labels)
     for values in value_tables(model).values():
         values.weight.requires_grad_(config.update_memory)
-    newest = run.newest_checkpoint()
-    if newest:
+    if newest := run.newest_checkpoint():
         checkpoint.load_weights(model, checkpoint.read_weights(newest)["weights"], newest)
     else:
-        origin = checkpoint.init_from(model, initial)
+        run.begin(config, vocab, checkpoint.init_from(model, initial))
     schedule = Schedule(config.lr, config.warmup_steps, config.max_steps)
     trainer = Trainer(config, schedule, model, TrainingBatches(data.train, config), device, dtype,
                       labels=task.labels)
-    if newest:
-        state = trainer.restore(newest)
-    else:
-        state = State()
-        run.begin(config, vocab, origin=origin)
+    state = trainer.restore(newest) if newest else State()
     run.open(state.step, state.best and state.best["epoch"], config.tensorboard)
-
-    def predict_with(model):
-        return lambda examples: predict_examples(model, examples, config.batch_size, device, dtype)
-
-    train_epochs(trainer, run, state, data, predict_with(model), signals)
+    train_epochs(trainer, run, state, data, signals)
     if any_signalled(signals):
         return
     best = checkpoint.load_model(run.finish_best(state.best["epoch"])).to(device)
-    write_dev_predictions(run.folder, data, predict_with(best))
-    write_submissions(run.folder / "submission", data, predict_with(best))
-    write_results(run, state, data)  # last: it says that the seed is done
+    write_dev_predictions(run.folder, best, data, config.batch_size, dtype)
+    write_submissions(run.folder / "submission", best, data, config.batch_size, dtype)
+    # the names of Hugging Face's scripts
+    results = {("" if key == "epoch" else "eval_") + key: n for key, n in state.best.items()}
+    results |= {f"last_{key}": n for key, n in state.last.items()}
+    run.write_results(results)  # comes last: it says that the seed is done
 
 
 def write_medians(task, out, results):
-    """Write and print the medians over the seeds. results: {seed: its eval_results.json}."""
-    for seed, scores in results.items():
-        print(f"seed {seed}: {in_percent(task, scores, 'eval_')}; best epoch {scores['epoch']:g}")
+    """Write and print the medians over the seeds. results: {seed: scores}."""
     medians = {key: float(np.median([scores[key] for scores in results.values()]))
                for key in results[min(results)]}
     Run(out).write_results({**medians, "seeds": results})
@@ -199,21 +183,17 @@ def main(argv):
         raise UserError(f"max_len = {config.max_len}: there are {sizes.max_len} positions")
 
     device, dtype = use_device(config.device, config.dtype)
-    tokenizer = text_tokenizer(vocab)
     with first_rank_first():
         task = find_task(config.task)
-    data = TaskData(task, tokenizer, config.max_len, config.doc_stride)
+    data = TaskData(task, text_tokenizer(vocab), config.max_len, config.doc_stride)
     config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."))
     batches = TrainingBatches(data.train, config)
     config = replace(config, max_steps=config.max_steps or config.epochs * batches.steps_per_epoch)
-    data.print_sizes()
     print(f"{len(batches.chosen):,} training examples, {config.max_steps:,} steps of "
           f"{batches.size}, {config.warmup_steps:,} of them warm-up")
 
-    is_seed = re.fullmatch(r"seed\d+", vocab.parent.name)
-    name = (vocab.parent.parent if is_seed else vocab.parent).name
     fixed = "" if config.update_memory else "_fixed"
-    out = Path(config.out or f"out/{name}_{task_name(config.task)}{fixed}")
+    out = Path(config.out or f"out/{Path(config.init_from).name}_{task.name}{fixed}")
     with lock(out, "trains there"):
         max_over_ranks()  # the first one has the lock
         signals, results = catch_signals(), {}
