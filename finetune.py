@@ -186,9 +186,10 @@ def main(argv):
     with first_rank_first():
         task = find_task(config.task)
     data = TaskData(task, text_tokenizer(vocab), config.max_len, config.doc_stride)
-    config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."))
     batches = TrainingBatches(data.train, config)
-    config = replace(config, max_steps=config.max_steps or config.epochs * batches.steps_per_epoch)
+    max_steps = config.max_steps or config.epochs * batches.steps_per_epoch
+    config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."),
+                     max_steps=max_steps)
     print(f"{len(batches.chosen):,} training examples, {config.max_steps:,} steps of "
           f"{batches.size}, {config.warmup_steps:,} of them warm-up")
 

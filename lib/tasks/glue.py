@@ -107,11 +107,11 @@ def own_task(folder, title):
 
 
 def read_split(task, split):
-    """Read the texts of a split, tuples of one or two, and its labels. The labels are an array of
-    classes or scores, None for a test split.
+    """Read the texts of a split, tuples of one or two, and its labels: an array of classes or
+    scores, None for a test split.
 
-    A malformed row is a UserError with file and line. In training data up to one row in a hundred
-    may be malformed, as a few of QQP's are. These are left out, which is printed."""
+    A malformed row is a UserError. In train one row in a hundred may be malformed, as a few of
+    QQP's are. These are left out, and the first is printed."""
     path, is_test = task.file(split), split.startswith("test")
     headless = task.name == "cola" and not is_test
     columns, rows, malformed = read_table(path, COLA if headless else None)
@@ -164,9 +164,8 @@ def row_names(task, split):
 def read_table(path, columns=None):
     """Read a TSV file. Quotes are ordinary characters; blank lines at the end do not count.
 
-    columns: the names of the columns of a file without a header. Returns the columns, the rows
-    {line number: fields}, and a list of messages about malformed lines, which have more or fewer
-    fields. A blank line between rows is malformed, too. UserError if there is no row."""
+    columns: the names of the columns, if the file has no header. Returns the columns, the rows
+    {line number: fields}, and messages about lines with more or fewer fields."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (FileNotFoundError, IsADirectoryError):
@@ -189,8 +188,7 @@ def read_table(path, columns=None):
 
 
 def find_columns(path, columns, choices):
-    """Find the first of `choices`, tuples of names, among a file's columns. Returns the places of
-    these columns; UserError if there are none."""
+    """Find the first of `choices`, tuples of names, among a file's columns: their places."""
     for names in choices:
         if set(names) <= set(columns):
             return [columns.index(name) for name in names]

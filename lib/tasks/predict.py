@@ -122,11 +122,9 @@ def prediction_table(predictions, labels):
 def predict_file(run, file, device):
     """Predict for a file of new texts with a fine-tuned model. run: see find_weights.
 
-    file: a TSV file with the columns of training: sentence, or sentence1 and sentence2 (or GLUE's
-    names). For SQuAD it has question and context, or it is a .json as SQuAD's. Other columns may be
-    there, and texts may be empty. Returns the header and rows of a table. It has the file's columns
-    and the prediction, then a class's probability or an answer's score, the sum of two logits.
-    Scores of a regression are not clipped to the range of the labels."""
+    file: a TSV file with the columns of training; for SQuAD with question and context, or a .json
+    as SQuAD's. Other columns may be there. Returns header and rows of a table: the file's columns,
+    the prediction, and the probability of a class or the score of an answer."""
     folder, vocab = find_weights(run)
     saved = read_weights(folder)
     if not saved.get("head"):
@@ -160,7 +158,7 @@ def read_questions(file):
 
 def read_texts(file, choices):
     """Read a TSV file of new texts. Returns its header, its rows, and a tuple of texts for each
-    row. The texts are in the first of `choices`, tuples of columns, that the file has."""
+    row. choices: see find_columns."""
     header, rows, malformed = read_table(file)
     places = find_columns(file, header, choices)
     if malformed:

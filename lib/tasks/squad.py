@@ -21,8 +21,8 @@ class Question:
 
 
 def read_squad(path, answered=True):
-    """Read the Questions of a SQuAD 1.1 file. With `answered` they have answers, and a UserError
-    names a question with an answer that is not at its place."""
+    """Read the Questions of a SQuAD 1.1 file; UserError if it is none. With `answered` each has
+    answers, at their places in the paragraph."""
     try:
         articles = json.loads(Path(path).read_text(encoding="utf-8"))["data"]
         paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
@@ -87,10 +87,9 @@ def make_windows(tokenizer, questions, max_len, stride, what="encoding"):
 
 
 def max_context(begins, room, total):
-    """Choose for each of `total` tokens the window that has most context for it. The context is
-    min(tokens to the left, tokens to the right) + 0.01 * length, as in Devlin et al.'s
-    run_squad.py; the first of equal windows wins. Windows hold `room` tokens from each of `begins`.
-    Returns the windows' numbers (total,), in ascending order."""
+    """Choose for each of `total` tokens the window with most context: min(tokens to the left,
+    tokens to the right) + 0.01 * length, as in Devlin et al.'s run_squad.py. Windows hold `room`
+    tokens from each of `begins`. Returns the windows' numbers (total,), in ascending order."""
     position, begin = np.arange(total), np.array(begins)[:, None]
     end = np.minimum(begin + room, total)
     context = np.minimum(position - begin, end - 1 - position) + 0.01 * (end - begin)
