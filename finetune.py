@@ -7,9 +7,8 @@ $ python finetune.py configs/finetune_squad.py --init_from=out/base_resm_init
 $ torchrun --standalone --nproc_per_node=4 finetune.py CONFIG --accumulation=4
 
 A task of your own is a folder: --task=FOLDER. The header of its train.tsv and dev.tsv names the
-columns `sentence`, or `sentence1` and `sentence2`, and `label`, or `score` for a number. The same
-command goes on where a stopped run left off. --key=value overrides any setting below. One process
-at a time trains in a folder.
+columns `sentence`, or `sentence1` and `sentence2`, and `label`, or `score` for a number.
+--key=value overrides a setting below. The same command goes on where a stopped run left off.
 
 out/<run>/seed0/{config.json,log.jsonl,vocab.txt,step_000500/}     as pretrain.py's; the newest one
 out/<run>/seed0/best_epoch_2/    while it trains: the best epoch's weights; in the end renamed best/
@@ -92,6 +91,7 @@ def train_epochs(trainer, run, state, data, signals):
     The weights of the best epoch so far are on disk before a checkpoint names it.
     """
     config, batches, task = trainer.config, trainer.batches, data.task
+    metric = task.metrics[0]
 
     def due(step):
         if step % batches.steps_per_epoch == 0 or step == config.max_steps:
@@ -99,16 +99,14 @@ def train_epochs(trainer, run, state, data, signals):
         every = {"log": config.log_interval, "save": config.checkpoint_interval}
         return {what for what, n in every.items() if step % n == 0}
 
-    def quality(results):
-        return np.nan_to_num(results[task.metrics[0]], nan=-np.inf)
-
     def score_epoch(step):
         epoch = batches.epochs(step)
         results = score_dev(trainer.model, data, config.batch_size, trainer.dtype)
         state.last = {"epoch": epoch, **results}
         run.log({"step": step, **state.last})
         print(f"epoch {epoch:g}: {in_percent(task, results)}", flush=True)
-        if state.best is None or quality(results) > quality(state.best):
+        best = state.best[metric] if state.best else np.nan
+        if np.isnan(best) or results[metric] > best:
             state.best = state.last
             run.save_best(epoch, checkpoint.model_file(trainer.model, task.labels))
 
@@ -122,7 +120,7 @@ def in_percent(task, results, prefix=""):
 
 
 def fine_tune(config, run, data, sizes, initial, vocab, signals):
-    """Fine-tune with one seed, or resume. Unless a signal comes, `run` has results in the end.
+    """Fine-tune with one seed, or resume. Unless a signal comes, `run` then has results.
 
     sizes: the BertConfig of the weights `initial`; vocab: the path of their vocab.txt.
     """
@@ -152,9 +150,8 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     best = checkpoint.load_model(run.finish_best(state.best["epoch"])).to(device)
     write_dev_predictions(run.folder, best, data, config.batch_size, dtype)
     write_submissions(run.folder / "submission", best, data, config.batch_size, dtype)
-    # the names of Hugging Face's scripts
-    results = {("" if key == "epoch" else "eval_") + key: n for key, n in state.best.items()}
-    results |= {f"last_{key}": n for key, n in state.last.items()}
+    results = {f"eval_{key}": number for key, number in state.best.items()}
+    results |= {f"last_{key}": number for key, number in state.last.items()}
     run.write_results(results)  # comes last: it says that the seed is done
 
 

@@ -37,8 +37,8 @@ class Examples:
 
 
 def encode_examples(tokenizer, texts, labels, max_len, what="encoding"):
-    """Encode tuples of one or two texts as Examples. While there are more than max_len tokens, the
-    longer of two texts loses its last one (Devlin et al.)."""
+    """Encode tuples of one or two texts as Examples. The longer of two texts loses its last token
+    until there are max_len tokens (Devlin et al.)."""
     special = special_ids(tokenizer)
     encodings = tokenize(tokenizer, [text for row in texts for text in row], what)
     ids, first_length = [], []
@@ -53,8 +53,8 @@ def encode_examples(tokenizer, texts, labels, max_len, what="encoding"):
 
 
 def batches_by_length(lengths, size, rng=None):
-    """Group examples of similar lengths into batches, as arrays of indices. They are sorted by
-    length. With a numpy Generator batches come in random order, sorted within 64 at a time."""
+    """Group examples of similar lengths into batches, as arrays of indices. Without a numpy
+    Generator all are sorted; with it batches are in random order, sorted within 64."""
     n = len(lengths)
     order, bucket = (np.arange(n), n) if rng is None else (rng.permutation(n), 64 * size)
     order = order[np.lexsort((lengths[order], np.arange(n) // bucket))]

@@ -68,8 +68,9 @@ COLA = ["source", "label", "star", "sentence"]  # its train.tsv and dev.tsv have
 
 
 def find_task(name, root="data"):
-    """Find a Task by its name or folder; UserError if it is not there. name: "sst2" or "SST-2" and
-    so on, "docs" (made if missing), or a folder with train.tsv, dev.tsv and maybe test.tsv."""
+    """Find a Task by its name or folder; UserError if it is not there.
+
+    name: "sst2" or "SST-2", "squad", "docs" (made if missing), or a folder of your own."""
     key, folder = task_name(name), Path(name or "?")
     hint = f"expected docs, {', '.join(TASKS)}, or a folder of your own"
     if key in TASKS:
@@ -86,8 +87,9 @@ def find_task(name, root="data"):
 
 
 def task_name(task):
-    """Return a task's short name: "sst2" for "SST-2", or the last part of a path. A folder of your
-    own with an official name becomes "own_rte"."""
+    """Return a task's short name: "sst2" for "SST-2", or the last part of a path.
+
+    A folder of your own with an official name becomes "own_rte"."""
     key, last = (name.lower().replace("-", "") for name in (task, Path(task).name))
     return key if key in TASKS else f"own_{last}" if last in TASKS else Path(task).name
 
@@ -107,19 +109,18 @@ def own_task(folder, title):
 
 
 def read_split(task, split):
-    """Read the texts of a split, tuples of one or two, and its labels: an array of classes or
-    scores, None for a test split.
+    """Read the texts of a split, and its labels.
 
-    A malformed row is a UserError. In train one row in a hundred may be malformed, as a few of
-    QQP's are. These are left out, and the first is printed."""
+    The texts are tuples of one or two. The labels are an array of classes or scores, None for a
+    test split. A malformed row is a UserError. In train one row in a hundred may be malformed, as
+    a few of QQP's are. They are left out, and the first one is printed."""
     path, is_test = task.file(split), split.startswith("test")
     headless = task.name == "cola" and not is_test
     columns, rows, malformed = read_table(path, COLA if headless else None)
     if task.name == "mrpc" and not is_test:
         _, ids, _ = read_table(task.folder / "mrpc_dev_ids.tsv", ["#1 ID", "#2 ID"])
-        in_dev = list(ids.values())
         rows = {number: fields for number, fields in rows.items()
-                if (fields[1:3] in in_dev) == (split == "dev")}
+                if (fields[1:3] in ids.values()) == (split == "dev")}
     places = find_columns(path, columns, TEXTS)
     [label] = [None] if is_test else find_columns(path, columns, LABELS)
     texts, labels = [], []
@@ -152,8 +153,8 @@ def parse_label(text, classes):
 
 
 def row_names(task, split):
-    """Return how a submission names the rows of a test split. The names are in its column `index`,
-    or `id` in QQP; without one they are the numbers from 0."""
+    """Return how a submission names the rows of a test split: by its column `index`, or `id` in
+    QQP, or by numbers from 0."""
     columns, rows, _ = read_table(task.file(split))
     for name in ("index", "id"):
         if name in columns:
@@ -173,8 +174,8 @@ def read_table(path, columns=None):
     except UnicodeDecodeError as error:
         number = error.object[:error.start].count(b"\n") + 1
         raise UserError(f"{path}:{number}: not UTF-8") from None
-    lines = enumerate(text.rstrip("\r\n").split("\n"), 1)
-    table = ((number, line.rstrip("\r").split("\t")) for number, line in lines)
+    lines = text.rstrip("\r\n").split("\n")
+    table = enumerate((line.rstrip("\r").split("\t") for line in lines), 1)
     columns = columns or next(table)[1]
     rows, malformed = {}, []
     for number, fields in table:
@@ -188,7 +189,7 @@ def read_table(path, columns=None):
 
 
 def find_columns(path, columns, choices):
-    """Find the first of `choices`, tuples of names, among a file's columns: their places."""
+    """Return the places of the first of `choices`, tuples of names, that a file has."""
     for names in choices:
         if set(names) <= set(columns):
             return [columns.index(name) for name in names]
@@ -197,6 +198,6 @@ def find_columns(path, columns, choices):
 
 
 def tsv_text(rows):
-    """Join rows to the text of a TSV file; a tab or line break in a cell becomes a space."""
+    """Join rows to the text of a TSV file. Tabs and line breaks in cells become spaces."""
     return "".join("\t".join(re.sub(r"[\t\r\n]", " ", str(cell)) for cell in row) + "\n"
                    for row in rows)

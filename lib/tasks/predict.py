@@ -24,9 +24,10 @@ from model import SpanReader
 
 @torch.no_grad()
 def predict_examples(model, examples, batch_size=32, dtype=torch.float32):
-    """Predict for Examples with a Classifier, or for Windows with a SpanReader. Returns an array
-    (n, columns). A Classifier gives the probability of each class, or a score if it has one
-    output. A SpanReader gives best_spans."""
+    """Predict for Examples with a Classifier, or for Windows with a SpanReader.
+
+    Returns an array (n, columns): the probabilities of the classes, or a score if there are no
+    classes. A SpanReader gives what best_spans returns."""
     was_training, device = model.training, model.head.weight.device
     reads_spans = isinstance(model, SpanReader)
     columns = 3 if reads_spans else model.head.out_features
@@ -48,8 +49,9 @@ def predict_examples(model, examples, batch_size=32, dtype=torch.float32):
 
 
 def best_spans(logits, starts, first, end, n=20, longest=30):
-    """Choose the span of each window with the highest sum of two logits, as Devlin et al. do. It
-    joins one of the n best starts to one of the n best ends, and has at most `longest` tokens.
+    """Choose each window's span with the highest sum of two logits, as Devlin et al. do.
+
+    It joins one of the n best starts to one of the n best ends, in at most `longest` tokens.
 
     logits: (batch, time, 2). starts: (batch, 2), see Windows. first, end: (batch,): the paragraph
     is in positions first to end - 1. Returns (batch, 3): score, first and last position. A window
@@ -112,7 +114,7 @@ def write_submissions(folder, model, data, batch_size, dtype):
 
 
 def prediction_table(predictions, labels):
-    """Return the header and rows of a table of classes with probabilities, or of scores."""
+    """Return header and rows: classes with probabilities, or scores."""
     if not labels:
         return ["prediction"], [[f"{score:.3f}"] for [score] in predictions]
     rows = [[labels[row.argmax()], f"{row.max():.4f}"] for row in predictions]
@@ -148,7 +150,7 @@ def predict_file(run, file, device):
 
 
 def read_questions(file):
-    """Read new Questions. Returns a table of the questions, header and rows, and the Questions."""
+    """Read new questions. Returns the header and rows of a table, and the Questions."""
     if file.suffix == ".json":
         questions = read_squad(file, answered=False)
         return ["id", "question"], [[q.id, q.text] for q in questions], questions
@@ -157,8 +159,9 @@ def read_questions(file):
 
 
 def read_texts(file, choices):
-    """Read a TSV file of new texts. Returns its header, its rows, and a tuple of texts for each
-    row. choices: see find_columns."""
+    """Read new texts from a TSV file. Returns its header, its rows, and the texts of each row.
+
+    choices: see find_columns."""
     header, rows, malformed = read_table(file)
     places = find_columns(file, header, choices)
     if malformed:

@@ -25,11 +25,11 @@ def read_squad(path, answered=True):
     answers, at their places in the paragraph."""
     try:
         articles = json.loads(Path(path).read_text(encoding="utf-8"))["data"]
-        paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
         questions = [Question(qa["id"], qa["question"], paragraph["context"],
                               [(answer["answer_start"], answer["text"])
                                for answer in (qa["answers"] if answered else ())])
-                     for paragraph in paragraphs for qa in paragraph["qas"]]
+                     for article in articles for paragraph in article["paragraphs"]
+                     for qa in paragraph["qas"]]
         for question in questions:
             context, answers = question.context, question.answers
             if not (isinstance(question.text, str) and isinstance(context, str)):
@@ -78,7 +78,8 @@ def make_windows(tokenizer, questions, max_len, stride, what="encoding"):
             end = begin + room
             shift = len(head) - begin  # from a token of the paragraph to its position in ids
             ids = np.array([*head, *tokens[begin:end], special.sep], np.uint16)
-            label = [first + shift, last + shift] if begin <= first <= last < end else [0, 0]
+            is_whole = begin <= first <= last < end
+            label = [first + shift, last + shift] if is_whole else [0, 0]
             starts = np.searchsorted(best, [n, n + 1]) + shift
             rows.append((ids, len(head), label, question, offsets[begin:end], starts))
     ids, first_length, labels, question_of_window, offsets, starts = zip(*rows)
@@ -87,9 +88,11 @@ def make_windows(tokenizer, questions, max_len, stride, what="encoding"):
 
 
 def max_context(begins, room, total):
-    """Choose for each of `total` tokens the window with most context: min(tokens to the left,
-    tokens to the right) + 0.01 * length, as in Devlin et al.'s run_squad.py. Windows hold `room`
-    tokens from each of `begins`. Returns the windows' numbers (total,), in ascending order."""
+    """Choose the window that has most context for each of `total` tokens.
+
+    The context is min(tokens to the left, tokens to the right) + 0.01 * length, as in Devlin et
+    al.'s run_squad.py. Windows hold `room` tokens from each of `begins`. Returns the windows'
+    numbers (total,), in ascending order."""
     position, begin = np.arange(total), np.array(begins)[:, None]
     end = np.minimum(begin + room, total)
     context = np.minimum(position - begin, end - 1 - position) + 0.01 * (end - begin)
@@ -98,7 +101,7 @@ def max_context(begins, room, total):
 
 
 def best_answers(windows, predictions):
-    """Answer each question with the best span over its windows. predictions: see predict_examples.
+    """Answer each question with the best span over its windows. predictions: of their spans.
     Returns {question id: text} and {question id: score}. Without a span the text is empty."""
     ids = [question.id for question in windows.questions]
     texts, best = dict.fromkeys(ids, ""), dict.fromkeys(ids, -np.inf)

@@ -12,8 +12,7 @@ from lib.tasks.squad import make_windows, read_squad
 
 
 def load_examples(task, split, tokenizer, max_len, stride):
-    """Read and tokenize a split as Examples, SQuAD as Windows. Print its size, and how often each
-    class occurs."""
+    """Read and tokenize a split as Examples, SQuAD as Windows. Print its size and classes."""
     path = str(task.file(split))
     if task.reads_spans:
         examples = make_windows(tokenizer, read_squad(path), max_len, stride, path)
@@ -21,7 +20,8 @@ def load_examples(task, split, tokenizer, max_len, stride):
         texts, labels = read_split(task, split)
         examples = encode_examples(tokenizer, texts, labels, max_len, path)
     classes = [] if examples.labels is None else task.labels
-    shares = [f", {label} {(examples.labels == n).mean():.1%}" for n, label in enumerate(classes)]
+    shares = [f", {label} {np.mean(examples.labels == n):.1%}"
+              for n, label in enumerate(classes)]
     print(f"{path}: {len(examples.ids):,} examples, "
           f"{examples.lengths.mean():.1f} tokens each{''.join(shares)}")
     return examples

@@ -247,7 +247,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
          "error: own/train.tsv: labels ['x']: expected two classes"),
         ("train", tsv("train", "sentence\tlabel\n"), "error: own/train.tsv: no row"),
         ("train", tsv("train", ""), "error: own/train.tsv: no row"),
-        ("train", tsv("train", "text\tlabel\na\tx\n"),
+        ("train", tsv("train", "text\tlabel\na\tx\nb\ty\n"),
          "error: own/train.tsv:1: columns ['text', 'label']"),
         ("train", tsv("train", "sentence\na\n"), "error: own/train.tsv:1: columns ['sentence']"),
         ("train", tsv("train", "sentence\tlabel\n" + "a\tx\nb\ty\n" * 70 + "a\n" * 3),

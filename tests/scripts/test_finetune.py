@@ -59,7 +59,7 @@ def test_a_fine_tuned_run_leaves_what_it_promises(tuned, capsys):
                        if "accuracy" in r}
         assert list(evaluations) == [1, 2, 3]
         assert result["eval_accuracy"] == max(evaluations.values())
-        assert result["epoch"] == max(evaluations, key=evaluations.get)
+        assert result["eval_epoch"] == max(evaluations, key=evaluations.get)
         assert (result["last_epoch"], result["last_accuracy"]) == (3, evaluations[3])
     summary = scores("out/run")
     assert summary["eval_accuracy"] == sorted(r["eval_accuracy"] for r in each)[1] > 0.7
@@ -105,7 +105,7 @@ def test_the_best_epoch_counts(tuned, monkeypatch):
     monkeypatch.setattr(finetune, "score_dev", fake)
     monkeypatch.setattr(predict, "predict_examples", recording)
     assert tune("--epochs=5", "--train_examples=16", "--out=out/run") == 0
-    assert scores("out/run/seed0")["epoch"] == 3 and len(weights) == 5
+    assert scores("out/run/seed0")["eval_epoch"] == 3 and len(weights) == 5
     saved = read_weights("out/run/seed0/best")["weights"]["head.weight"]
     assert torch.equal(saved, weights[2]) and not torch.equal(saved, weights[4])
     assert len(used) == 7 and torch.equal(used[5], saved) and torch.equal(used[6], saved)
