@@ -97,12 +97,11 @@ def task_name(task):
 def own_task(folder, title):
     """Describe a task of your own by its train.tsv: its classes, or scores as in STS-B."""
     path = folder / "train.tsv"
-    columns, rows, _ = read_table(path)
+    columns, rows = read_table(path, may_skip=True)
     [place] = find_columns(path, columns, LABELS)
     if columns[place] == "score":
         return Task(title, [], GLUE["stsb"].metrics)
-    labels = {fields[place] for fields in rows.values()}
-    classes = sorted(label for label in labels if label.strip())
+    classes = sorted({row[place] for row in rows if row[place].strip()})
     if len(classes) < 2:
         raise UserError(f"{path}: labels {classes}: expected two classes or more")
     return Task(title, classes, ["accuracy"])
@@ -112,33 +111,19 @@ def read_split(task, split):
     """Read the texts of a split, and its labels.
 
     The texts are tuples of one or two. The labels are an array of classes or scores, None for a
-    test split. A malformed row is a UserError. In train one row in a hundred may be malformed, as
-    a few of QQP's are. They are left out, and the first one is printed."""
-    path, is_test = task.file(split), split.startswith("test")
-    headless = task.name == "cola" and not is_test
-    columns, rows, malformed = read_table(path, COLA if headless else None)
-    if task.name == "mrpc" and not is_test:
-        _, ids, _ = read_table(task.folder / "mrpc_dev_ids.tsv", ["#1 ID", "#2 ID"])
-        rows = {number: fields for number, fields in rows.items()
-                if (fields[1:3] in ids.values()) == (split == "dev")}
-    places = find_columns(path, columns, TEXTS)
-    [label] = [None] if is_test else find_columns(path, columns, LABELS)
-    texts, labels = [], []
-    for number, fields in rows.items():
-        try:
-            if not is_test:
-                labels.append(parse_label(fields[label], task.labels))
-            texts.append(tuple(fields[place] for place in places))
-        except ValueError as error:
-            malformed.append(f"{path}:{number}: {error}")
-    if malformed:
-        total = len(malformed) + len(texts)
-        count = f"{len(malformed):,} of {total:,} rows"
-        if split != "train" or 100 * len(malformed) > total:
-            raise UserError(f"{malformed[0]} ({count} are malformed)")
-        print(f"{malformed[0]}; {count} left out")
-    if is_test:
-        return texts, None
+    test split. See read_table for malformed rows."""
+    path = task.file(split)
+    if split.startswith("test"):
+        columns, rows = read_table(path)
+        return pick_columns(path, columns, rows, TEXTS), None
+    header = COLA if task.name == "cola" else None
+    columns, rows = read_table(path, header, task.labels, may_skip=split == "train")
+    if task.name == "mrpc":
+        _, dev_ids = read_table(task.folder / "mrpc_dev_ids.tsv", ["#1 ID", "#2 ID"])
+        rows = [row for row in rows if (row[1:3] in dev_ids) == (split == "dev")]
+    texts = pick_columns(path, columns, rows, TEXTS)
+    labels = [parse_label(label, task.labels)
+              for [label] in pick_columns(path, columns, rows, LABELS)]
     # MPS has no float64
     return texts, np.array(labels, np.int64 if task.labels else np.float32)
 
@@ -155,18 +140,20 @@ def parse_label(text, classes):
 def row_names(task, split):
     """Return how a submission names the rows of a test split: by its column `index`, or `id` in
     QQP, or by numbers from 0."""
-    columns, rows, _ = read_table(task.file(split))
+    columns, rows = read_table(task.file(split))
     for name in ("index", "id"):
         if name in columns:
-            return [fields[columns.index(name)] for fields in rows.values()]
+            return [row[columns.index(name)] for row in rows]
     return [str(number) for number in range(len(rows))]
 
 
-def read_table(path, columns=None):
-    """Read a TSV file. Quotes are ordinary characters; blank lines at the end do not count.
+def read_table(path, columns=None, classes=None, may_skip=False):
+    """Read a TSV file: its columns, and its rows as lists of fields. Quotes are ordinary
+    characters; blank lines at the end do not count.
 
-    columns: the names of the columns, if the file has no header. Returns the columns, the rows
-    {line number: fields}, and messages about lines with more or fewer fields."""
+    columns: the names of the columns, if the file has no header. A row with more or fewer fields
+    is malformed. With `classes` ([] for scores) a row with another label is, too. Such a row is a
+    UserError. With `may_skip` one in a hundred is left out, as is a row of QQP's train.tsv."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (FileNotFoundError, IsADirectoryError):
@@ -177,15 +164,26 @@ def read_table(path, columns=None):
     lines = text.rstrip("\r\n").split("\n")
     table = enumerate((line.rstrip("\r").split("\t") for line in lines), 1)
     columns = columns or next(table)[1]
-    rows, malformed = {}, []
-    for number, fields in table:
-        if len(fields) == len(columns):
-            rows[number] = fields
-        else:
-            malformed.append(f"{path}:{number}: {len(fields)} fields, expected {len(columns)}")
+    label = None if classes is None else find_columns(path, columns, LABELS)[0]
+    rows, malformed = [], []
+    for number, row in table:
+        try:
+            if len(row) != len(columns):
+                raise ValueError(f"{len(row)} fields, expected {len(columns)}")
+            if label is not None:
+                parse_label(row[label], classes)
+            rows.append(row)
+        except ValueError as error:
+            malformed.append(f"{path}:{number}: {error}")
+    total = len(malformed) + len(rows)
+    if malformed:
+        count = f"{len(malformed):,} of {total:,} rows"
+        if not may_skip or 100 * len(malformed) > total:
+            raise UserError(f"{malformed[0]} ({count} are malformed)")
+        print(f"{malformed[0]}; {count} left out")
     if not rows:
-        raise UserError(malformed[0] if malformed else f"{path}: no row in it")
-    return columns, rows, malformed
+        raise UserError(f"{path}: no row in it")
+    return columns, rows
 
 
 def find_columns(path, columns, choices):
@@ -195,6 +193,12 @@ def find_columns(path, columns, choices):
             return [columns.index(name) for name in names]
     expected = ", or ".join(" and ".join(names) for names in choices)
     raise UserError(f"{path}:1: columns {columns}: expected a header with {expected}")
+
+
+def pick_columns(path, columns, rows, choices):
+    """Return the fields of find_columns of each row, as tuples."""
+    places = find_columns(path, columns, choices)
+    return [tuple(row[place] for place in places) for row in rows]
 
 
 def tsv_text(rows):

@@ -13,7 +13,7 @@ from lib.common.files import write_text
 from lib.corpus.vocabulary import text_tokenizer
 from lib.distributed.processes import deal_batches, sum_over_ranks
 from lib.tasks.examples import batches_by_length, encode_examples
-from lib.tasks.glue import TEXTS, find_columns, read_split, read_table, row_names, tsv_text
+from lib.tasks.glue import TEXTS, pick_columns, read_split, read_table, row_names, tsv_text
 from lib.tasks.scores import score
 from lib.tasks.squad import Question, best_answers, make_windows, read_squad
 from lib.training.trainer import autocast, to_device
@@ -142,7 +142,8 @@ def predict_file(run, file, device):
         header += ["prediction", "score"]
         predicted = [[answers[q.id], f"{scores[q.id]:.3f}"] for q in questions]
     else:
-        header, rows, texts = read_texts(file, TEXTS)
+        header, rows = read_table(file)
+        texts = pick_columns(file, header, rows, TEXTS)
         examples = encode_examples(tokenizer, texts, None, max_len)
         more, predicted = prediction_table(predict_examples(model, examples), saved.get("labels"))
         header += more
@@ -154,17 +155,6 @@ def read_questions(file):
     if file.suffix == ".json":
         questions = read_squad(file, answered=False)
         return ["id", "question"], [[q.id, q.text] for q in questions], questions
-    header, rows, texts = read_texts(file, [("question", "context")])
+    header, rows = read_table(file)
+    texts = pick_columns(file, header, rows, [("question", "context")])
     return header, rows, [Question(str(n), *text, []) for n, text in enumerate(texts)]
-
-
-def read_texts(file, choices):
-    """Read new texts from a TSV file. Returns its header, its rows, and the texts of each row.
-
-    choices: see find_columns."""
-    header, rows, malformed = read_table(file)
-    places = find_columns(file, header, choices)
-    if malformed:
-        raise UserError(malformed[0])
-    rows = list(rows.values())
-    return header, rows, [tuple(row[place] for place in places) for row in rows]

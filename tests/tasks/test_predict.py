@@ -14,8 +14,7 @@ import torch
 import measure
 from lib.common.errors import UserError
 from lib.corpus.vocabulary import load_tokenizer
-from lib.tasks.glue import TEXTS, find_task, read_split
-from lib.tasks.predict import read_texts
+from lib.tasks.glue import TEXTS, find_task, pick_columns, read_split, read_table
 from lib.weights.checkpoint import load_model
 from tests.helpers import ROOT, squad_file, tune
 
@@ -84,7 +83,7 @@ def test_a_file_that_cannot_be_read(workdir, text, message):
     if text is not None:
         Path("new.tsv").write_text(text)
     with pytest.raises(UserError, match=message):
-        read_texts(Path("new.tsv"), TEXTS)
+        pick_columns(Path("new.tsv"), *read_table(Path("new.tsv")), TEXTS)
 
 
 def test_scores_of_pairs(tuned):
