@@ -131,7 +131,8 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
         return
     torch.compiler.reset()  # what an earlier seed compiled counts towards a limit
     torch.manual_seed(config.seed)  # of the head
-    device, dtype, task = torch.device(config.device), getattr(torch, config.dtype), data.task
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    task = data.task
     model = build_model(sizes, "span" if task.reads_spans else "classifier", task.labels)
     for values in value_tables(model).values():
         values.weight.requires_grad_(config.update_memory)
@@ -140,8 +141,8 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     else:
         run.begin(config, vocab, checkpoint.init_from(model, initial))
     schedule = Schedule(config.lr, config.warmup_steps, config.max_steps)
-    trainer = Trainer(config, schedule, model, TrainingBatches(data.train, config), device, dtype,
-                      labels=task.labels)
+    batches = TrainingBatches(data.train, config)
+    trainer = Trainer(config, schedule, model, batches, device, dtype, labels=task.labels)
     state = trainer.restore(newest) if newest else State()
     run.open(state.step, state.best and state.best["epoch"], config.tensorboard)
     train_epochs(trainer, run, state, data, signals)

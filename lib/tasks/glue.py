@@ -22,7 +22,7 @@ class Task:
     table_title: str = ""  # of its column in tables of scores
     table_metrics: list = ()  # the metrics in that column
     archives: list = ()  # the files to download (lib/corpus/download.py)
-    dev: dict = field(default_factory=lambda: {"": "dev"})  # {suffix of the metrics' names: split}
+    dev: dict = field(default_factory=lambda: {"": "dev"})  # {suffix of metrics: split}
     test: dict | None = None  # {name of the submission: split}; None: {title: "test"}
     scale: int = 100  # from a metric to percent
     reads_spans: bool = False  # answers are spans of a paragraph
@@ -111,7 +111,7 @@ def read_split(task, split):
     """Read the texts of a split, and its labels.
 
     The texts are tuples of one or two. The labels are an array of classes or scores, None for a
-    test split. See read_table for malformed rows."""
+    test split. UserError for a malformed row, see read_table."""
     path = task.file(split)
     if split.startswith("test"):
         columns, rows = read_table(path)
@@ -148,12 +148,11 @@ def row_names(task, split):
 
 
 def read_table(path, columns=None, classes=None, may_skip=False):
-    """Read a TSV file: its columns, and its rows as lists of fields. Quotes are ordinary
-    characters; blank lines at the end do not count.
+    """Read a TSV file. Quotes are ordinary characters; blank lines at the end do not count.
 
-    columns: the names of the columns, if the file has no header. A row with more or fewer fields
-    is malformed. With `classes` ([] for scores) a row with another label is, too. Such a row is a
-    UserError. With `may_skip` one in a hundred is left out, as is a row of QQP's train.tsv."""
+    columns: the names of the columns, if the file has no header. classes: of its labels, [] for
+    scores. A row with another label, or with more or fewer fields, is a UserError. `may_skip`
+    leaves out one in a hundred; QQP's train.tsv needs it. Returns (columns, lists of fields)."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (FileNotFoundError, IsADirectoryError):
@@ -175,8 +174,8 @@ def read_table(path, columns=None, classes=None, may_skip=False):
             rows.append(row)
         except ValueError as error:
             malformed.append(f"{path}:{number}: {error}")
-    total = len(malformed) + len(rows)
     if malformed:
+        total = len(malformed) + len(rows)
         count = f"{len(malformed):,} of {total:,} rows"
         if not may_skip or 100 * len(malformed) > total:
             raise UserError(f"{malformed[0]} ({count} are malformed)")
@@ -187,7 +186,7 @@ def read_table(path, columns=None, classes=None, may_skip=False):
 
 
 def find_columns(path, columns, choices):
-    """Return the places of the first of `choices`, tuples of names, that a file has."""
+    """Find the first of `choices`, tuples of names, among a file's columns: their places."""
     for names in choices:
         if set(names) <= set(columns):
             return [columns.index(name) for name in names]
@@ -196,7 +195,7 @@ def find_columns(path, columns, choices):
 
 
 def pick_columns(path, columns, rows, choices):
-    """Return the fields of find_columns of each row, as tuples."""
+    """Return each row's fields in the columns of find_columns, as a tuple."""
     places = find_columns(path, columns, choices)
     return [tuple(row[place] for place in places) for row in rows]
 

@@ -139,15 +139,15 @@ def predict_file(run, file, device):
         header, rows, questions = read_questions(file)
         windows = make_windows(tokenizer, questions, max_len, settings.get("doc_stride", 128))
         answers, scores = best_answers(windows, predict_examples(model, windows))
-        header += ["prediction", "score"]
+        more = ["prediction", "score"]
         predicted = [[answers[q.id], f"{scores[q.id]:.3f}"] for q in questions]
     else:
         header, rows = read_table(file)
         texts = pick_columns(file, header, rows, TEXTS)
         examples = encode_examples(tokenizer, texts, None, max_len)
-        more, predicted = prediction_table(predict_examples(model, examples), saved.get("labels"))
-        header += more
-    return header, [row + cells for row, cells in zip(rows, predicted, strict=True)]
+        predictions = predict_examples(model, examples)
+        more, predicted = prediction_table(predictions, saved.get("labels"))
+    return [*header, *more], [row + cells for row, cells in zip(rows, predicted, strict=True)]
 
 
 def read_questions(file):

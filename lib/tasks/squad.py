@@ -60,8 +60,10 @@ def make_windows(tokenizer, questions, max_len, stride, what="encoding"):
     special = special_ids(tokenizer)
     heads = tokenize(tokenizer, [question.text for question in questions], what)
     contexts = list(dict.fromkeys(question.context for question in questions))
-    paragraphs = {context: (encoding.ids, np.array(encoding.offsets, np.int32).reshape(-1, 2))
-                  for context, encoding in zip(contexts, tokenize(tokenizer, contexts, what))}
+    paragraphs = {}
+    for context, encoding in zip(contexts, tokenize(tokenizer, contexts, what)):
+        offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
+        paragraphs[context] = encoding.ids, offsets
     rows = []
     for question, encoding in zip(questions, heads):
         head = [special.cls, *encoding.ids[:min(64, max_len // 2)], special.sep]

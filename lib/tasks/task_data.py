@@ -40,7 +40,7 @@ class TaskData:
 
 
 class TrainingBatches:
-    """The training batches of one seed, as a function of the step. config: of finetune.py."""
+    """The training batches of one seed, as a function of the step."""
 
     unit = "examples"
 
@@ -48,7 +48,7 @@ class TrainingBatches:
         self.examples, self.seed = examples, config.seed
         self.size, self.accumulation = config.batch_size, config.accumulation
         self.device = config.device
-        order = np.random.default_rng(0).permutation(len(examples.ids))  # the same for all seeds
+        order = np.random.default_rng(0).permutation(len(examples.ids))  # for all seeds
         self.chosen = np.sort(order[:config.train_examples or None])
         self.steps_per_epoch = math.ceil(len(self.chosen) / self.size)
         self.epoch = None  # whose order epoch_batches has
