@@ -11,7 +11,7 @@ columns `sentence`, or `sentence1` and `sentence2`, and `label`, or `score` for 
 --key=value overrides a setting below. The same command goes on where a stopped run left off.
 
 out/<run>/seed0/{config.json,log.jsonl,vocab.txt,step_000500/}     as pretrain.py's; the newest one
-out/<run>/seed0/best_epoch_2/    while it trains: the best epoch's weights; in the end renamed best/
+out/<run>/seed0/best_epoch_2/    the best epoch's weights; renamed best/ at the end
 out/<run>/seed0/{eval_results.json,predictions_dev.tsv,submission/} of the weights in best/
 out/<run>/eval_results.json      the medians over the seeds, and each seed's
 """
@@ -153,7 +153,7 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     write_submissions(run.folder / "submission", best, data, config.batch_size, dtype)
     results = {f"eval_{key}": number for key, number in state.best.items()}
     results |= {f"last_{key}": number for key, number in state.last.items()}
-    run.write_results(results)  # comes last: it says that the seed is done
+    run.write_results(results)  # last: now the seed is done
 
 
 def write_medians(task, out, results):
@@ -173,7 +173,7 @@ def main(argv):
         raise UserError("init_from is empty, which model? --init_from=RUN, or a recipe: "
                         "python finetune.py configs/demo_finetune.py starts from out/demo")
     set_timeout(config.rank_timeout)
-    my_micro_batches(config.accumulation)  # raises a UserError before anything is read
+    my_micro_batches(config.accumulation)  # raises before anything is read
     initial, vocab = checkpoint.find_weights(config.init_from)
     sizes = BertConfig(**{**checkpoint.read_weights(initial)["config"], "dropout": config.dropout})
     checkpoint.check_objective(initial, vars(sizes), causal=False)

@@ -25,7 +25,7 @@ class Examples:
     def pad(self, index, device="cpu"):
         """Pad the examples `index` to the longest. Returns arrays (batch, time): ids, token_types
         and, if anything is padded, a mask that is True at real tokens."""
-        multiple = 8 if str(device).startswith("cuda") else 1  # tensor cores want multiples of 8
+        multiple = 8 if str(device).startswith("cuda") else 1  # for tensor cores
         lengths = self.lengths[index][:, None]
         position = np.arange(-(-lengths.max(initial=1) // multiple) * multiple)
         mask = position < lengths
@@ -33,7 +33,7 @@ class Examples:
         ids[mask] = np.concatenate([ids[:0, 0], *(self.ids[n] for n in index)])
         after = position >= self.first_length[index][:, None]
         batch = {"ids": ids, "token_types": after.astype(np.int64)}
-        return batch if mask.all() else {**batch, "mask": mask}  # without one, attention is faster
+        return batch if mask.all() else {**batch, "mask": mask}  # faster without a mask
 
 
 def encode_examples(tokenizer, texts, labels, max_len, what="encoding"):

@@ -130,7 +130,7 @@ def predict_file(run, file, device):
     folder, vocab = find_weights(run)
     saved = read_weights(folder)
     if not saved.get("head"):
-        raise UserError(f"{run}: not a fine-tuned model: python finetune.py --init_from={run} ...")
+        raise UserError(f"{run}: not a fine-tuned model: python finetune.py makes one")
     model, tokenizer = load_model(folder).to(device), text_tokenizer(vocab)
     settings = Run(folder.parent).settings() if (folder / "model.pt").is_file() else {}
     max_len = settings.get("max_len", min(384, model.bert.config.max_len))

@@ -49,7 +49,7 @@ class Windows(Examples):
     """Overlapping windows of paragraphs: [CLS] question [SEP] tokens of the paragraph [SEP]."""
     questions: list  # all Questions of the split
     question_of_window: list  # the Question of each window
-    offsets: list  # characters of each window's paragraph tokens: (tokens, 2), begin and end
+    offsets: list  # characters of each window's tokens: (tokens, 2), begin and end
     starts: np.ndarray  # (n, 2) an answer may start at starts[n, 0] to starts[n, 1] - 1
 
 
