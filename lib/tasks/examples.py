@@ -54,7 +54,7 @@ def encode_examples(tokenizer, texts, labels, max_len, what="encoding"):
 
 def batches_by_length(lengths, size, rng=None):
     """Group examples of similar lengths into batches, as arrays of indices. Without a numpy
-    Generator all are sorted; with it batches are in random order, sorted within 64."""
+    Generator they are sorted. With one they are in random order, sorted within 64 at a time."""
     n = len(lengths)
     order, bucket = (np.arange(n), n) if rng is None else (rng.permutation(n), 64 * size)
     order = order[np.lexsort((lengths[order], np.arange(n) // bucket))]

@@ -78,7 +78,7 @@ def make_windows(tokenizer, questions, max_len, stride, what="encoding"):
         best = max_context(begins, room, len(tokens))
         for n, begin in enumerate(begins):
             end = begin + room
-            shift = len(head) - begin  # from a token of the paragraph to its position in ids
+            shift = len(head) - begin  # from a paragraph's token to its position
             ids = np.array([*head, *tokens[begin:end], special.sep], np.uint16)
             is_whole = begin <= first <= last < end
             label = [first + shift, last + shift] if is_whole else [0, 0]
