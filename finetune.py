@@ -39,7 +39,7 @@ from lib.distributed.processes import (
 from lib.tasks.glue import find_task
 from lib.tasks.predict import score_dev, write_dev_predictions, write_submissions
 from lib.tasks.task_data import TaskData, TrainingBatches
-from lib.training.trainer import Schedule, State, Trainer, catch_signals
+from lib.training.trainer import State, Trainer, catch_signals
 from lib.weights import checkpoint
 from lib.weights.run import Run
 from model import BertConfig, build_model, value_tables
@@ -124,9 +124,9 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
 
     sizes: the BertConfig of the weights `initial`; vocab: the path of their vocab.txt.
     """
-    if run.has_begun():
+    if run.settings():
         run.check_settings(config)
-    if run.has_results():
+    if run.results():
         print(f"{run.folder} is done: --out=out/NAME starts anew")
         return
     torch.compiler.reset()  # what an earlier seed compiled counts towards a limit
@@ -140,7 +140,6 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
         checkpoint.load_weights(model, checkpoint.read_weights(newest)["weights"], newest)
     else:
         run.begin(config, vocab, checkpoint.init_from(model, initial))
-    schedule = Schedule(config.lr, config.warmup_steps, config.max_steps)
     batches = TrainingBatches(data.train, config)
     trainer = Trainer(config, schedule, model, batches, device, dtype, labels=task.labels)
     state = trainer.restore(newest) if newest else State()

@@ -26,7 +26,7 @@ import torch
 from lib.common.device import choose_device
 from lib.common.errors import UserError
 from lib.common.files import write_text
-from lib.common.settings import Parser, whole_number
+from lib.common.settings import DTYPES, Parser, whole_number
 from lib.corpus.vocabulary import load_tokenizer, special_ids, special_tokens
 from lib.distributed.processes import is_distributed, run_ranks
 from lib.slot_usage.browse import page_data, page_html
@@ -96,7 +96,7 @@ def table_6(args):
         sample = TaskSample(path, None, args.split, args.sequences)
         counts = sample.count(sample.checkpoint, device, path)
         records.append({"run": path, "checkpoint": str(sample.checkpoint),
-                        "done": Run(sample.checkpoint.parent).has_results(),
+                        "done": bool(Run(sample.checkpoint.parent).results()),
                         "task": sample.settings["task"], "examples": len(sample.chosen),
                         "layers": {n: usage_metrics(**layer) for n, layer in counts.items()}})
     rows = [[r["run"], r["task"], f"{r['examples']:,}", *usage_cells(r["layers"])] for r in records]
@@ -312,7 +312,7 @@ def main(argv=None):
     option("slots fill sample", "--contexts", **number, default=3, help="for a slot (3)")
     option("browse", "--contexts", **number, default=8, help="for a slot (8)")
     option(f"table by_class {readers} predict", "--device", default="auto", help="cuda, mps, cpu")
-    option("table", "--dtype", default="auto", help="float32, bfloat16, float16")
+    option("table", "--dtype", choices=DTYPES, default="auto")
     out = {"metavar": "NAME",
            "type": lambda name: re.sub(r"\.(md|json|png|svg|html|tsv)$", "", name)}
     option("table glue by_class staleness curves slots", "--out", **out,

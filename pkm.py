@@ -33,12 +33,10 @@ class PKM(nn.Module):
     """Product-key memory with n_keys^2 slots (section 2.1; default sizes: section 5.1).
 
     Each of `heads` heads reads its topk best slots. The heads share one table of values, and
-    their reads are summed. Scores and softmax are computed in float32 or float64, also under
-    autocast. table: a class to use for the values instead of ValueTable.
+    their reads are summed. Scores and softmax are in float32 or float64, also under autocast.
     """
 
-    def __init__(self, d_model, n_keys=512, heads=4, topk=32, key_dim=256, table=None,
-                 query_norm=True):
+    def __init__(self, d_model, n_keys=512, heads=4, topk=32, key_dim=256, query_norm=True):
         super().__init__()
         if not 1 <= topk <= n_keys:
             raise ValueError(f"topk = {topk}: expected 1 to n_keys = {n_keys}, the sub-keys that "
@@ -54,7 +52,7 @@ class PKM(nn.Module):
         half = key_dim // 2
         self.keys = nn.Parameter(torch.empty(heads, 2, n_keys, half))
         nn.init.uniform_(self.keys, -half**-0.5, half**-0.5)
-        self.values = (table or ValueTable)(n_keys**2, d_model)
+        self.values = ValueTable(n_keys**2, d_model)
 
     def forward(self, x, mask=None):
         """Read the memory for every token.

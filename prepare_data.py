@@ -14,8 +14,6 @@ with [CLS]. vocab.txt is BERT's (WordPiece), a trained one, or GPT-2's (--tokeni
 comes with a tokenizer.json. lib.corpus.batches.Corpus reads all of it. A command that was stopped
 goes on where it was.
 """
-import hashlib
-import zipfile
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +52,7 @@ def parse_arguments():
     once.add_argument("--if_missing", action="store_true",
                       help="do nothing if it is there, and wait if another process makes it")
     parser = Parser(description=__doc__)
-    parser.set_defaults(name=None, raw=False, if_missing=False)
+    parser.set_defaults(name=None, raw=False, if_missing=False, val_every=0)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
     def add(name, function, what, *parents):
@@ -78,15 +76,12 @@ def parse_arguments():
                       help="of the files: %(default)s, another, or auto: UTF-8, else Windows-1252")
     text.add_argument("--split", choices=("blank", "file"), default="blank",
                       help="documents end at blank lines (default) or with their file")
-    helps = {"wikipedia": "English Wikipedia of 2023-11-01", "bookcorpus": "BookCorpus",
-             "wikibooks": "both", "pg19": "100 books, for measuring only"}
-    for name, what in helps.items():
-        paper = add(name, prepare_paper, what, force, corpus, named)
-        paper.set_defaults(val_every=0)
+    for name, corpora in PAPER.items():
+        paper = add(name, prepare_paper, "a corpus of the paper", force, corpus, named)
         if name != "pg19":
             paper.add_argument("--val_every", default=1000, **heldout)
-        paper.add_argument("--from", dest="path", type=Path, nargs=len(PAPER[name]),
-                           metavar=tuple(title.upper() for title, *_ in PAPER[name]),
+        paper.add_argument("--from", dest="path", type=Path, nargs=len(corpora),
+                           metavar=tuple(title.upper() for title, *_ in corpora),
                            help="files or folders on disk: parquet or text")
     glue = add("glue", prepare_glue, "the tasks of GLUE, for finetune.py", force, source)
     glue.add_argument("names", nargs="*", metavar="TASK",
@@ -109,7 +104,7 @@ def choose_vocab(args, default):
     if isinstance(vocab, int):
         return vocab
     if vocab in download.PRETRAINED and not Path(vocab).exists():
-        vocab = download.fetch_weights(vocab, "vocab.txt")
+        vocab = download.fetch_weights(vocab, [["vocab.txt"]])
     return read_vocab(vocab)
 
 
@@ -157,22 +152,17 @@ def prepare_wikitext(args):
     vocab = choose_vocab(args, 8192)
     kind = args.command.removeprefix("wikitext") + "-raw" * args.raw
     source = download.FILES[f"wikitext-{kind}-v1.zip"]
-    path = args.path or download.fetch([source])[0]
-    if not path.is_dir() and not zipfile.is_zipfile(path):
-        raise UserError(f"{path}: neither a folder nor a whole zip file")
-    top = path if path.is_dir() else zipfile.Path(str(path))
-    folders = [top, *(inside for inside in top.iterdir() if inside.is_dir())]
+    path = args.path or download.fetch(*source)
+    folder = path if path.is_dir() else download.unpack_once(path)
     sources = []
     for split, stem in zip(SPLITS, ("train", "valid", "test")):
         names = (f"wiki.{stem}.{'raw' if args.raw else 'tokens'}", f"{stem}.txt")
-        files = [file for folder in folders for n in names if (file := folder / n).is_file()]
+        files = [file for name in names for where in (name, f"*/{name}")
+                 for file in sorted(folder.glob(where))]
         if not files:
             raise UserError(f"{path}: no {' or '.join(names)} in it")
         sources.append(Source(files[0], partial(stream, files[0], "wikitext"), split))
-    try:
-        write_corpus(args.name, str(args.path or source[0]), sources, vocab)
-    except zipfile.BadZipFile as error:
-        raise download.damaged(path, error) from None
+    write_corpus(args.name, str(args.path or source[0]), sources, vocab)
 
 
 def prepare_paper(args):
@@ -207,8 +197,10 @@ def prepare_glue(args):
 
 def prepare_squad(args):
     """Fetch SQuAD's official files to data/squad/."""
+    for file in sorted(args.path.glob("*-v1.1.json")) if args.path else ():
+        read_squad(file)  # a UserError if it is damaged
     with lock(Path("data/squad"), "fetches it", wait=True):
-        download.fetch_task(Path("data/squad"), SQUAD_FILES, args.path, args.force, read_squad)
+        download.fetch_task(Path("data/squad"), SQUAD_FILES, args.path, args.force)
 
 
 def prepare_weights(args):
@@ -218,14 +210,11 @@ def prepare_weights(args):
 
 
 def check(args):
-    """Compare a corpus with its meta.json: the vocabulary, sizes, ids and SHA-256."""
+    """Compare the files of a corpus with the SHA-256 in its meta.json."""
     corpus, changed = Corpus(args.name), 0
     for split, written in corpus.meta["sha256"].items():
         file = corpus.folder / f"{split}.bin"
-        found = "no file"
-        if file.exists():
-            with file.open("rb") as source:
-                found = hashlib.file_digest(source, "sha256").hexdigest()
+        found = download.file_sha256(file) if file.exists() else "no file"
         changed += found != written
         print(f"{file}: " + ("as it was written" if found == written else
                              f"DAMAGED: SHA-256 {found[:12]}, written was {written[:12]}"))

@@ -1,8 +1,6 @@
 """
 Pretrain BERT by masked language modelling, with or without product-key memory in some layers.
 
-With objective = "causal" the same network predicts the next token.
-
 $ python pretrain.py configs/demo.py                  # minutes on two CPU cores, no network
 $ python pretrain.py configs/demo_resm_init.py        # after it: a residual memory added to that
 $ python pretrain.py configs/base_resm_init.py        # the paper's system, on a GPU
@@ -22,14 +20,14 @@ from lib.common.device import use_device
 from lib.common.errors import UserError, need, run_script
 from lib.common.files import lock
 from lib.common.settings import DTYPES, ON_OFF, load_settings, setting
-from lib.corpus.batches import CausalBatches, Corpus, MaskedBatches, causal_heldout, masked_heldout
-from lib.corpus.vocabulary import read_vocab, vocab_hash
-from lib.distributed.processes import first_rank_first, get_world_size, run_ranks, set_timeout
+from lib.corpus.batches import CausalBatches, MaskedBatches, causal_heldout, masked_heldout
+from lib.distributed.processes import first_rank_first, run_ranks, set_timeout
 from lib.distributed.sharded_values import count_parameters
+from lib.slot_usage.contexts import open_corpus
 from lib.slot_usage.evaluation import describe_evaluation, evaluate_language_model
 from lib.training.flops import flops_per_token
-from lib.training.trainer import Schedule, State, Trainer, catch_signals
-from lib.weights.checkpoint import find_weights, init_from, load_weights, read_weights
+from lib.training.trainer import State, Trainer, catch_signals
+from lib.weights.checkpoint import init_from, load_weights, read_weights
 from lib.weights.run import Run
 from model import SIZES, BertConfig, MaskedLM, value_tables
 
@@ -87,9 +85,6 @@ class Config:
     rank_timeout: int = setting(600, "seconds to wait for a rank", least=1, may_change=True)
 
 
-OBJECTIVES = {"masked": (MaskedBatches, masked_heldout), "causal": (CausalBatches, causal_heldout)}
-
-
 def main(argv):
     if not argv:
         raise UserError("which config? python pretrain.py configs/demo.py; --help lists settings")
@@ -98,8 +93,6 @@ def main(argv):
     set_timeout(config.rank_timeout)
     names = [Path(arg).stem for arg in argv if arg.endswith(".py") and not arg.startswith("--")]
     run = Run(config.out or f"out/{(names or ['pretrain'])[0]}")
-    if run.folder.exists() and not run.folder.is_dir():
-        raise UserError(f"out = {run.folder}: a file is there, expected a folder")
     if config.dry_run or config.eval_only:  # nothing is written
         return prepare_and_train(config, run, argv)
     with lock(run.folder, "trains there"):
@@ -114,17 +107,18 @@ def prepare_and_train(config, run, argv):
     with first_rank_first():
         if config.dataset == "docs" and not Path("data/docs").exists():
             run_script("prepare_data.py", "docs", "--if_missing")
-    corpus = Corpus(config.dataset)
     checkpoint = None if config.dry_run else run.newest_checkpoint()
+    start = run.folder if checkpoint else config.init_from
+    corpus = open_corpus(config.dataset, *([start] if start else []))
     if checkpoint:
-        check_vocabulary(run.folder, run.folder / "vocab.txt", corpus)
         run.check_settings(config)
     model, origin = make_model(config, corpus, checkpoint)
-    make_batches, make_heldout = OBJECTIVES[config.objective]
+    causal = config.objective == "causal"
+    make_batches = CausalBatches if causal else MaskedBatches
+    make_heldout = causal_heldout if causal else masked_heldout
     held_out = make_heldout(corpus, "val", config.seq_len, config.batch_size,
                             config.eval_sequences)
-    schedule = Schedule(config.lr, config.warmup_steps, config.max_steps)
-    trainer = Trainer(config, schedule, model, make_batches(corpus, config), device, dtype,
+    trainer = Trainer(config, model, make_batches(corpus, config), device, dtype,
                       flops_per_token(model, config.seq_len), keep=config.keep_checkpoints)
     print_sizes(config, corpus, trainer)
 
@@ -145,28 +139,24 @@ def prepare_and_train(config, run, argv):
     signals = catch_signals()
     train(config, run, trainer, held_out, state, signals)
     if signals and state.step < config.max_steps:
-        print(f"saved {run.newest_checkpoint()}; go on with: "
-              f"python pretrain.py {shlex.join(argv)}")
+        print(f"saved {run.newest_checkpoint()}; go on with: python pretrain.py {shlex.join(argv)}")
         return 128 + signals[0]
-    elapsed = timedelta(seconds=round(state.elapsed))
-    print(f"done, {elapsed} of training: {run.newest_checkpoint()}")
+    print(f"done, {timedelta(seconds=round(state.elapsed))} of training: {run.newest_checkpoint()}")
     return 0
 
 
 def train(config, run, trainer, held_out, state, signals):
     """Train to the end, and evaluate on the way."""
-    has_memory = bool(value_tables(trainer.model))
+    usage_interval = config.usage_interval if value_tables(trainer.model) else 0
 
     def is_due(every, step):
         return every and (step % every == 0 or step == config.max_steps)
 
-    def usage_is_due(step):
-        return has_memory and step > 0 and is_due(config.usage_interval, step)
-
     def due(step):
         early = step < config.eval_interval and step & (step - 1) == 0  # 1, 2, 4, 8, ...
         tasks = {"log": is_due(config.log_interval, step),
-                 "evaluate": early or is_due(config.eval_interval, step) or usage_is_due(step),
+                 "evaluate": (early or is_due(config.eval_interval, step)
+                              or is_due(usage_interval, step)),
                  "save": is_due(config.checkpoint_interval, step)}
         return {task for task, now in tasks.items() if now}
 
@@ -175,7 +165,7 @@ def train(config, run, trainer, held_out, state, signals):
                                                   trainer.dtype)
         run.log({"step": step, **results})
         print(f"step {step:,}: " + "\n  ".join(describe_evaluation(results)), flush=True)
-        if usage_is_due(step):
+        if step and is_due(usage_interval, step):
             run.write_usage(step, counts)
 
     if state.step == 0:
@@ -186,15 +176,13 @@ def train(config, run, trainer, held_out, state, signals):
 def make_model(config, corpus, checkpoint):
     """Make a model with the checkpoint's weights, with init_from's, or with random ones. Returns
     the model and the run's origin (see init_from)."""
-    model = MaskedLM(BertConfig(**{**model_sizes(config), "vocab_size": corpus.vocab_size}))
+    model = MaskedLM(BertConfig(**model_sizes(config), vocab_size=corpus.vocab_size))
     if checkpoint:
         load_weights(model, read_weights(checkpoint)["weights"], checkpoint)
-        return model, Run(checkpoint.parent).origin()
-    if not config.init_from:
-        return model, {"init_checkpoint": "", "first_step": 0, "pooler_trained": False}
-    initial, vocab = find_weights(config.init_from)
-    check_vocabulary(config.init_from, vocab, corpus)
-    return model, init_from(model, initial, config.reinit_ffn)
+        return model, Run(checkpoint.parent).settings()
+    if config.init_from:
+        return model, init_from(model, config.init_from, config.reinit_ffn)
+    return model, {"init_checkpoint": "", "first_step": 0, "pooler_trained": False}
 
 
 def model_sizes(config):
@@ -202,19 +190,14 @@ def model_sizes(config):
     names = BertConfig.__dataclass_fields__.keys() & asdict(config).keys()
     given = {name: getattr(config, name) for name in names}
     own = {name: given[name] for name in ("n_layer", "n_head", "d_model", "d_ff") if given[name]}
-    sizes = {**given, **SIZES[config.model], **own, "causal": config.objective == "causal"}
-    return sizes | {"init_std": init_std(config.d_model)} if config.d_model else sizes
-
-
-def init_std(d_model):
-    """Return the standard deviation of new weights. model.SIZES tells what it is worth."""
-    return 0.02 * (768 / d_model) ** 0.5  # by 1 / sqrt(width)
+    sizes = given | SIZES[config.model] | own | {"causal": config.objective == "causal"}
+    if config.d_model:  # by 1 / sqrt(width); model.SIZES tells what it is worth
+        sizes["init_std"] = 0.02 * (768 / config.d_model) ** 0.5
+    return sizes
 
 
 def check_config(config):
     """Raise UserError for settings that do not fit together, before anything is written."""
-    if config.reinit_ffn and not config.init_from:
-        raise UserError("reinit_ffn = True: it goes with init_from, without it every FFN is new")
     with torch.device("meta"):  # costs nothing, and finds sizes that do not fit together
         max_len = MaskedLM(BertConfig(**model_sizes(config))).bert.config.max_len
     if config.seq_len > max_len:
@@ -223,27 +206,15 @@ def check_config(config):
         need("tensorboard", "tensorboard = True")
 
 
-def check_vocabulary(source, vocab, corpus):
-    """Raise UserError if weights were trained with another vocabulary than the corpus has."""
-    if vocab_hash(read_vocab(vocab)) != corpus.tokenizer_hash:
-        raise UserError(f"{source} was trained with another vocabulary than data/{corpus.name}'s: "
-                        f"prepare the corpus with --vocab {vocab}, or start from weights of its "
-                        "vocabulary with --init_from")
-
-
 def print_sizes(config, corpus, trainer):
     """Print the sizes of corpus, model, batch and training, for a person to check."""
-    parameters, tables = count_parameters(trainer.model), value_tables(trainer.model)
-    values = get_world_size() * sum(table.weight.numel() for table in tables.values())
     tokens, per_step = corpus.meta["tokens"], trainer.batches.size
     print(f"corpus {corpus.name}: {tokens['train']:,} training tokens, {tokens['val']:,} held out, "
           f"vocabulary {corpus.vocab_size:,}\n"
-          f"model {config.model}: {parameters:,} parameters, {values:,} of them in value tables\n"
-          f"batch: {config.batch_size} sequences x {config.accumulation} accumulation = "
-          f"{config.batch_size * config.accumulation:,} sequences = {per_step:,} tokens a step; "
-          f"{config.max_steps:,} steps = {config.max_steps * per_step:,} tokens = "
-          f"{trainer.batches.epochs(config.max_steps):.1f} epochs")
-    print(f"unigram perplexity of the held-out text: {corpus.meta['unigram_perplexity']:.2f}")
+          f"unigram perplexity of the held-out text: {corpus.meta['unigram_perplexity']:.2f}\n"
+          f"model {config.model}: {count_parameters(trainer.model):,} parameters\n"
+          f"{config.max_steps:,} steps of {config.batch_size} x {config.accumulation} sequences, "
+          f"{per_step:,} tokens: {trainer.batches.epochs(config.max_steps):.1f} epochs")
 
 
 if __name__ == "__main__":

@@ -81,15 +81,6 @@ def test_impossible_sizes_are_refused(sizes, word):
         small_memory(**sizes)
 
 
-def test_the_class_of_the_values_is_a_choice():
-    class Zeros(ValueTable):
-        def reset_parameters(self):
-            nn.init.zeros_(self.weight)
-
-    memory = PKM(6, n_keys=8, topk=4, key_dim=8, table=Zeros)
-    assert type(memory.values) is Zeros and not memory(torch.randn(5, 6)).any()
-
-
 def test_candidates_of_32_are_119_of_1024():
     pairs = [(i, j) for i in range(32) for j in range(32) if (i + 1) * (j + 1) <= 32]
     assert candidates(32, "cpu").T.tolist() == list(map(list, pairs)) and len(pairs) == 119

@@ -16,11 +16,9 @@ import prepare_data
 import pretrain
 from lib.common.errors import run_main
 from lib.common.settings import setting
-from lib.training.trainer import optimizer_groups
-from lib.weights.checkpoint import checkpoint_files
+from lib.weights.checkpoint import model_file
 from lib.weights.run import Run
-from model import BertConfig, MaskedLM, value_tables
-from values import LazyAdam
+from model import BertConfig, MaskedLM
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"  # larger texts; tests of them are skipped without it
@@ -42,9 +40,8 @@ def tiny_bert(seed=0, **settings):
 
 def save_model(run, model, labels=(), step=3):
     """A checkpoint of a model that was not trained."""
-    dense = torch.optim.AdamW(optimizer_groups(model, 0))
-    values = LazyAdam(value_tables(model).values())
-    files = checkpoint_files(model, dense, values, {"step": step}, labels)
+    files = {"model": model_file(model, labels), "optimizer": {"dense": {}, "values": {}},
+             "state": {"step": step}}
     return Run(run).save_checkpoint(step, files, keep=2)
 
 

@@ -192,7 +192,7 @@ def test_sample_goes_on_with_a_text(place, capsys, layers):
     """It adds the likeliest token at temperature 0, otherwise one of the top k."""
     assert train("--objective=causal", "--max_steps=12", layers) == 0
     model, corpus = load_model("out/tiny").eval(), Corpus("tiny")
-    tokenizer = corpus.tokenizer()
+    tokenizer = load_tokenizer(corpus.folder)
     prompt = [corpus.special_ids.sep, *tokenizer.encode("the old cat saw").ids]
 
     def run(*args):

@@ -3,10 +3,12 @@ Choose the device and the dtype, and use a CPU well.
 """
 import ctypes
 import os
-import sys
+import platform
+
+import torch
 
 from lib.common.errors import UserError
-from lib.common.torchrun import first_rank, under_torchrun
+from lib.common.torchrun import under_torchrun
 
 
 def choose_device(device="auto", dtype="auto"):
@@ -16,8 +18,6 @@ def choose_device(device="auto", dtype="auto"):
     'bfloat16' or 'float16'; all but float32 are for torch.autocast, and float16 for a GradScaler.
     Returns (torch.device, torch.dtype, a line to print).
     """
-    import torch
-
     if under_torchrun() and ":" in device:
         raise UserError(f"device = {device!r}: each rank takes its own card: --device=cuda")
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
@@ -27,20 +27,16 @@ def choose_device(device="auto", dtype="auto"):
         torch.ones(1, device=chosen).item()
     except (RuntimeError, AssertionError) as error:  # unknown, absent, or without memory ('meta')
         raise UserError(f"device = {name!r}: {str(error).splitlines()[0]}") from None
-    dtypes = ("float32", "bfloat16", "float16")
-    if dtype not in ("auto", *dtypes):
-        raise UserError(f"dtype = {dtype!r}: expected auto, {', '.join(dtypes)}")
-    reason = "as asked"
-    if dtype == "auto":
-        if chosen.type != "cuda":
-            dtype, reason = "float32", f"mixed precision is for CUDA, this is {chosen.type}"
-        elif torch.cuda.get_device_capability(chosen) >= (8, 0):
-            dtype, reason = "bfloat16", "the card computes in it: float32's range, no scaler"
-        else:
-            dtype, reason = "float16", "the card has no bfloat16: gradients are scaled"
-    if dtype == "float16" and chosen.type != "cuda":
+    on_cuda, reason = chosen.type == "cuda", "as asked"
+    if dtype == "float16" and not on_cuda:
         raise UserError("dtype = 'float16' needs CUDA: take bfloat16 or float32")
-    card = f" ({torch.cuda.get_device_name(chosen)})" if chosen.type == "cuda" else ""
+    if dtype == "auto" and not on_cuda:
+        dtype, reason = "float32", f"mixed precision is for CUDA, this is {chosen.type}"
+    elif dtype == "auto" and torch.cuda.get_device_capability(chosen) >= (8, 0):
+        dtype, reason = "bfloat16", "the card computes in it: float32's range, no scaler"
+    elif dtype == "auto":
+        dtype, reason = "float16", "the card has no bfloat16: gradients are scaled"
+    card = f" ({torch.cuda.get_device_name(chosen)})" if on_cuda else ""
     line = f"device {chosen}{card}, torch {torch.__version__}, dtype {dtype}: {reason}"
     return chosen, getattr(torch, dtype), line
 
@@ -49,43 +45,34 @@ def use_device(device, dtype):
     """Choose the device and the dtype, print why, and prepare a CPU for a long run."""
     chosen, dtype, line = choose_device(device, dtype)
     print(line)
-    if advice := cpu_advice(chosen):
+    if chosen.type == "cpu" and (advice := thread_advice()):
         print(advice)
     keep_freed_memory(chosen)
     return chosen, dtype
 
 
-def cpu_advice(device):
-    """Advise fewer threads on a busy CPU (see thread_advice), in a line to print, or None."""
-    import torch
+def thread_advice():
+    """Advise one thread for each free core, in a line, or None if enough are free.
 
-    if device.type != "cpu" or not first_rank():
-        return None
+    A thread that waits for a core makes all others wait. Beside one busy process on two cores, one
+    thread was 2.8 times as fast as two (results/speed.md).
+    """
+    cores, threads = os.cpu_count(), torch.get_num_threads()
     try:
         load = os.getloadavg()[0]  # of the last minute
     except OSError:  # unknown, as where /proc is missing
         return None
-    return thread_advice(load, os.cpu_count(), torch.get_num_threads())
-
-
-def thread_advice(load, cores, threads):
-    """Advise one thread for each free core, in a line, or None if enough are free.
-
-    A thread that waits for a core makes all others wait. Beside one busy process on two cores, one
-    thread was 2.8 times as fast as two (results/speed.md). `load` is the machine's load average.
-    """
     free = max(1, int(cores - load))
-    if load < cores / 4 or threads <= free:
-        return None
-    return (f"load average {load:.1f} on {cores} cores: if other processes keep them busy, "
-            f"OMP_NUM_THREADS={free} is faster than {threads} threads")
+    if load >= cores / 4 and threads > free:
+        return (f"load average {load:.1f} on {cores} cores: if other processes keep them busy, "
+                f"OMP_NUM_THREADS={free} is faster than {threads} threads")
+    return None
 
 
 def keep_freed_memory(device):
     """Keep the memory that a CPU process frees, for its next step. By default glibc gives large
     blocks back to Linux, which has to clear every page anew."""
-    linux = device.type == "cpu" and sys.platform == "linux"
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None) if linux else None:
-        m_trim_threshold, m_mmap_max = -1, -4
-        mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, 2**31 - 1)
+    if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
+        m_trim_threshold, m_mmap_max, libc = -1, -4, ctypes.CDLL(None)
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, 2**31 - 1)

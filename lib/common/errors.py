@@ -38,9 +38,8 @@ def run_main(main):
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        print(f"error: {str(error).splitlines()[0]} Take a smaller batch_size (raise accumulation "
-              "by the same factor to keep the step), fewer tokens or a smaller model",
-              file=sys.stderr)
+        print(f"error: {str(error).splitlines()[0]} Take a smaller batch_size (and more "
+              "accumulation), fewer tokens or a smaller model", file=sys.stderr)
         sys.exit(1)
 
 
@@ -70,7 +69,7 @@ def need(module, purpose):
 
 def run_script(script, *args):
     """Run another script of this folder as a person would; Failure if it fails."""
-    print(f"$ python {script} {' '.join(args)}", flush=True)
-    path = ROOT / script
-    if subprocess.run([sys.executable, path, *args], check=False).returncode:
-        raise Failure(f"python {script} {' '.join(args)} failed")
+    command = " ".join(["python", script, *args])
+    print(f"$ {command}", flush=True)
+    if subprocess.run([sys.executable, ROOT / script, *args], check=False).returncode:
+        raise Failure(f"{command} failed")

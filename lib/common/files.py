@@ -2,13 +2,11 @@
 Write files that are whole or absent, lock folders, read damaged files without harm.
 """
 import contextlib
-import errno
 import fcntl
 import json
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
 
 from lib.common.errors import UserError, need
@@ -36,10 +34,9 @@ def atomic(path):
     discard(temporary)  # a killed process may have left it
     try:
         yield temporary
-        for file in [temporary] if temporary.is_file() else sorted(temporary.rglob("*")):
-            if file.is_file():
-                with open(file, "rb+") as handle:
-                    os.fsync(handle.fileno())
+        for file in filter(Path.is_file, [temporary, *temporary.rglob("*")]):
+            with open(file, "rb+") as handle:
+                os.fsync(handle.fileno())
         os.replace(temporary, path)
     finally:
         discard(temporary)
@@ -59,25 +56,16 @@ def lock(path, work, wait=False):
     path = Path(path).resolve()
     file = path.with_name(f".lock_{path.name}")
     new_folders = [folder for folder in path.parents if not folder.exists()]
-    told = False
     while True:
-        try:
-            handle, holder = _try_lock(file)
-        except (FileNotFoundError, FileExistsError):  # the last holder removes file and folder
-            if file.parent.exists() and not file.parent.is_dir():
-                raise
-            continue
-        if handle:
-            break
-        if holder and not wait:
-            raise UserError(f"{path}: process {holder} {work}: one process at a time")
-        if holder and not told:
-            print(f"waiting: process {holder} {work}", flush=True)
-            told = True
-        time.sleep(0.05)
-    handle.truncate(0)
-    print(os.getpid(), file=handle, flush=True)
+        with contextlib.suppress(FileExistsError):
+            file.parent.mkdir(parents=True)
+        with contextlib.suppress(FileNotFoundError):  # the last holder removes file and folder
+            handle = os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
+            _lock_file(handle, path, work, wait)
+            if os.path.samestat(os.fstat(handle.fileno()), file.stat()):
+                break
     try:
+        file.write_text(str(os.getpid()))
         yield
     finally:
         file.unlink(missing_ok=True)
@@ -87,21 +75,18 @@ def lock(path, work, wait=False):
                 folder.rmdir()
 
 
-def _try_lock(file):
-    """Lock a file: (open file, ''), or (None, number of its process), '' if not written yet."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
+def _lock_file(handle, path, work, wait):
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return None, handle.read().strip()
+        holder = f"process {handle.read()} {work}"
+        if not wait:
+            raise UserError(f"{path}: {holder}: one process at a time") from None
+        print(f"waiting: {holder}", flush=True)
+        fcntl.flock(handle, fcntl.LOCK_EX)
     except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
-            raise
-        print(f"warning: {file.parent}: no locks on this file system ({error.strerror}): "
-              f"start no second process for {file.name.removeprefix('.lock_')}")
-    still_there = os.path.samestat(os.fstat(handle.fileno()), file.stat())
-    return (handle if still_there else None), ""
+        print(f"warning: {path.parent}: no locks on this file system ({error.strerror}): "
+              f"start no second process for {path.name}")
 
 
 def load_file(path, mmap=False, hint="remove its folder to use an older checkpoint"):
@@ -152,5 +137,4 @@ def discard(path):
     hidden = path.with_name(f".tmp_{path.name.removeprefix('.tmp_')}")
     if hidden != path:
         discard(hidden)
-    path.rename(hidden)
-    shutil.rmtree(hidden)
+    shutil.rmtree(path.rename(hidden))

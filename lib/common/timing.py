@@ -13,7 +13,6 @@ from statistics import median
 import torch
 
 from lib.common.progress import Progress, markdown
-from lib.common.torchrun import first_rank
 
 
 def time_in_turn(what, functions, device, rounds, warmup=2, bases=1):
@@ -32,9 +31,8 @@ def time_in_turn(what, functions, device, rounds, warmup=2, bases=1):
             function()
             synchronize()
             times[name].append(time.perf_counter() - start)
-    if first_rank():
-        total = sum(sum(seconds[:warmup]) for seconds in times.values())
-        print(f"{what}: warm-up {total:.1f} s", file=sys.stderr)
+    total = sum(sum(seconds[:warmup]) for seconds in times.values())
+    print(f"{what}: warm-up {total:.1f} s")
     times = {name: seconds[warmup:] for name, seconds in times.items()}
     return [{"what": what, "system": name, "seconds": seconds,
              **{f"times_{base}": median(map(operator.truediv, seconds, times[base]))
@@ -61,13 +59,12 @@ def print_times(records):
 def machine_facts(device):
     """Return what times depend on, as texts: processor, OpenMP's variables, version of torch."""
     machine = read_proc("cpuinfo", "model name") or platform.machine()
-    machine += f", {torch.get_num_threads()} threads"
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
     openmp = [f"{name}={value}" for name, value in sorted(os.environ.items())
               if name.startswith(("OMP_", "GOMP_", "KMP_"))]
-    return {"machine": machine, "openmp": " ".join(openmp) or "default",
-            "torch": torch.__version__}
+    return {"machine": f"{machine}, {torch.get_num_threads()} threads",
+            "openmp": " ".join(openmp) or "default", "torch": torch.__version__}
 
 
 def read_proc(file, key):

@@ -1,7 +1,7 @@
 """
 Fetch files from the network: whole or absent, checked, and resumed where a download was cut.
 
->>> fetch([FILES["RTE.zip"]])                       # data/downloads/RTE.zip
+>>> fetch(*FILES["RTE.zip"])                          # data/downloads/RTE.zip
 >>> fetch_from_hub("google-bert/bert-base-uncased", "config.json", folder=Path("weights"))
 >>> unpack(Path("data/downloads/RTE.zip"), Path("data/glue/RTE"))
 
@@ -9,7 +9,6 @@ HF_ENDPOINT names a mirror of the hub, HF_TOKEN is its token; HTTPS_PROXY and th
 """
 import fnmatch
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -18,7 +17,7 @@ import time
 from pathlib import Path
 
 from lib.common.errors import ROOT, Failure, UserError, need
-from lib.common.files import atomic, discard, lock, write_text
+from lib.common.files import atomic, discard, lock, read_json, write_text
 from lib.common.progress import Progress
 
 PRETRAINED = {  # weights that prepare_data.py fetches from the hub, all Apache-2.0
@@ -69,88 +68,69 @@ for name, *facts in map(str.split, FILES_BY_SERVER.strip().splitlines()):
         server = name
     else:
         FILES[name] = (server + name, facts[0])
-BERT_VOCAB = "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3"  # SHA-256
 DATASETS = {  # on the hub: (repository, files, revision)
     "wikipedia": ("wikimedia/wikipedia", "20231101.en/*.parquet", "main"),  # CC BY-SA 4.0
-    "bookcorpus_copy": ("rojagtap/bookcorpus", "default/train/*.parquet", "refs/convert/parquet"),
+    "bookcorpus": ("rojagtap/bookcorpus", "default/train/*.parquet", "refs/convert/parquet"),
     "pg19": ("deepmind/pg19", "data/test_files.txt", "main")}
 PG19 = "https://storage.googleapis.com/deepmind-gutenberg/test/"  # Apache-2.0
+WEIGHTS = [["config.json"], ["vocab.txt", "tokenizer.json"],
+           ["model.safetensors", "pytorch_model.bin"]]
 DOWNLOADS = Path("data/downloads")
 TIMEOUT = 30  # seconds without a byte before a download is tried again
-NO_NETWORK = "without a network give --vocab FILE or --from PATH"
 REFUSED = {401: "gated, private or not there (a token goes into HF_TOKEN)",  # by HTTP status
            403: "gated or private (a token goes into HF_TOKEN)", 404: "no such file"}
 
 
-def fetch(sources, folder=DOWNLOADS):
-    """Download each (URL, SHA-256) to `folder` where it has no such file; return the paths."""
-    paths = [folder / Path(url).name for url, _ in sources]
-    for path, (url, sha256) in zip(paths, sources):
-        with lock(path, "downloads it", wait=True):
-            if not path.exists():
-                download(url, path, sha256)
-    return paths
-
-
-def download(url, path, sha256=""):
-    """Download `url` to the file `path`, which is whole or absent, in up to four attempts. The
-    bytes that came are kept in <path>.part. The next attempt, or the next call, asks for the rest.
+def fetch(url, sha256="", folder=DOWNLOADS):
+    """Download a file to `folder`, unless it is there; return its path. The bytes that came are
+    kept in <path>.part. After an error the rest is asked for, three times and by the next call.
     Failure if the file cannot be had or is not the one with this SHA-256."""
-    requests = need("requests", "a download")
-    print(f"{url}: downloading", flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = folder / Path(url).name
     part = path.with_name(f"{path.name}.part")
-    for pause in (2, 8, 30, None):
-        try:
-            _receive(requests, url, part)
-            break
-        except requests.RequestException as error:
-            status = getattr(error.response, "status_code", None)
-            if not status and not part.exists():
-                raise Failure(f"{url}: no connection: {NO_NETWORK}") from None
-            if not pause or status in REFUSED:
-                raise Failure(f"{url}: {_reason(error)}") from None
-            print(f"{url}: {_reason(error)}: again in {pause} s", flush=True)
-            time.sleep(pause)
-    _check(part, url, sha256)
-    os.replace(part, path)
+    with lock(path, "downloads it", wait=True):
+        if path.exists():
+            return path
+        requests = need("requests", "a download")
+        print(f"{url}: downloading", flush=True)
+        for pause in (2, 8, 30, None):
+            try:
+                _append_rest(requests, url, part)
+                break
+            except requests.RequestException as error:
+                status = getattr(error.response, "status_code", None)
+                connected = status or part.exists()
+                if not connected or not pause or status in REFUSED:
+                    raise Failure(f"{url}: {_reason(error)}") from None
+                print(f"{url}: {_reason(error)}: again in {pause} s", flush=True)
+                time.sleep(pause)
+        received = file_sha256(part)
+        if sha256 not in ("", received):
+            discard(part)
+            raise Failure(f"{url}: expected SHA-256 {sha256[:12]}, received {received[:12]}: it "
+                          "was replaced, or damaged on its way")
+        os.replace(part, path)
+    return path
 
 
-def _receive(requests, url, part):
+def _append_rest(requests, url, part):
     """Make one attempt to complete the file `part`."""
     start = part.stat().st_size if part.exists() else 0
-    # wikitext.smerity.com wants a browser
-    headers = {"User-Agent": "Mozilla/5.0", "Accept-Encoding": "identity"}
-    if start:
-        headers["Range"] = f"bytes={start}-"
+    headers = {"User-Agent": "Mozilla/5.0",  # wikitext.smerity.com wants a browser
+               "Accept-Encoding": "identity", "Range": f"bytes={start}-" if start else None}
     with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply:
         span = reply.headers.get("Content-Range", "")
-        if reply.status_code == 416 and span == f"bytes */{start}":
-            return  # the part is the whole file
         if reply.status_code in (206, 416) and not span.startswith(f"bytes {start}-"):
-            part.write_bytes(b"")  # it began an older file
+            part.write_bytes(b"")  # it began an older file, or nothing is missing
             raise requests.RequestException(f"it cannot go on at byte {start:,}")
         reply.raise_for_status()
         start = start if reply.status_code == 206 else 0
-        length = int(reply.headers.get("Content-Length", 0))
-        total = start + length if length else None
+        total = start + int(reply.headers.get("Content-Length", 0))
         progress = Progress(desc=part.stem, total=total, initial=start, unit="B", unit_scale=True)
         with progress, open(part, "ab" if start else "wb") as file:
             for chunk in reply.iter_content(2**16):
-                file.write(chunk)
-                progress.update(len(chunk))
-        if total not in (None, progress.n):
+                progress.update(file.write(chunk))
+        if progress.n < total:
             raise requests.RequestException(f"{progress.n:,} of {total:,} bytes came")
-
-
-def _check(path, source, sha256):
-    """Discard a downloaded file, with a Failure, if it has another SHA-256 (unless that is "")."""
-    with open(path, "rb") as file:
-        received = hashlib.file_digest(file, "sha256").hexdigest()
-    if sha256 not in ("", received):
-        discard(path)
-        raise Failure(f"{source}: expected SHA-256 {sha256[:12]}, received {received[:12]}: it was "
-                      "replaced, or damaged on its way")
 
 
 def _reason(error):
@@ -158,13 +138,20 @@ def _reason(error):
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status:
         return REFUSED.get(status, f"the server replied {status}")
-    return str(error).split("\n")[0]
+    reason = str(error).split("\n")[0]
+    return f"{reason}: without a network give --vocab FILE or --from PATH"
+
+
+def file_sha256(path):
+    """Return the SHA-256 of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fetch_from_hub(repo, *patterns, folder, kind="model", revision="main"):
-    """Download files of a repository on Hugging Face's hub to `folder`; return their names. They
-    are the files that match the first of `patterns` which any file matches. Failure if there is
-    none, or the hub cannot be reached."""
+    """Download the files of a repository on the hub that match a pattern; return their names. A
+    later pattern is for repositories without a match of the earlier ones. Failure if there is no
+    such file, or the hub cannot be reached."""
     hub = need("huggingface_hub", "a download from the hub")
     where = f"{repo}/{' or '.join(patterns)} on the hub"
     try:
@@ -174,12 +161,8 @@ def fetch_from_hub(repo, *patterns, folder, kind="model", revision="main"):
         names = next(filter(None, matches), [])
         for name in names:
             hub.hf_hub_download(repo, name, repo_type=kind, revision=info.sha, local_dir=folder)
-    except hub.errors.HfHubHTTPError as error:
+    except Exception as error:  # noqa: BLE001 - of the hub, of its HTTP library or of the disk
         raise Failure(f"{where}: {_reason(error)}") from None
-    except Exception as error:
-        if getattr(error, "errno", None):  # the disk is full, say
-            raise
-        raise Failure(f"{where}: {_reason(error)}: {NO_NETWORK}") from None
     if not names:
         raise Failure(f"{where}: no such file")
     return names
@@ -190,31 +173,26 @@ def fetch_corpus(name):
     bookcorpus, return the tar, or the folder of its copy on the hub if the tar is gone."""
     if name == "bookcorpus":
         try:
-            return fetch([FILES["bookcorpus.tar.bz2"]])[0]
+            return fetch(*FILES["bookcorpus.tar.bz2"])
         except Failure as error:
             print(f"{error}; trying the copy on the hub", flush=True)
-            name = "bookcorpus_copy"
     folder, (repo, pattern, revision) = DOWNLOADS / name, DATASETS[name]
     listing = folder / "files.json"  # with it, a complete folder needs no network
     files = json.loads(listing.read_text()) if listing.exists() else [""]
     if not all((folder / file).is_file() for file in files):
         files = fetch_from_hub(repo, pattern, folder=folder, kind="dataset", revision=revision)
         write_text(listing, json.dumps(files))
-    if name == "pg19":
-        books = folder / files[0]
-        ids = re.findall(r"test/(\d+)\.txt", books.read_text(errors="replace"))
-        if not ids:
-            raise damaged(books, "no list of books")
-        folder = fetch([(f"{PG19}{book}.txt", "") for book in ids], folder / "test")[0].parent
+    if name == "pg19":  # what the hub has is a list of books
+        for book in re.findall(r"test/(\d+)\.txt", (folder / files[0]).read_text()):
+            fetch(f"{PG19}{book}.txt", folder=folder / "test")
+        folder /= "test"
     return folder
 
 
 def unpack_once(path):
-    """Unpack an archive to data/downloads/, unless that was done; return the folder. The folder has
-    a name made from the archive's content: archives of one name can differ."""
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    folder = DOWNLOADS / f"{path.name.split('.')[0]}_{digest[:12]}"
+    """Unpack an archive to data/downloads/, unless that was done; return the folder. Its name has
+    the SHA-256 of the archive, because archives of one name can differ."""
+    folder = DOWNLOADS / f"{path.name.split('.')[0]}_{file_sha256(path)[:12]}"
     with lock(folder, "unpacks it", wait=True):
         return folder if folder.exists() else unpack(path, folder)
 
@@ -239,51 +217,33 @@ def damaged(path, why):
     return UserError(f"{path}: damaged ({why}): remove it to download it again")
 
 
-def replace_folder(folder, new):
-    """Rename `new` to `folder`, then discard an older one. A killed call leaves both, and the next
-    one ends its work."""
-    old = folder.with_name(f".old_{folder.name}")
-    if folder.exists():
-        discard(old)
-        os.replace(folder, old)
-    os.replace(new, folder)
-    discard(old)
-
-
-def fetch_weights(name, *wanted):
+def fetch_weights(name, files=WEIGHTS):
     """Fetch weights of BERT's shape to data/weights/<name>/; return this folder.
 
-    name: a key of PRETRAINED, or ORG/NAME of the hub. wanted: the names of the files, by default
-    config.json, vocab.txt (or tokenizer.json) and model.safetensors (or pytorch_model.bin).
-    UserError for an unknown name or another kind of model.
+    name: a key of PRETRAINED, or ORG/NAME of the hub. files: lists of names, and the first that
+    the hub has is fetched from each. UserError for an unknown name or another kind of model.
     """
     if name not in PRETRAINED and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
         raise unknown_weights(name)
-    folder, formats = Path("data/weights", name), ["model.safetensors", "pytorch_model.bin"]
-    if not importlib.util.find_spec("safetensors"):
-        formats.reverse()
-    everything = [["config.json"], ["vocab.txt", "tokenizer.json"], formats]
-    for choices in [[file] for file in wanted] or everything:
+    folder = Path("data/weights", name)
+    for choices in files:
         if any((folder / choice).exists() for choice in choices):
             continue
         file = folder / fetch_from_hub(PRETRAINED.get(name, name), *choices, folder=folder)[0]
-        if name in PRETRAINED and file.name == "vocab.txt":
-            _check(file, f"{name}/vocab.txt", BERT_VOCAB)
         if file.name == "config.json":  # before the weights, which are large
-            kind = json.loads(file.read_text()).get("model_type", "bert")
+            kind = read_json(file).get("model_type", "bert")
             if kind not in ("bert", "distilbert", "pkm-bert"):
                 discard(folder)
                 raise UserError(f"{name}: model_type = {kind!r}: expected bert or distilbert")
     return folder
 
 
-def fetch_task(folder, names, path=None, force=False, check=None):
+def fetch_task(folder, names, path=None, force=False):
     """Fetch a task's official files to `folder`.
 
     names: of its archive, or of its files, in FILES. path: the archive, or a folder with the
     downloads or with the files that they unpack to. These may also lie in a folder in it that is
-    named after the task. force: replace `folder`. check: is called with each file first, and may
-    raise a UserError.
+    named after the task. force: replace `folder`.
     """
     if folder.exists() and not force:
         print(f"{folder} exists already (--force replaces it)")
@@ -292,31 +252,29 @@ def fetch_task(folder, names, path=None, force=False, check=None):
     if path and (path / folder.name).is_dir():
         path /= folder.name
     if path is None:
-        files = fetch([FILES[name] for name in names])
-    elif zipped and path.suffix == ".zip" and path.is_file():
+        files = [fetch(*FILES[name]) for name in names]
+    elif zipped and path.suffix == ".zip":
         files = [path]
-    elif all((path / name).is_file() for name in names):
-        files = [path / name for name in names]
     elif zipped and (path / "train.tsv").is_file():
-        files = [file for file in path.iterdir() if file.is_file()]
+        files = list(path.glob("*.tsv"))
     else:
+        files = [path / name for name in names]
+    if not all(file.is_file() for file in files):
         raise UserError(f"{path}: no {', '.join(names)}{' or train.tsv' * zipped} in it")
-    for file in files if check else ():
-        check(file)
-    new, unpacked = (folder.with_name(f".{state}_{folder.name}") for state in ("new", "unpacked"))
+    new = folder.with_name(f".new_{folder.name}")
     discard(new)  # a killed process may have left it
-    discard(unpacked)
     if files[0].suffix == ".zip":
-        train = next(unpack(files[0], unpacked).rglob("train.tsv"), None)
-        if train:  # in a folder of the archive, as a rule
-            os.replace(train.parent, new)
-        discard(unpacked)
-        if not train:
-            raise damaged(files[0], "no train.tsv in it")
+        unpack(files[0], new)
     else:
         with atomic(new) as temporary:
             temporary.mkdir()
             for file in files:
                 shutil.copyfile(file, temporary / file.name)
-    replace_folder(folder, new)
-    print(f"{folder}: {', '.join(sorted(p.name for p in folder.iterdir() if p.is_file()))}")
+    train = next(new.rglob("train.tsv" if zipped else names[0]), None)
+    if not train:
+        discard(new)
+        raise damaged(files[0], "no train.tsv in it")
+    discard(folder)
+    os.replace(train.parent, folder)  # in a folder of the archive, as a rule
+    discard(new)
+    print(f"{folder}: {', '.join(sorted(os.listdir(folder)))}")

@@ -36,9 +36,8 @@ def find_files(path, *suffixes):
 
 
 def find_codecs(files, encoding):
-    """Return {file: codec} of text files. encoding: a codec for all files, or 'auto': UTF-8, or
-    Windows-1252 for a file that is not. Then it reads all files, and prints how many have which
-    codec."""
+    """Return {file: codec} of text files. encoding: a codec for all files, or 'auto', which reads
+    them to tell UTF-8 from Windows-1252 and prints how many are which."""
     if encoding != "auto":
         try:
             "".encode(encoding)
@@ -73,9 +72,7 @@ def _lines(path, codec):
                     cut = BETWEEN_WORDS.search(line, len(line) - 1000)
                     end = cut.start() if cut else len(line) - 1  # keep one: "\n" may be next
                     line, rest = line[:end], line[end:]
-                elif piece[-1] != "\n":
-                    line += "\n"
-                yield line
+                yield line if line[-1] == "\n" or rest else f"{line}\n"
         except UnicodeDecodeError as error:
             byte = file.buffer.tell() - len(error.object) + error.start
             raise UserError(f"{path}: byte {byte} is not {codec} text: {hint}") from None
@@ -90,15 +87,13 @@ def _rows(path, between):
     parquet = need("pyarrow.parquet", f"{path}")
     try:
         with parquet.ParquetFile(path) as file:
-            if "text" not in file.schema_arrow.names:
-                raise UserError(f"{path}: no column 'text' in it")
             for batch in file.iter_batches(1000, columns=["text"]):
-                for text in batch.column(0).to_pylist():
+                for text in batch["text"].to_pylist():
                     for line in filter(str.strip, (text or "").split("\n")):
                         yield f"{line}\n".replace("\r\n", "\n")
                     yield from between
-    except UserError:
-        raise
+    except KeyError:
+        raise UserError(f"{path}: no column 'text' in it") from None
     except (ValueError, OSError) as error:  # pyarrow's own errors are one or the other
         raise damaged(path, str(error).splitlines()[0]) from None
 
@@ -106,14 +101,13 @@ def _rows(path, between):
 def stream(path, kind, codec="utf-8"):
     """Yield the lines of a file, and None where a document ends. Blank lines are left out.
 
-    kind: documents end at a 'blank' line, with the 'file', or before a title in 'wikitext'. For
-    'sentences' see below. A .parquet row is a document; with 'sentences', a line.
+    kind: documents end at a 'blank' line, with the 'file', or before a title in 'wikitext'. A
+    .parquet row is a document; with 'sentences', a line.
 
     'sentences' is for BookCorpus. It has a sentence a line and no book boundaries, and a third of
     its books are in it more than once (Bandy and Vincent, 2021). A document ends at a blank line,
-    or where the hash of two lines says so, after SENTENCES lines in the mean. A second copy of a
-    book is then cut at the same places. Its documents are duplicates of the first copy's, except
-    the first and the last, which it shares with its neighbours.
+    or where the hash of two lines says so, after SENTENCES lines in the mean. All copies of a book
+    are then cut at the same places, and only their first and last documents differ.
     """
     if path.suffix == ".parquet":
         lines = _rows(path, [] if kind == "sentences" else [""])
@@ -159,14 +153,14 @@ def docstrings():
         warnings.simplefilter("ignore")  # invalid escapes in other people's strings
         for package, file in Progress(files, desc="reading docstrings", unit=" files"):
             try:
-                texts = dict.fromkeys(_docstrings(ast.parse(file.read_bytes())))
+                texts = dict.fromkeys(text.encode("utf-8", "replace").decode()  # no lone surrogates
+                                      for text in _docstrings(ast.parse(file.read_bytes())))
             except (SyntaxError, ValueError, RecursionError):
                 continue  # a template, or meant for another Python
             new = [text for text in texts if text and text not in seen]
             seen.update(new)
-            if new:  # a lone surrogate has no UTF-8
-                documents.append((package, [text.encode("utf-8", "replace").decode()
-                                            for text in new]))
+            if new:
+                documents.append((package, new))
     return f"docstrings of {', '.join(folders)}", documents
 
 

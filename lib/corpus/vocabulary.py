@@ -51,36 +51,28 @@ def read_vocab(path):
     path = Path(path, "vocab.txt") if Path(path).is_dir() else Path(path)
     saved = path.with_name("tokenizer.json")
     try:
-        if saved.exists() and path.name == "vocab.txt" and not path.exists():
+        if path.name == "vocab.txt" and saved.exists() and not path.exists():
             ids = tokenizers.Tokenizer.from_file(str(saved)).get_vocab()
             tokens = sorted(ids, key=ids.get)
         else:
             tokens = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
     except Exception as error:  # noqa: BLE001 - tokenizers raises plain Exceptions
         raise UserError(f"{path}: no vocabulary of UTF-8 text ({error})") from None
-    if flaw := _flaw(tokens):
-        raise UserError(f"{path}: not a vocabulary: {flaw}")
+    specials, letters = special_tokens(tokens), set(pre_tokenizers.ByteLevel.alphabet())
+    missing = [token for token in specials if token not in tokens]
+    repeated = [token for token, n in collections.Counter(tokens).items() if n > 1]
+    others = set(tokens).difference(specials)
+    flaws = {
+        f"no {', '.join(missing)}": missing,
+        f"{repeated[:3]} more than once": repeated,
+        "no token but the special ones": not others,
+        f"{len(tokens):,} tokens, but ids of 16 bits allow 65,536": len(tokens) > 2**16,
+        "byte-level BPE has a token for each of the 256 bytes, and all its other tokens are made "
+        "of them": specials is GPT2_SPECIALS and not set("".join(others)) == letters <= others}
+    for flaw, is_there in flaws.items():
+        if is_there:
+            raise UserError(f"{path}: not a vocabulary: {flaw}")
     return tokens
-
-
-def _flaw(tokens):
-    """Say in words why a list of tokens is not a vocabulary; None if it is one."""
-    specials = special_tokens(tokens)
-    if missing := [token for token in specials if token not in tokens]:
-        return f"no {', '.join(missing)}"
-    token, count = collections.Counter(tokens).most_common(1)[0]
-    if count > 1:
-        return f"{token!r} more than once"
-    if len(tokens) == len(specials):
-        return "no token but the special ones"
-    if len(tokens) > 2**16:
-        return f"{len(tokens):,} tokens, but ids of 16 bits allow 65,536"
-    if specials is GPT2_SPECIALS:
-        characters = set(byte_characters())
-        if not characters <= set(tokens) or set("".join({*tokens} - {*specials})) - characters:
-            return ("byte-level BPE has a token for each of the 256 bytes, and all its other "
-                    "tokens are made of them")
-    return None
 
 
 def write_vocab(folder, vocab):
@@ -124,8 +116,8 @@ def text_tokenizer(path):
 
 
 def full_tokenizer(path):
-    """Load a tokenizer (see load_tokenizer) that adds special tokens and pads. It puts [CLS] and
-    [SEP] around a text or a pair of texts. It pads the texts of a batch to the same length."""
+    """Load a tokenizer (see load_tokenizer) that adds special tokens and pads: [CLS] and [SEP] are
+    put around a text or a pair of texts, and [PAD] fills up the texts of a batch."""
     tokenizer = load_tokenizer(path)
     tokens, ids = special_tokens(tokenizer.get_vocab()), special_ids(tokenizer)
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -140,12 +132,6 @@ def tokenize(tokenizer, texts, what):
     """Yield each text's tokenizers.Encoding, without special tokens. what: named in the bar."""
     for start in Progress(range(0, len(texts), 8192), what):
         yield from tokenizer.encode_batch(texts[start:start + 8192], add_special_tokens=False)
-
-
-def encode(tokenizer, texts):
-    """Return the ids of each text, without special tokens: a list of lists. On all cores."""
-    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    return [encoding.ids for encoding in encodings]
 
 
 def wordpiece_tokenizer(vocab):
@@ -163,17 +149,13 @@ def train_vocab(read, size, vocab_size):
     """Learn a vocabulary of WordPieces; the special tokens come first.
 
     read: returns an iterator over the lines of the text, whose number is `size`; called twice. The
-    same text gives the same vocabulary. `tokenizers` numbers the pieces "##a" at random, and breaks
-    ties between equally frequent merges by these numbers. Here they get fixed numbers, because they
-    are given to the trainer as special tokens.
+    same text gives the same vocabulary. `tokenizers` would number the pieces "##a" at random, and
+    break ties by these numbers. As special tokens they have fixed numbers.
     """
     tokenizer = wordpiece_tokenizer(list(SPECIALS))
     normalize, split = tokenizer.normalizer, tokenizer.pre_tokenizer
-    counts = collections.Counter()
-    for line in read():
-        counts.update(line)
     characters = collections.Counter()
-    for character, count in counts.items():
+    for character, count in collections.Counter(itertools.chain.from_iterable(read())).items():
         for normal in normalize.normalize_str(character).strip():
             characters[normal] += count
     # every character costs two tokens, "a" and "##a": rare ones would fill a small vocabulary
@@ -189,14 +171,6 @@ def train_vocab(read, size, vocab_size):
     return sorted(ids, key=ids.get)
 
 
-def byte_characters():
-    """Return the 256 characters that stand for the bytes in tokens of byte-level BPE. Printable
-    characters stand for themselves, the others are numbered from 256 on (Radford et al.)."""
-    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in shown else next(others)) for byte in range(256)]
-
-
 def gpt2_vocab():
     """Return GPT-2's tokens by id, then <s>, </s>, <pad>, <mask>. tiktoken downloads them, or reads
     them from TIKTOKEN_CACHE_DIR."""
@@ -205,9 +179,11 @@ def gpt2_vocab():
     except (OSError, ValueError) as error:
         raise Failure(f"no GPT-2 vocabulary ({error}): without a network, put tiktoken's two files "
                       "into TIKTOKEN_CACHE_DIR") from None
-    characters = byte_characters()
-    tokens = ["".join(characters[byte] for byte in gpt2.decode_single_token_bytes(token_id))
-              for token_id in range(gpt2.n_vocab - 1)]
+    tokens = [gpt2.decode_single_token_bytes(token_id) for token_id in range(gpt2.n_vocab - 1)]
+    # the first 256 are the bytes, in the order of the characters that stand for them
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letter_of = {ord(byte): letter for letter, byte in zip(letters, tokens)}
+    tokens = ["".join(map(letter_of.get, token)) for token in tokens]
     return [*tokens, "<|endoftext|>", "<s>", "</s>", "<pad>", "<mask>"]
 
 
@@ -217,10 +193,9 @@ def byte_level_tokenizer(vocab):
     tokenizer = tokenizers.Tokenizer(models.BPE(ids, _merges(ids)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    # <mask> stands for a word and the space before it, as in RoBERTa
-    tokenizer.add_special_tokens([tokenizers.AddedToken(token, lstrip=token == GPT2_SPECIALS.mask,
-                                                        normalized=False)
-                                  for token in GPT2_SPECIALS])
+    for token in GPT2_SPECIALS:  # <mask> is a word with the space before it, as in RoBERTa
+        added = tokenizers.AddedToken(token, lstrip=token == "<mask>", normalized=False)
+        tokenizer.add_special_tokens([added])
     return tokenizer
 
 

@@ -5,7 +5,6 @@ The first pass hashes the documents: equal ones are kept once, and each gets its
 pass encodes. After each batch it notes in state.json how far it came, and a killed preparation
 goes on from there. Neither pass holds more of the text than a batch.
 """
-import contextlib
 import hashlib
 import itertools
 import json
@@ -17,14 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from lib.common.errors import UserError
-from lib.common.files import discard, write_text
+from lib.common.files import discard, read_json, write_text
 from lib.common.progress import Progress
 from lib.corpus import vocabulary
-from lib.corpus.batches import MASKED, SPLITS, Corpus
-from lib.corpus.download import replace_folder
+from lib.corpus.batches import SPLITS, Corpus
+from lib.corpus.download import file_sha256
 
 BATCH = 2**21  # characters encoded at once, or ids read at once: some 100 MB
-LOSS_STD = 2.7  # of the loss over masked tokens (configs/demo.py after 200 steps, 10,240 tokens)
 
 
 class Source(NamedTuple):
@@ -49,29 +47,24 @@ def write_corpus(name, origin, sources, vocab, val_every=0):
     splits = _assign_splits(sources, counts, hashes, val_every)
     heldout = _heldout_sentences(sources, counts, splits)
     folder, work = Path("data", name), Path("data", f".part_{name}")
-    task = hashlib.sha256(repr(vocab).encode())
-    task.update(hashes)
-    task.update(splits)
-    try:
-        state = json.loads((work / "state.json").read_text())
-    except (OSError, ValueError):  # missing or damaged
-        state = {}
-    if state.get("task") == task.hexdigest():
-        print(f"{work}: going on after {state['documents']:,} documents")
+    task = repr(vocab).encode() + hashes.tobytes() + splits.tobytes()
+    task = hashlib.sha256(task).hexdigest()
+    state = read_json(work / "state.json") if (work / "state.json").exists() else {}
+    if state.get("task") == task:
+        print(f"{work}: going on after {state['lines']:,} lines")
     else:
         discard(work)
-        state = {"task": task.hexdigest(), "documents": 0, "lines": 0, "bytes": [0, 0, 0],
-                 "sha256": [hashlib.sha256().hexdigest()] * 3}
+        state = {"task": task, "lines": 0, "bytes": [0, 0, 0]}
         if isinstance(vocab, int):
             def read_train():
-                lines = _read_lines(sources, counts, splits, heldout)
+                lines = _read_lines(sources, splits, heldout)
                 return (line for line, split in lines if split == 0 and line)
             vocab = vocabulary.train_vocab(read_train, n_lines, vocab)
         vocabulary.write_vocab(work, vocab)
     vocab = vocabulary.read_vocab(work)
-    lines = Progress(_read_lines(sources, counts, splits, heldout, state["documents"]),
-                     desc=f"encoding {name}", total=n_lines, initial=state["lines"], unit=" lines")
-    _encode(work, state, lines)
+    lines = itertools.islice(_read_lines(sources, splits, heldout), state["lines"], None)
+    _encode(work, state, Progress(lines, desc=f"encoding {name}", total=n_lines,
+                                  initial=state["lines"], unit=" lines"))
     facts = vocabulary.vocab_facts(vocab)
     ids = {split: _count_ids(work / f"{split}.bin", len(vocab)) for split in SPLITS}
     no_words = [facts[key] for key in ("pad_id", "cls_id", "sep_id", "mask_id")]
@@ -81,17 +74,18 @@ def write_corpus(name, origin, sources, vocab, val_every=0):
         "documents": {split: int(count[facts["sep_id"]]) for split, count in ids.items()},
         "tokens": {split: int(count.sum()) for split, count in ids.items()},
         "unknown": {split: int(count[facts["unk_id"]]) for split, count in ids.items()},
-        "sha256": dict(zip(SPLITS, state["sha256"])),
+        "sha256": {split: file_sha256(work / f"{split}.bin") for split in SPLITS},
     }, indent=1) + "\n")
-    replace_folder(folder, work)
+    discard(folder)
+    os.replace(work, folder)
     discard(folder / "state.json")
-    _print_summary(Corpus(name), val_every)
+    _print_summary(Corpus(name))
 
 
 def _hash_documents(sources):
     """Read the text once, and count and hash its documents. Returns the number of documents of each
-    source; every document's hash of 8 bytes (among 10 million documents, two different ones have
-    the same with probability 3e-6); and the number of lines."""
+    source, every document's hash of 8 bytes, and the number of lines. Among 10 million documents,
+    two different ones have the same hash with probability 3e-6."""
     counts, hashes = [], bytearray()
     with Progress(desc="reading", unit=" lines") as progress:
         for source in sources:
@@ -128,83 +122,58 @@ def _assign_splits(sources, counts, hashes, val_every):
 def _heldout_sentences(sources, counts, splits):
     """Return the lines of val and test that train must not repeat: a set, held in memory."""
     drops = [source.drop_heldout for source in sources]
-    documents = splits[np.repeat(drops, counts)]
-    sources, counts = (list(itertools.compress(items, drops)) for items in (sources, counts))
-    lines = _read_lines(sources, counts, documents)
+    lines = _read_lines(itertools.compress(sources, drops), splits[np.repeat(drops, counts)])
     return {line for line, split in lines if split > 0 and line}
 
 
-def _read_lines(sources, counts, splits, heldout=frozenset(), done=0):
-    """Yield (line, split) for the text after the first `done` documents. split: of the line's
-    document; -1 for a line to leave out, which is in a duplicate or, in train, is one of the
-    `heldout` sentences."""
+def _read_lines(sources, splits, heldout=frozenset()):
+    """Yield (line, split) for all of the text. split: of the line's document; -1 for a line to
+    leave out. It is in a duplicate or, in train, it is one of the `heldout` sentences."""
     document = 0
-    for source, count in zip(sources, counts):
-        if document + count <= done:  # a file that is done is not even opened
-            document += count
-            continue
+    for source in sources:
         for line in source.read():
-            if document >= done:
-                split = splits[document]
-                repeated = source.drop_heldout and split == 0 and line in heldout
-                yield line, -1 if repeated else split
+            split = splits[document]
+            repeated = source.drop_heldout and split == 0 and line in heldout
+            yield line, -1 if repeated else split
             document += line is None
 
 
 def _encode(work, state, lines):
     """Append ids to work/{train,val,test}.bin, and keep `state` beside them, up to date. lines:
-    (line, split) for all that `state` says is not encoded yet. At the end state["sha256"] has the
-    SHA-256 of the files."""
+    (line, split) of the text that is not encoded yet."""
     tokenizer = vocabulary.text_tokenizer(work)
     sep_id = vocabulary.special_ids(tokenizer).sep
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open(work / f"{split}.bin", "ab+")) for split in SPLITS]
-        hashes = [_cut_back(*file_state)
-                  for file_state in zip(files, state["bytes"], state["sha256"])]
-        for documents, texts in _batches(lines, state["documents"]):
-            for file, sha256, split_texts in zip(files, hashes, texts):
-                ids = ((sep_id,) if text == "" else ids
-                       for text, ids in zip(split_texts, vocabulary.encode(tokenizer, split_texts)))
-                written = np.fromiter(itertools.chain.from_iterable(ids), "<u2").tobytes()
-                file.write(written)
+    files = [work / f"{split}.bin" for split in SPLITS]
+    for file, size in zip(files, state["bytes"]):
+        file.touch()
+        if file.stat().st_size < size:
+            raise UserError(f"{file}: shorter since it was left: remove {work}")
+        os.truncate(file, size)
+    for batch in _batches(lines):
+        for split, path in enumerate(files):
+            texts = [line for line, its_split in batch if its_split == split]
+            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            ids = (encoding.ids if text else [sep_id]
+                   for text, encoding in zip(texts, encodings))
+            with open(path, "ab") as file:
+                file.write(np.fromiter(itertools.chain.from_iterable(ids), "<u2").tobytes())
                 file.flush()
                 os.fsync(file.fileno())
-                sha256.update(written)
-            if documents:
-                state |= {"documents": documents, "lines": lines.n,
-                          "bytes": [file.tell() for file in files],
-                          "sha256": [sha256.hexdigest() for sha256 in hashes]}
-                write_text(work / "state.json", json.dumps(state))
+                state["bytes"][split] = file.tell()
+        state["lines"] += len(batch)
+        write_text(work / "state.json", json.dumps(state))
 
 
-def _cut_back(file, size, sha256):
-    """Cut an open .bin to the `size` that state.json says; return its hashlib.sha256 to go on with.
-    UserError if the file is shorter, or its SHA-256 is not `sha256`."""
-    shorter = file.tell() < size
-    file.truncate(None if shorter else size)
-    file.seek(0)
-    digest = hashlib.file_digest(file, "sha256")
-    if shorter or digest.hexdigest() != sha256:
-        raise UserError(f"{file.name}: {'shorter' if shorter else 'changed'} since it was left: "
-                        f"remove {Path(file.name).parent}")
-    return digest
-
-
-def _batches(lines, documents):
-    """Yield about BATCH characters at a time: (documents, texts). documents: how many are encoded
-    after this batch, or 0 if it ends inside a very long one. texts: a list of lines for each split,
-    with "" at the end of a document."""
-    texts, length = ([], [], []), 0
+def _batches(lines):
+    """Yield lists of (line, split) with about BATCH characters each. A document ends with ""."""
+    batch, length = [], 0
     for line, split in lines:
-        documents += line is None
-        if split >= 0:
-            texts[split].append(line or "")
-            length += len(line or "")
-        if length >= (BATCH if line is None else 2 * BATCH):
-            yield documents if line is None else 0, texts
-            texts, length = ([], [], []), 0
-    if any(texts):
-        yield documents, texts
+        batch.append((line or "", split))
+        length += len(line or "")
+        if length >= BATCH:
+            yield batch
+            batch, length = [], 0
+    yield batch
 
 
 def _count_ids(file, vocab_size):
@@ -217,28 +186,22 @@ def _count_ids(file, vocab_size):
 
 
 def unigram_perplexity(train, heldout, special_ids):
-    """Return the held-out perplexity of a model that knows only how frequent tokens are. It has the
-    frequencies of the training text, add-one smoothed. train, heldout: how often each id occurs,
-    (vocab_size,). special_ids: ids to leave out. None without training text."""
+    """Return the held-out perplexity of a model that knows only the frequencies of tokens in train,
+    add-one smoothed. It is None without training text. train, heldout: how often each id occurs,
+    (vocab_size,). special_ids: ids to leave out."""
     if not train.any():
         return None
     train, heldout = (np.delete(counts, special_ids) for counts in (train + 1, heldout))
     return float(np.exp(-(heldout @ np.log(train / train.sum())) / heldout.sum()))
 
 
-def _print_summary(corpus, val_every):
-    """Print what is in a corpus; warn if its val is too short to measure a perplexity on."""
-    folder, meta = corpus.folder, corpus.meta
-    print(f"{folder}: {corpus.vocab_size:,} tokens in the vocabulary, hash "
+def _print_summary(corpus):
+    """Print what is in a corpus."""
+    meta = corpus.meta
+    print(f"{corpus.folder}: {corpus.vocab_size:,} tokens in the vocabulary, hash "
           f"{corpus.tokenizer_hash[:12]}; {meta['duplicates']:,} duplicate documents left out; "
           f"{meta['source']}")
-    for split in SPLITS:
-        documents, tokens, unknown = (
-            meta[key][split] for key in ("documents", "tokens", "unknown"))
-        print(f"{folder}/{split}.bin: {documents:,} documents, {tokens:,} tokens, "
-              f"{corpus.split(split).nbytes / 1e6:.1f} MB, {unknown / max(tokens, 1):.3%} unknown")
-    masked = int(MASKED * meta["tokens"]["val"])
-    if masked and (error := LOSS_STD / masked ** 0.5) > 0.05:
-        more = ", or a smaller --val_every," if val_every else ""
-        print(f"warning: {folder}/val.bin: a perplexity on its {masked:,} masked tokens has a "
-              f"standard error of about {error:.0%}; more text{more} makes it less")
+    for split, tokens in meta["tokens"].items():
+        unknown = meta["unknown"][split] / max(tokens, 1)
+        print(f"{corpus.folder}/{split}.bin: {meta['documents'][split]:,} documents, "
+              f"{tokens:,} tokens, {unknown:.3%} unknown")

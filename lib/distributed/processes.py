@@ -2,8 +2,6 @@
 Run a script in the processes that torchrun starts (NCCL between CUDA cards, gloo between CPUs).
 
 $ torchrun --standalone --nproc_per_node=4 pretrain.py configs/base_resm_init.py
-$ torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=HOST pretrain.py CONFIG.py
-$ torchrun --nnodes=2 --node_rank=1 --nproc_per_node=8 --master_addr=HOST pretrain.py CONFIG.py
 
 The ranks share the micro-batches of a step. A micro-batch and its dropout are a function of (seed,
 step, micro-batch). Any number of ranks therefore makes the same step, except for the order of sums.
@@ -22,17 +20,12 @@ import torch.distributed as dist
 from lib.common.errors import Failure, UserError, run_main
 from lib.common.torchrun import under_torchrun
 
-GROUP = None  # the process group of all collectives; None is torch's default
-MISTAKE = 1000  # above the numbers of all signals
-
 
 def is_distributed():
-    """Tell whether this process shares its work with others."""
     return dist.is_available() and dist.is_initialized()
 
 
 def get_world_size():
-    """Return the number of processes."""
     return dist.get_world_size() if is_distributed() else 1
 
 
@@ -48,35 +41,33 @@ def run_ranks(main):
 
 
 def _run_as_rank(main):
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if cards := torch.cuda.device_count():  # with CUDA_VISIBLE_DEVICES= ranks run on CPUs
-        if local_rank > cards:
-            sys.exit(2)  # the rank below prints the error
-        if local_rank == cards:
-            raise UserError(f"more ranks than cards: --nproc_per_node={cards}, or "
-                            "CUDA_VISIBLE_DEVICES= for ranks on CPUs")
-        torch.cuda.set_device(local_rank)
+    local_rank, cards = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     store, rank, world_size = next(dist.rendezvous("env://"))
     # torchrun keeps the store after a restart, with the addresses of dead processes
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    dist.init_process_group(store=store, rank=rank, world_size=world_size)
-    if rank:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - to the end
     try:
+        if 0 < cards <= local_rank:
+            raise UserError(f"more ranks than cards: --nproc_per_node={cards}, or "
+                            "CUDA_VISIBLE_DEVICES= for ranks on CPUs")
+        if cards:
+            torch.cuda.set_device(local_rank)
+        dist.init_process_group(store=store, rank=rank, world_size=world_size)
+        if rank:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - to the end
         status = main()
         dist.destroy_process_group()
         return status
-    except UserError:  # the lowest rank that met one prints it
-        code = MISTAKE + world_size - rank
-        with contextlib.suppress(RuntimeError):  # the others may be gone
-            if _all_reduce_max(code, timedelta(seconds=30)) > code:
-                sys.exit(2)
+    except UserError:
+        if store.add("mistakes", 1) > 1:
+            sys.exit(2)  # another rank prints the error
         raise
     except RuntimeError as error:
         if local_rank and isinstance(error, Failure):
             sys.exit(1)
         if not lost_rank(error):
             raise
+        if store.check(["mistakes"]):
+            sys.exit(2)
         raise Failure(f"rank {rank} lost another one, or waited longer than rank_timeout for it "
                       f"({str(error).splitlines()[0]})") from None
 
@@ -87,19 +78,17 @@ def lost_rank(error):
 
 
 def set_timeout(seconds):
-    """Let a rank fail that waits longer than this for another. Every rank must call it."""
-    global GROUP
+    """Let a rank fail that waits longer than this for another."""
     if is_distributed():
-        GROUP = dist.new_group(timeout=timedelta(seconds=seconds))
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
 
 def max_over_ranks(value=0):
-    """Return the maximum of an int over the ranks. All must call it, and wait for each other. Ends
-    this rank with status 2 if another one met a user's mistake."""
-    maximum = _all_reduce_max(value) if is_distributed() else value
-    if maximum >= MISTAKE:
-        sys.exit(2)
-    return maximum
+    """Return the maximum of an int over the ranks. All must call it, and wait for each other."""
+    maximum = torch.tensor(value)
+    if is_distributed():
+        dist.all_reduce(maximum, dist.ReduceOp.MAX)
+    return maximum.item()
 
 
 def any_signalled(signals):
@@ -107,13 +96,6 @@ def any_signalled(signals):
     if (signal := max_over_ranks(max(signals, default=0))) and not signals:
         signals.append(signal)
     return bool(signal)
-
-
-def _all_reduce_max(value, timeout=None):
-    maximum = torch.tensor(value)
-    work = dist.all_reduce(maximum, dist.ReduceOp.MAX, group=GROUP, async_op=True)
-    work.wait(timeout) if timeout else work.wait()
-    return maximum.item()
 
 
 @contextlib.contextmanager
@@ -128,11 +110,10 @@ def first_rank_first():
 
 def sum_over_ranks(value):
     """Sum a number or a numpy array over the ranks. Returns the same type."""
-    if not is_distributed():
-        return value
-    tensor = torch.from_numpy(np.array(value))
-    dist.all_reduce(tensor, group=GROUP)
-    return tensor.numpy() if isinstance(value, np.ndarray) else tensor.item()
+    total = np.array(value)
+    if is_distributed():
+        dist.all_reduce(torch.from_numpy(total))
+    return total if isinstance(value, np.ndarray) else total.item()
 
 
 def deal_batches(batches):
@@ -149,9 +130,7 @@ def deal_batches(batches):
 def my_micro_batches(accumulation):
     """List this rank's micro-batches of a step; UserError if the ranks cannot share them evenly."""
     world_size = get_world_size()
-    if rest := accumulation % world_size:
-        below = accumulation - rest
-        nearest = f"{below} or {below + world_size}" if below else world_size
+    if missing := -accumulation % world_size:
         raise UserError(f"accumulation = {accumulation}: no multiple of the {world_size} ranks "
-                        f"that torchrun started: --accumulation={nearest} is")
+                        f"that torchrun started: --accumulation={accumulation + missing} is")
     return range(get_rank(), accumulation, world_size)

@@ -9,10 +9,9 @@ x' = LN(x + alpha * FFN(x) + beta * PKM(x)), as in model.py.
 
 BERT, RoBERTa, DistilBERT, ELECTRA and every class with their layers can take one. Needs torch only.
 """
-import functools
 import inspect
+from functools import partial
 
-import torch
 from torch import nn
 
 from pkm import PKM
@@ -22,10 +21,10 @@ def add_memory(model, layers=(4, 8), alpha=1.0, beta=1.0, **sizes):
     """Add a memory to `layers` of the model, counted from 1, in place.
 
     (alpha, beta) = (1, 1) is ResM. (0, 1) is PKM, which drops the FFN's weights. sizes: PKM's
-    n_keys, heads, topk and key_dim. All weights keep their names, and layer 4's memory is
-    <layers>.3.memory. Tokens that attention_mask leaves out read nothing and do not enter the batch
-    norm's statistics. Returns {layer: ValueTable}, for LazyAdam. ValueError if the model has no
-    such layers.
+    n_keys, heads, topk, key_dim and query_norm. All weights keep their names, and layer 4's memory
+    is <layers>.3.memory. Tokens that attention_mask leaves out read nothing and do not enter the
+    batch norm's statistics. Returns {layer: ValueTable}, for LazyAdam. ValueError if the model has
+    no such layers.
     """
     stack, encoder, position = find_layers(model)
     if alpha == beta == 0:
@@ -38,32 +37,29 @@ def add_memory(model, layers=(4, 8), alpha=1.0, beta=1.0, **sizes):
     for n in layers:
         layer = stack[n - 1]
         is_bert = hasattr(layer, "output")  # else it is DistilBERT's
-        if alpha == 0 and is_bert:
-            layer.intermediate, layer.output.dense = nn.Identity(), Zero()
+        if alpha == 0 and is_bert:  # the FFN becomes 0 * x
+            layer.intermediate, layer.output.dense = nn.Identity(), nn.Identity()
         elif alpha == 0:
-            layer.ffn = Zero()
-        elif alpha != 1:
+            layer.ffn = nn.Identity()
+        if alpha != 1:
             ffn = layer.output.dense if is_bert else layer.ffn
-            ffn.register_forward_hook(functools.partial(scale, alpha))
+            ffn.register_forward_hook(partial(scale, alpha))
         if beta:
             norm = layer.output.LayerNorm if is_bert else layer.output_layer_norm
             memory = PKM(len(norm.weight), **sizes).to(norm.weight).train(layer.training)
             layer.memory = memories[n] = memory
             if is_bert:
-                layer.output.register_forward_pre_hook(
-                    functools.partial(add_read_to_input, memory, beta))
+                layer.output.register_forward_pre_hook(partial(add_read_to_input, memory, beta))
             else:
-                layer.ffn.register_forward_hook(functools.partial(add_read_to_ffn, memory, beta))
-    encoder.register_forward_pre_hook(
-        functools.partial(hand_on_mask, list(memories.values()), position), with_kwargs=True)
+                layer.ffn.register_forward_hook(partial(add_read_to_ffn, memory, beta))
+    hook = partial(hand_on_mask, list(memories.values()), position)
+    encoder.register_forward_pre_hook(hook, with_kwargs=True)
     return {n: memory.values for n, memory in memories.items()}
 
 
 def find_layers(model):
     """Find the model's one list of layers that can take a memory.
-
-    Returns the list, the module that is called with attention_mask, and that argument's position.
-    """
+    Returns the list, the module that takes attention_mask, and that argument's position."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     stacks = [layers for layers in lists if len(layers) and all(map(is_supported, layers))]
     encoder = getattr(model, "base_model", model)
@@ -71,8 +67,7 @@ def find_layers(model):
     if len(stacks) != 1 or "attention_mask" not in arguments:
         raise ValueError(
             f"{type(model).__name__}: expected a model that takes attention_mask and has one list "
-            "of layers that end as BERT's, output(intermediate(x), x), or as DistilBERT's, "
-            "output_layer_norm(ffn(x) + x), without chunk_size_feed_forward: found "
+            "of layers that end as BERT's or DistilBERT's, without chunk_size_feed_forward: found "
             f"{len(stacks)} lists")
     return stacks[0], encoder, arguments.index("attention_mask")
 
@@ -88,6 +83,10 @@ def is_supported(layer):
 
 
 # Hooks are functions bound by functools.partial: a deep copy of the model copies what they hold.
+def scale(alpha, ffn, args, y):
+    return alpha * y
+
+
 def add_read_to_input(memory, beta, output, args):
     """Add the read to x in output(inside of the FFN, x), which ends a layer of BERT."""
     inside, x = args
@@ -99,22 +98,10 @@ def add_read_to_ffn(memory, beta, ffn, args, y):
     return y + beta * memory(args[0], memory.mask)
 
 
-def scale(alpha, ffn, args, y):
-    return alpha * y
-
-
 def hand_on_mask(memories, position, encoder, args, kwargs):
     """Give the encoder's attention_mask to its memories. It stays for activation checkpointing."""
     mask = args[position] if len(args) > position else kwargs.get("attention_mask")
     if mask is not None and mask.dim() != 2:
-        raise ValueError(f"attention_mask of shape {tuple(mask.shape)}: expected (batch, time), to "
-                         "tell which tokens are padding")
+        raise ValueError(f"attention_mask of shape {tuple(mask.shape)}: expected (batch, time)")
     for memory in memories:
         memory.mask = mask
-
-
-class Zero(nn.Module):
-    """Return zeros, in the place of the FFN that a PKM layer does not have."""
-
-    def forward(self, x):
-        return torch.zeros_like(x)

@@ -4,21 +4,19 @@ Write a trained model as a folder that transformers' from_pretrained loads.
 $ python -m lib.for_transformers.export out/demo my_folder        # a run, or one of its checkpoints
 $ python -m lib.for_transformers.export out/demo_docs my_folder   # the best epoch of the first seed
 
-A model with memory brings its code along. Load it with
-AutoModelForMaskedLM.from_pretrained("my_folder", trust_remote_code=True), or with
-AutoModelForSequenceClassification or AutoModelForQuestionAnswering.
+A model with memory brings its code along: AutoModelForMaskedLM.from_pretrained("my_folder",
+trust_remote_code=True) loads it. Fine-tuned models load by the class that the model card names.
 """
 import contextlib
 import json
 import re
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from tokenizers import processors
 
-from lib.common.errors import ROOT, Failure, UserError, need, run_main
+from lib.common.errors import ROOT, UserError, need, run_main
 from lib.common.files import atomic
 from lib.common.progress import markdown
 from lib.common.settings import Parser
@@ -27,21 +25,18 @@ from lib.slot_usage.evaluation import describe_evaluation
 from lib.weights.checkpoint import find_weights, pooler_is_trained, read_weights
 from lib.weights.huggingface import ARCHITECTURES, MEMORY_ACT, SETTINGS, to_huggingface
 from lib.weights.run import Run
-from model import BertConfig, build_model
+from model import BertConfig
 
 CODE = ("pkm.py", "values.py", "lib/for_transformers/add_memory.py",
         "lib/for_transformers/modeling_pkm.py")  # beside the weights of a model with memory
 
 
 def export(path, folder):
-    """Write the model of `path` (see find_weights) as a folder for transformers.
-
-    The folder has config.json, model.safetensors, vocab.txt, tokenizer.json, tokenizer_config.json
-    and a model card, README.md. A model with memory adds its code. A pooler that was never trained
-    is left out, and whoever fine-tunes from the folder draws a new one. load_model reads the folder
-    too. UserError if it exists, or if transformers has no such model.
-    """
-    save_file = need("safetensors.torch", "export").save_file
+    """Write the model of `path` (see find_weights) as a folder for transformers. The folder has the
+    weights, the tokenizer and a model card; a model with memory adds its code. A pooler that was
+    never trained is left out, and whoever fine-tunes from the folder draws a new one. UserError if
+    the folder exists, or if transformers has no such model."""
+    to_bytes = need("safetensors.torch", "export").save
     if Path(folder).exists():
         raise UserError(f"{folder} exists already: name a new folder")
     source, vocab_file = find_weights(path)
@@ -58,8 +53,8 @@ def export(path, folder):
     weights = to_huggingface(saved["weights"], head)
     settings = their_settings(config, head, saved.get("labels"), vocab, has_memory)
     tokenizer, tokenizer_settings = their_tokenizer(vocab_file, vocab, config)
-    texts = {"config.json": json.dumps(settings, indent=1) + "\n",
-             "tokenizer_config.json": json.dumps(tokenizer_settings, indent=1) + "\n",
+    texts = {"config.json": json.dumps(settings, indent=1),
+             "tokenizer_config.json": json.dumps(tokenizer_settings, indent=1),
              "tokenizer.json": tokenizer.to_str(pretty=True),
              "vocab.txt": "\n".join(vocab) + "\n",
              "README.md": card(source, Path(folder).name, config, saved, has_memory),
@@ -68,12 +63,7 @@ def export(path, folder):
         temporary.mkdir()
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
-        try:
-            save_file(weights, temporary / "model.safetensors", {"format": "pt"})
-        except Exception as error:  # noqa: BLE001 - safetensors raises its own type
-            raise Failure(f"{folder}: not saved ({error})") from None
-        # safetensors makes a file that only its owner can read
-        shutil.copymode(temporary / "vocab.txt", temporary / "model.safetensors")
+        (temporary / "model.safetensors").write_bytes(to_bytes(weights, {"format": "pt"}))
     print(f"{folder}: weights of {source}, {settings['architectures'][0]}, {len(weights)} tensors")
 
 
@@ -94,12 +84,12 @@ def their_settings(config, head, labels, vocab, has_memory):
     settings |= {"model_type": kind, "architectures": [architecture], "hidden_act": "gelu",
                  "layer_norm_eps": 1e-12, "attention_probs_dropout_prob": config.dropout,
                  "dtype": "float32", "is_decoder": config.causal,
-                 "pad_token_id": vocab.index(special_tokens(vocab)[0])}
+                 "pad_token_id": vocab.index(special_tokens(vocab).pad)}
     if has_memory:
+        autos = {name.replace("Bert", "AutoModel"): f"modeling_pkm.PKM{name}"
+                 for name in ARCHITECTURES.values()}
         settings |= {"architectures": [f"PKM{architecture}"], "hidden_act": MEMORY_ACT,
-                     "auto_map": {"AutoConfig": "modeling_pkm.PKMBertConfig"}}
-        for name in ARCHITECTURES.values():
-            settings["auto_map"][name.replace("Bert", "AutoModel")] = f"modeling_pkm.PKM{name}"
+                     "auto_map": {"AutoConfig": "modeling_pkm.PKMBertConfig", **autos}}
     if head == "classifier":
         names = labels or ["LABEL_0"]
         settings |= {"id2label": dict(enumerate(names)),
@@ -109,61 +99,45 @@ def their_settings(config, head, labels, vocab, has_memory):
 
 def their_tokenizer(vocab_file, vocab, config):
     """Return the tokenizer as transformers needs it, and the content of tokenizer_config.json."""
-    pad, unk, cls, sep, mask = special_tokens(vocab)
+    specials = special_tokens(vocab)
     tokenizer = full_tokenizer(vocab_file)
     tokenizer.no_padding()  # transformers pads by itself
     if config.causal:  # no [CLS]: a document begins after [SEP]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{sep} $A", special_tokens=[(sep, vocab.index(sep))])
-    bert = cls == "[CLS]" and not config.causal  # BertTokenizer puts [CLS] before a text
+            single=f"{specials.sep} $A",
+            special_tokens=[(specials.sep, vocab.index(specials.sep))])
     return tokenizer, {
-        "tokenizer_class": "BertTokenizer" if bert else "PreTrainedTokenizerFast",
-        "do_lower_case": "A" not in vocab, "model_max_length": config.max_len,
-        "pad_token": pad, "unk_token": unk, "cls_token": cls, "sep_token": sep,
-        "mask_token": mask}
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_len,
+        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        **{f"{use}_token": token for use, token in specials._asdict().items()}}
 
 
 def card(source, name, config, saved, has_memory):
-    """Write the model card, in Markdown: what the model is, its training, results and licences.
-
-    source: the checkpoint. Settings and results are taken from its run, if it is in one.
-    """
-    head, run = saved.get("head"), Run(source.parent)
-    with torch.device("meta"):  # only its size is needed
-        model = build_model(config, head, saved.get("labels", ()))
-    size = sum(p.numel() for p in model.parameters())
+    """Write the model card, in Markdown, with settings and results of the checkpoint's run."""
+    head, run, training = saved.get("head"), Run(source.parent), ""
+    if (source / "model.pt").is_file() and run.settings():
+        settings = [[key, f"`{value}`"] for key, value in run.settings().items()]
+        training = f"## training\n\n{markdown(['setting', 'value'], settings)}\n"
+        lines = "".join(f"- {line}\n" for line in measured(run, source, head))
+        training += f"## measured\n\n{lines}\n"
     task = "CausalLM" if config.causal else ARCHITECTURES[head].removeprefix("BertFor")
-    memory = MEMORY.format(**asdict(config)) if has_memory else ""
-    code = ", trust_remote_code=True" if has_memory else ""
-    text = CARD.format(name=name, auto=f"AutoModelFor{task}", code=code, size=size, memory=memory,
+    return CARD.format(name=name, auto=f"AutoModelFor{task}", training=training,
+                       code=", trust_remote_code=True" if has_memory else "",
+                       memory=MEMORY.format(**asdict(config)) if has_memory else "",
                        **asdict(config))
-    if (source / "model.pt").is_file() and run.has_begun():
-        rows = [[key, f"`{value}`"] for key, value in run.settings().items()]
-        text += f"\n## training\n\n{markdown(['setting', 'value'], rows)}"
-        text += f"\n## measured\n\n{results_of(run, source, head)}"
-    return text + RIGHTS
 
 
-def results_of(run, checkpoint, head):
-    """Return what was measured of a run's checkpoint, in Markdown.
-
-    A fine-tuned model has its metrics, any other one the last evaluation before the checkpoint.
-    """
-    if head and run.has_results():
+def measured(run, checkpoint, head):
+    """Return the results of a checkpoint as lines: a task's metrics, or its last evaluation."""
+    if head:
+        metrics = run.results() or {}
         prefix = "eval_" if checkpoint.name == "best" else "last_"  # best epoch's, last epoch's
-        rows = [[key.removeprefix(prefix), f"{value:.5g}"]
-                for key, value in run.results().items() if key.startswith(prefix)]
-        return "On the dev split:\n\n" + markdown(["metric", "value"], rows)
+        return [f"{name.removeprefix(prefix)} {value:.5g}, on the dev split"
+                for name, value in metrics.items() if name.startswith(prefix)]
     last = None
-    if not head:
-        with contextlib.suppress(UserError):  # a copy of a run without its log or its state
-            last = run.evaluation_before(checkpoint)
-    if last is None:
-        return "Nothing is known.\n"
-    lines = "\n".join(f"- {line}" for line in describe_evaluation(last))
-    return (f"On {last['masked_tokens']:,} predicted tokens of held-out text after "
-            f"{last['step']:,} steps. MU is the share of slots that were read, top-1 MU the share "
-            f"that were a head's first choice.\n\n{lines}\n")
+    with contextlib.suppress(UserError):  # a copy of a run without its log or its state
+        last = run.evaluations(checkpoint)[-1]
+    return [f"step {last['step']:,}, held-out text", *describe_evaluation(last)] if last else []
 
 
 CARD = """---
@@ -171,7 +145,7 @@ library_name: transformers
 ---
 # {name}
 
-BERT with {n_layer} layers of width {d_model}: {size:,} parameters.{memory}
+BERT with {n_layer} layers of width {d_model}.{memory}
 
 ## use
 
@@ -181,26 +155,23 @@ from transformers import AutoTokenizer, {auto}
 tokenizer = AutoTokenizer.from_pretrained("{name}"{code})
 model = {auto}.from_pretrained("{name}"{code})
 ```
-"""
-MEMORY = """ Layers {memory_layers},
-counted from 1, have a product-key memory of {n_keys} x {n_keys} slots ([Kim & Jung,
-2020](https://aclanthology.org/2020.findings-emnlp.362/)). Each of its {memory_heads} heads reads
-{topk} slots: x' = LN(x + {alpha:g} FFN(x) + {beta:g} PKM(x)). `modeling_pkm.py` has the code, and
-shows how to train the model further. The scripts of pkm-bert take this folder as `--init_from`."""
-RIGHTS = """
-## licence
+
+{training}## licence
 
 The code is under the MIT licence. The owner of the weights decides about theirs: the texts and
 weights that they were made from have their own licences.
 """
+MEMORY = """ Layers {memory_layers},
+counted from 1, have a product-key memory of {n_keys} x {n_keys} slots, {memory_heads} heads and
+top-{topk} ([Kim & Jung, 2020](https://aclanthology.org/2020.findings-emnlp.362/)):
+x' = LN(x + {alpha:g} FFN(x) + {beta:g} PKM(x)). `modeling_pkm.py` shows how to train it further."""
 
 
 def main(argv=None):
     parser = Parser(description=__doc__)
     parser.add_argument("path", help="out/<run>, one of its seeds or checkpoints")
     parser.add_argument("folder", help="the new folder")
-    args = parser.parse_args(argv)
-    export(args.path, args.folder)
+    export(**vars(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

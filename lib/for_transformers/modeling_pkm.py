@@ -25,7 +25,8 @@ class WithMemory:
         config.hidden_act = refused
         self.tables = add_memory(self, config.memory_layers, config.alpha, config.beta,
                                  n_keys=config.n_keys, heads=config.memory_heads,
-                                 topk=config.topk, key_dim=config.key_dim)
+                                 topk=config.topk, key_dim=config.key_dim,
+                                 query_norm=config.query_norm)
 
     def value_optimizer(self, lr=1e-3):
         return LazyAdam(self.tables.values(), lr=lr)

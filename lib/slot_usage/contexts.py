@@ -10,7 +10,7 @@ import torch
 from lib.common.errors import UserError
 from lib.common.progress import Progress
 from lib.corpus.batches import Corpus, causal_heldout, cut_split
-from lib.corpus.vocabulary import read_vocab
+from lib.corpus.vocabulary import load_tokenizer, read_vocab
 from lib.slot_usage.counts import watch_reads
 from lib.weights.checkpoint import find_weights, read_weights
 from lib.weights.run import Run
@@ -33,8 +33,8 @@ def open_corpus(name, *paths):
     for path in paths:
         _, vocab = find_weights(path)
         if read_vocab(corpus.folder) != read_vocab(vocab):
-            raise UserError(f"{path} has another vocabulary than data/{name}: prepare the corpus "
-                            f"with --vocab {vocab}, or leave one of them out")
+            raise UserError(f"{path} was trained with another vocabulary than data/{name}: prepare "
+                            f"the corpus with --vocab {vocab}, or leave one of them out")
     return corpus
 
 
@@ -52,7 +52,7 @@ class CorpusReads:
         if not (data or dataset):
             raise UserError(f"{path}: its corpus is not known: --data NAME")
         corpus = open_corpus(data or dataset, path)
-        self.name, self.tokenizer = corpus.name, corpus.tokenizer()
+        self.name, self.tokenizer = corpus.name, load_tokenizer(corpus.folder)
         if model.bert.config.causal:
             batches = causal_heldout(corpus, "test", seq_len, 8, sequences)
             self.ids = np.concatenate([batch["ids"] for batch in batches])

@@ -25,7 +25,7 @@ def finished_seeds(paths):
     for path in paths:
         if not Path(path).is_dir():
             raise UserError(f"{path}: no such run")
-        seeds = [seed for seed in Run(path).seeds() if seed.has_results()]
+        seeds = [seed for seed in Run(path).seeds() if seed.results()]
         if not seeds:
             print(f"{path} is left out: not fine-tuned, or not done")
         finished += seeds

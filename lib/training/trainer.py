@@ -1,6 +1,7 @@
 """
 Train a model: one update, and the loop that pretrain.py and finetune.py share.
 """
+import copy
 import math
 import os
 import signal
@@ -11,7 +12,8 @@ from datetime import timedelta
 import numpy as np
 import torch
 
-from lib.common.errors import Failure
+from lib.common.errors import Failure, UserError
+from lib.common.files import load_file
 from lib.common.random_streams import DROPOUT
 from lib.common.torchrun import under_torchrun
 from lib.distributed.gradients import distribute, sum_gradients
@@ -21,24 +23,11 @@ from lib.distributed.processes import (
     my_micro_batches,
     sum_over_ranks,
 )
+from lib.distributed.sharded_values import cut_moments, mark_moments
 from lib.training.flops import peak_flops
-from lib.weights.checkpoint import checkpoint_files, load_optimizers
+from lib.weights.checkpoint import model_file
 from model import value_tables
 from values import LazyAdam
-
-
-@dataclass
-class Schedule:
-    """The learning rate: linear warm-up to `lr`, then linear decay to 0 at max_steps."""
-
-    lr: float
-    warmup_steps: int
-    max_steps: int
-
-    def learning_rate(self, step):
-        """Return the rate of an update; step counts from 0."""
-        decay = (self.max_steps - step) / max(1, self.max_steps - self.warmup_steps)
-        return self.lr * min((step + 1) / max(1, self.warmup_steps), decay, 1.0)
 
 
 @dataclass
@@ -54,29 +43,34 @@ class State:
 
 
 class Trainer:
-    """Train a model.
+    """Train a model. `config` has the settings of optimization, seed and compile.
 
-    `config` has seed, keys_lr, value_lr, weight_decay, grad_clip and compile.
     `batches.get(step, micro)` is a micro-batch: arrays by the name of the model's argument.
-    A step has `batches.accumulation` micro-batches; together they are `batches.size` tokens or
-    examples, as `batches.unit` says. `batches.loss_weight(step, micro)` is a micro-batch's weight.
+    `batches.loss_weight(step, micro)` is its weight in the loss. A step has `batches.accumulation`
+    micro-batches, together `batches.size` tokens or examples, as `batches.unit` says.
     `flops` are the operations of a training step per token, for the log's mfu. `labels` name a
     Classifier's classes, for its checkpoints. `keep` is the number of checkpoints that stay.
     """
 
-    def __init__(self, config, schedule, model, batches, device, dtype, flops=None, labels=(),
-                 keep=1):
-        self.config, self.schedule, self.batches = config, schedule, batches
+    def __init__(self, config, model, batches, device, dtype, flops=None, labels=(), keep=1):
+        self.config, self.batches = config, batches
         self.flops, self.labels, self.keep = flops, labels, keep
         self.micro_batches = my_micro_batches(batches.accumulation)
         distribute(model)
         self.model, self.device, self.dtype = model.to(device), device, dtype
-        self.compiled = compile_model(model, config.compile, device)
+        # not with mode="reduce-overhead": a replayed CUDA graph stores no reads of the memory
+        on = config.compile == "on" or config.compile == "auto" and device.type == "cuda"
+        self.compiled = torch.compile(model) if on else model
         groups = optimizer_groups(model, config.weight_decay, config.keys_lr)
-        self.dense = torch.optim.AdamW(groups, lr=schedule.lr, betas=(0.9, 0.999), eps=1e-6,
+        self.dense = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.999), eps=1e-6,
                                        fused=device.type in ("cpu", "cuda"))
         self.values = LazyAdam(value_tables(model).values(), lr=config.value_lr)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+    def learning_rate(self, step):
+        """Return an update's rate: linear warm-up to lr, then decay to 0; `step` counts from 0."""
+        lr, warmup, last = self.config.lr, self.config.warmup_steps, self.config.max_steps
+        return lr * min((step + 1) / max(1, warmup), (last - step) / max(1, last - warmup), 1.0)
 
     def step(self, step):
         """Make one update; `step` counts from 0. Returns the mean loss of the micro-batches and the
@@ -97,7 +91,7 @@ class Trainer:
         parameters = [p for group in self.dense.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip)
         for group in self.dense.param_groups:
-            group["lr"] = self.schedule.learning_rate(step) * group["lr_factor"]
+            group["lr"] = self.learning_rate(step) * group["lr_factor"]
         scale = self.scaler.get_scale()
         self.scaler.step(self.dense)
         self.scaler.update()
@@ -108,12 +102,12 @@ class Trainer:
         return total, norm
 
     def train(self, run, state, due, evaluate, signals):
-        """Train up to max_steps: step, then log, evaluate, save and stop if it is time to.
+        """Train up to max_steps, or until a signal comes (see catch_signals). `run` is an open Run.
         `due(step)` is what to do after `step` updates: a set of 'log', 'evaluate' and 'save'.
-        `evaluate(step)` may change the State, which is then saved. `run` is an open Run. A signal
-        (see catch_signals) saves and stops."""
+        `evaluate(step)` may change the State, which is then saved."""
         new, start = [], time.perf_counter()  # new: (loss, norm), still on the device
-        while state.step < self.schedule.max_steps:
+        stopped = False
+        while state.step < self.config.max_steps and not stopped:
             new.append(self.step(state.step))
             state.step += 1
             stopped = any_signalled(signals)
@@ -130,54 +124,57 @@ class Trainer:
                 evaluate(state.step)
             if "save" in todo:
                 self.save(run, state)
-            if stopped:
-                return
             new, start = [], time.perf_counter()
 
     def log(self, run, state, norm):
         """Log the steps since the last record, and print the line that a person watches."""
-        step, steps, unit = state.step, self.schedule.max_steps, self.batches.unit
+        step, steps, unit = state.step, self.config.max_steps, self.batches.unit
         rate = len(state.losses) * self.batches.size / state.seconds
         state.elapsed += state.seconds
         record = {"step": step, "epoch": self.batches.epochs(step),
                   "loss": sum(state.losses) / len(state.losses),
-                  "lr": self.schedule.learning_rate(step - 1), "grad_norm": norm,
+                  "lr": self.learning_rate(step - 1), "grad_norm": norm,
                   f"{unit}_per_s": rate, "elapsed": state.elapsed}
         state.losses, state.seconds = [], 0.0
-        peak = peak_flops(self.device) if self.flops and self.dtype != torch.float32 else None
-        if peak:
+        mfu = ""
+        if self.flops and self.dtype != torch.float32 and (peak := peak_flops(self.device)):
             record["mfu"] = rate * self.flops / (get_world_size() * peak)
+            mfu = f" | mfu {record['mfu']:.1%}"
         run.log(record)
         eta = timedelta(seconds=round((steps - step) * self.batches.size / rate))
-        mfu = f" | mfu {record['mfu']:.1%}" if peak else ""
         print(f"step {step:,}/{steps:,} | epoch {record['epoch']:.2f} | loss {record['loss']:.4f}"
               f" | {rate:,.0f} {unit}/s{mfu} | lr {record['lr']:.2e} | eta {eta}", flush=True)
 
     def check_finite(self, step, losses):
-        """Stop at the first step whose loss or gradient norm is not finite. `losses` has (loss,
-        gradient norm) of the steps up to `step`. In float16 the norm may be infinite: the scaler
-        skips such a step."""
-        half, before = self.dtype == torch.float16, "none"
+        """Raise Failure if a (loss, gradient norm) of the steps up to `step` is not finite. In
+        float16 the norm may be infinite: the scaler skips such a step."""
         for n, (loss, norm) in enumerate(losses, step - len(losses) + 1):
-            if not (math.isfinite(loss) and (math.isfinite(norm) or half)):
-                cause = "float16 overflowed, or " if half else ""
+            checked = (loss,) if self.dtype == torch.float16 else (loss, norm)
+            if not all(map(math.isfinite, checked)):
                 raise Failure(
-                    f"step {n}: the loss is {loss}, the gradient norm {norm}, before that {before}."
-                    f" Likely cause: {cause}lr {self.schedule.learning_rate(n - 1):.1e} or "
-                    f"value_lr {self.config.value_lr:.1e} is too high, or the warm-up too short. "
-                    "--init_from=RUN --out=out/NAME starts from the last checkpoint")
-            before = f"{norm:.1e}"
+                    f"step {n}: the loss is {loss}, the gradient norm {norm}. Likely cause: lr "
+                    f"{self.learning_rate(n - 1):.1e} or value_lr {self.config.value_lr} "
+                    "is too high, or the warm-up too short. --init_from=RUN --out=out/NAME starts "
+                    "from the last checkpoint")
 
     def save(self, run, state):
-        """Save a checkpoint of the model, both optimizers, the state and the scaler."""
-        saved = {**asdict(state), "scaler": self.scaler.state_dict()}
-        files = checkpoint_files(self.model, self.dense, self.values, saved, self.labels)
-        best_epoch = state.best["epoch"] if state.best else None
-        run.save_checkpoint(state.step, files, self.keep, best_epoch)
+        """Save a checkpoint: the model, the moments of both optimizers, the state with the scaler."""
+        values = mark_moments(self.values.state_dict())
+        files = {"model": model_file(self.model, self.labels),
+                 "optimizer": {"dense": self.dense.state_dict(), "values": values},
+                 "state": {**asdict(state), "scaler": self.scaler.state_dict()}}
+        run.save_checkpoint(state.step, files, self.keep, state.best and state.best["epoch"])
 
     def restore(self, checkpoint):
         """Load both optimizers and the scaler, but not the weights. Returns the State."""
-        saved = load_optimizers(checkpoint, self.dense, self.values)
+        moments = load_file(checkpoint / "optimizer.pt", mmap=True)
+        try:
+            self.dense.load_state_dict(copy.deepcopy(moments["dense"]))  # the copy maps no file
+            self.values.load_state_dict(cut_moments(moments["values"]))
+        except ValueError as error:
+            raise UserError(f"{checkpoint}/optimizer.pt: of another model than model.pt beside it "
+                            f"({error})") from None
+        saved = load_file(checkpoint / "state.pt")
         self.scaler.load_state_dict(saved.pop("scaler"))
         if sum_over_ranks(saved["step"]) != get_world_size() * saved["step"]:
             raise Failure(f"{checkpoint}: other ranks see another one: is the folder shared?")
@@ -189,16 +186,14 @@ def optimizer_groups(model, weight_decay, keys_lr=1.0):
     """Return AdamW's parameter groups: all parameters but the value tables. Biases, norms and
     memories have no weight decay (our reading: XLM trained its memory without). A group's learning
     rate is the schedule's times lr_factor, for the memory's sub-keys keys_lr."""
-    tables = {id(table.weight) for table in value_tables(model).values()}
-    decayed, others, keys = [], [], []
+    groups = {(weight_decay, 1.0): [], (0.0, 1.0): []}
     for name, p in model.named_parameters():
-        if p.requires_grad and id(p) not in tables:
-            slow = keys_lr != 1 and name.endswith(".memory.keys")
-            plain = p.dim() <= 1 or ".memory." in name
-            (keys if slow else others if plain else decayed).append(p)
-    groups = (decayed, weight_decay, 1.0), (others, 0.0, 1.0), (keys, 0.0, keys_lr)
+        if p.requires_grad and not name.endswith(".memory.values.weight"):
+            decay = 0.0 if p.dim() <= 1 or ".memory." in name else weight_decay
+            factor = keys_lr if name.endswith(".memory.keys") else 1.0
+            groups.setdefault((decay, factor), []).append(p)
     return [{"params": parameters, "weight_decay": decay, "lr_factor": factor}
-            for parameters, decay, factor in groups if parameters]
+            for (decay, factor), parameters in groups.items() if parameters]
 
 
 def to_device(batch, device):
@@ -214,17 +209,9 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
-def compile_model(model, choice, device):
-    """Return torch.compile(model), or the model itself. `choice` is 'on', 'off' or 'auto'.
-    mode="reduce-overhead" must not be used: a replayed CUDA graph stores no reads of the memory."""
-    on = {"on": True, "off": False, "auto": device.type == "cuda"}[choice]
-    return torch.compile(model) if on else model
-
-
 def catch_signals():
     """Return a list to which SIGINT and SIGTERM are added from now on. A second signal ends the
-    process at once. Not so under torchrun: there a Ctrl-C reaches each rank twice, from the
-    terminal and from torchrun."""
+    process at once, except under torchrun, where a Ctrl-C reaches each rank twice."""
     def on_signal(number, frame):
         signals.append(number)
         if not under_torchrun():

@@ -3,7 +3,7 @@ Save and load trained weights: checkpoints of runs, and folders in Hugging Face 
 
 >>> model = load_model("out/demo")                  # its newest checkpoint; see find_weights
 """
-import copy
+import collections
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -12,46 +12,32 @@ from lib.common.errors import UserError
 from lib.common.files import load_file
 from lib.corpus.download import PRETRAINED, unknown_weights
 from lib.corpus.vocabulary import full_tokenizer
-from lib.distributed.sharded_values import cut_moments, mark_moments, mark_weights
+from lib.distributed.sharded_values import mark_weights
 from lib.weights.huggingface import FILES, read_folder
 from lib.weights.run import Run
 from model import HEADS, BertConfig, Classifier, build_model
 
 
 def model_file(model, labels=()):
-    """Return the content of model.pt: a dict of config and weights. Classifier and SpanReader also
-    have a `head`, and a Classifier the `labels` of its classes, which are none for a regression."""
-    saved = {"config": asdict(model.bert.config), "weights": mark_weights(model)}
-    if head := next(head for head, kind in HEADS.items() if type(model) is kind):
-        saved |= {"head": head} | ({"labels": list(labels)} if head == "classifier" else {})
-    return saved
-
-
-def checkpoint_files(model, dense, values, state, labels=()):
-    """Return the content of a checkpoint's three files, {name: content}. `dense` and `values` are
-    the two optimizers. `state` is a dict of plain Python."""
-    optimizers = {"dense": dense.state_dict(), "values": mark_moments(values.state_dict())}
-    return {"model": model_file(model, labels), "optimizer": optimizers, "state": state}
+    """Return the content of model.pt: a dict of config, weights and head (a key of model.HEADS). A
+    classifier also has the `labels` of its classes, which are none for a regression."""
+    head = next(head for head, kind in HEADS.items() if type(model) is kind)
+    saved = {"config": asdict(model.bert.config), "weights": mark_weights(model), "head": head}
+    return saved | {"labels": list(labels)} if head == "classifier" else saved
 
 
 def find_weights(path):
-    """Find the weights that `path` names.
+    """Find the weights that `path` names. Returns (folder, path of its vocab.txt).
 
-    out/<run>                 pretrained: its newest checkpoint
-    out/<run>/seed1           fine-tuned: the weights of its best epoch so far
-    out/<run>                 fine-tuned: the same for its first seed
+    out/<run>                 its newest checkpoint; fine-tuned: the same as its first seed
+    out/<run>/seed1           the weights of its best epoch so far
     out/<run>/step_000500     this checkpoint; out/<run>/seed1/best works, too
     anything else             a folder in Hugging Face layout, or the name of one in data/weights/
-
-    Returns (folder, path of its vocab.txt). UserError if there are none.
     """
-    if (Path(path) / "model.pt").is_file():
-        return Path(path), Path(path).parent / "vocab.txt"
     if weights := Run(path).weights():
         return weights, weights.parent / "vocab.txt"
     for folder in (Path(path), Path("data/weights", path)):
-        files = [folder / name for name in FILES]
-        if (folder / "config.json").is_file() and any(file.is_file() for file in files):
+        if (folder / "config.json").is_file() and any((folder / name).is_file() for name in FILES):
             return folder, folder / "vocab.txt"
     if str(path) in PRETRAINED:
         raise UserError(f"{path}: not there yet: python prepare_data.py weights {path}")
@@ -69,20 +55,18 @@ def read_weights(path):
 
 def load_model(path):
     """Load the MaskedLM, Classifier or SpanReader that `path` names (see find_weights). The model
-    maps a checkpoint's file: there is no second copy in memory. Writing to the model does not
-    change the file."""
+    maps a checkpoint's file, without a second copy in memory. Writing to it keeps the file."""
     folder, _ = find_weights(path)
     saved = read_weights(folder)
-    weights = saved["weights"]
-    if "head" not in saved and "bert.words.weight" in weights and "bias" not in weights:
+    head, weights = saved.get("head"), saved["weights"]
+    if not head and "bert.words.weight" in weights and "bias" not in weights:
         raise UserError(f"{path}: an encoder without a masked-LM head, which cannot predict words: "
                         "fine-tune it, or pretrain with --init_from, which makes a random head")
-    model = build_model(BertConfig(**saved["config"]), saved.get("head"), saved.get("labels", ()))
+    model = build_model(BertConfig(**saved["config"]), head, saved.get("labels", ()))
     # Hugging Face leaves the pooler out if the head does not need it
-    spare = {} if isinstance(model, Classifier) else {
-        name: w for name, w in model.state_dict().items() if name.startswith("bert.pooler.")}
-    mapped = (folder / "model.pt").is_file()
-    load_weights(model, spare | weights, path, assign=mapped)
+    spare = {name: w for name, w in model.state_dict().items()
+             if "pooler" in name and head != "classifier"}
+    load_weights(model, spare | weights, path, assign=(folder / "model.pt").is_file())
     return model
 
 
@@ -94,21 +78,9 @@ def load_run(path):
 
 def check_objective(path, config, causal):
     """Raise UserError if the model at `path`, whose settings are `config`, is not as expected."""
-    if config.get("causal", False) != causal:
+    if config["causal"] != causal:
         found, expected = ("masked", "causal") if causal else ("causal", "masked")
         raise UserError(f"{path} is a {found} language model, expected a {expected} one")
-
-
-def load_optimizers(checkpoint, dense, values):
-    """Load the moments of both optimizers. Returns the checkpoint's state, a dict."""
-    saved = load_file(checkpoint / "optimizer.pt", mmap=True)
-    try:
-        dense.load_state_dict(copy.deepcopy(saved["dense"]))  # a copy does not map the file
-        values.load_state_dict(cut_moments(saved["values"]))
-    except ValueError as error:
-        raise UserError(f"{checkpoint}/optimizer.pt: of another model than model.pt beside it "
-                        f"({error})") from None
-    return load_file(checkpoint / "state.pt")
 
 
 def load_weights(model, weights, source, partial=False, assign=False):
@@ -116,7 +88,8 @@ def load_weights(model, weights, source, partial=False, assign=False):
     be the model's; with `partial` some may be missing, or unknown. With `assign` the model takes
     the tensors themselves. Error messages name `source`."""
     expected = model.state_dict()
-    for name in sorted(expected.keys() & weights.keys()):
+    shared = expected.keys() & weights.keys()
+    for name in sorted(shared):
         if expected[name].shape != weights[name].shape:
             raise UserError(f"{source}: {name} has shape {tuple(weights[name].shape)}, here it is "
                             f"{tuple(expected[name].shape)}: take the sizes of its training")
@@ -125,7 +98,7 @@ def load_weights(model, weights, source, partial=False, assign=False):
         has = "no" if name in expected else "an unknown"
         raise UserError(f"{source}: it has {has} {name}: this is another kind of model")
     model.load_state_dict(weights, strict=False, assign=assign)
-    return expected.keys() & weights.keys()
+    return shared
 
 
 def init_from(model, path, reinit_ffn=False):
@@ -133,62 +106,49 @@ def init_from(model, path, reinit_ffn=False):
 
     Copies what fits, and prints what was loaded, left random or dropped. A task's head stays
     random; with reinit_ffn (ResM') the FFN of memory layers does, too. A Classifier gets no pooler
-    that was never trained: otherwise all seeds would share one random pooler.
-
-    Returns what a run keeps as its origin: init_checkpoint, the path of the weights; first_step,
-    the steps that they were trained for, 0 if unknown; and pooler_trained.
+    that was never trained: otherwise all seeds would share one random pooler. Returns what a run
+    keeps as its origin: init_checkpoint, the path of the weights; first_step, the steps that they
+    were trained for, 0 if unknown; and pooler_trained.
     """
     source, _ = find_weights(path)
     saved = read_weights(source)
-    check_objective(path, saved["config"], model.bert.config.causal)
-    weights, pooler_trained = saved["weights"], pooler_is_trained(source, saved)
-    random = {("FFN", n) for n in model.bert.config.memory_layers if reinit_ffn}
-    random.add(("task head", None))
+    check_objective(source, saved["config"], model.bert.config.causal)
+    pooler_trained, first_step = pooler_is_trained(source, saved), 0
+    random = {("task head", None)}
+    random |= {("FFN", n) for n in model.bert.config.memory_layers if reinit_ffn}
     if isinstance(model, Classifier) and not pooler_trained:
         random.add(("pooler", None))
-    loaded = load_weights(model, {name: w for name, w in weights.items()
-                                  if _group(name) not in random}, path, partial=True)
+    chosen = {name: w for name, w in saved["weights"].items() if _group(name) not in random}
+    loaded = load_weights(model, chosen, source, partial=True)
     print(f"init_from {source}:")
-    _print_loaded(model, weights, loaded)
-    origin = {"init_checkpoint": str(source), "first_step": 0, "pooler_trained": pooler_trained}
-    run = Run(source.parent)
-    if (source / "state.pt").is_file() and run.has_begun():
-        before, steps = run.settings(), load_file(source / "state.pt")["step"]
-        origin["first_step"] = before["first_step"] + steps
-        if steps < before["max_steps"]:
-            print(f"warning: {source} is of an unfinished run: {steps:,} of "
-                  f"{before['max_steps']:,} steps")
-    return origin
+    _print_loaded(model, saved["weights"], loaded)
+    if (source / "state.pt").is_file():
+        before = Run(source.parent).settings().get("first_step", 0)
+        first_step = before + load_file(source / "state.pt")["step"]
+    return {"init_checkpoint": str(source), "first_step": first_step,
+            "pooler_trained": pooler_trained}
 
 
 def _print_loaded(model, weights, loaded):
     """Print how many parameters were loaded, left random or dropped, by part of the model."""
-    parameters, groups = {name: p.numel() for name, p in model.named_parameters()}, {}
-    sizes = {name: w.numel() for name, w in weights.items()} | parameters
-    for name in [*parameters, *sorted(weights.keys() - model.state_dict().keys())]:
-        status = ("loaded" if name in loaded else "left random" if name in parameters
-                  else "dropped")
+    groups = collections.defaultdict(collections.Counter)  # {(status, part): {layer: size}}
+    dropped = {name: weights[name] for name in sorted(weights.keys() - model.state_dict().keys())}
+    for name, w in (dict(model.named_parameters()) | dropped).items():
+        status = "loaded" if name in loaded else "dropped" if name in dropped else "left random"
         part, layer = _group(name)
-        groups.setdefault((status, part), []).append((layer, sizes[name]))
-    for (status, part), members in groups.items():
-        layers = sorted({layer for layer, _ in members if layer})
-        where = f"  layers {', '.join(map(str, layers))}" if layers else ""
-        why = " (was not trained there)" if (status, part) == ("left random", "pooler") else ""
-        print(f"  {status:12} {part:16} {sum(n for _, n in members):13,d} parameters{where}{why}")
+        groups[status, part][layer] += w.numel()
+    for (status, part), sizes in groups.items():
+        where = "" if None in sizes else f"  layers {', '.join(map(str, sorted(sizes)))}"
+        print(f"  {status:12} {part:16} {sizes.total():13,d} parameters{where}")
 
 
 def pooler_is_trained(folder, saved):
     """Return whether the pooler of `saved`, the weights in `folder`, was ever trained. Only
     Google's next-sentence pretraining and classification train it. A run notes when it begins
     whether it starts with a trained pooler."""
-    if saved.get("head") == "classifier":
-        return True
-    if not (folder / "model.pt").is_file():  # in Hugging Face layout
-        return any("pooler" in name for name in saved["weights"])
-    try:
+    if (folder / "model.pt").is_file() and saved.get("head") != "classifier":
         return Run(folder.parent).settings().get("pooler_trained", False)
-    except UserError:
-        return False  # a checkpoint without its run
+    return any("pooler" in name for name in saved["weights"])
 
 
 def _group(name):

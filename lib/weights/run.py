@@ -9,10 +9,9 @@ out/<run>/usage/step_000500.npz     how often each slot was read during an evalu
 out/<run>/seed0/                    a fine-tuned run has a run for each seed, and there:
 out/<run>/seed0/best_epoch_2/       model.pt of the best epoch; renamed best/ at the end
 out/<run>/seed0/eval_results.json   the scores of best/
-
-Loading weights reads runs, too, and stands below training. That is why this file is here.
 """
 import json
+import math
 import os
 import re
 import shutil
@@ -41,17 +40,15 @@ def save_files(folder, files):
         if lost_rank(error):
             raise
         reason = str(error).splitlines()[0]
-        raise Failure(f"{folder}: not saved, is the disk full? ({reason}); older "
-                      "checkpoints are untouched") from None
+        raise Failure(f"{folder}: not saved, is the disk full? ({reason})") from None
 
 
 def numbered(folder, prefix, suffix=""):
     """Find <folder>/<prefix><number><suffix>. Returns {number: path}, the lowest number first."""
     paths = {}
-    for path in Path(folder).glob(f"{prefix}*{suffix}"):
-        number = path.name.removeprefix(prefix).removesuffix(suffix)
-        if re.fullmatch(r"\d+(\.\d+)?", number):
-            paths[int(number) if number.isdigit() else float(number)] = path
+    for path in folder.glob(f"{prefix}*{suffix}"):
+        if match := re.fullmatch(rf"{prefix}(\d+(\.\d+)?){suffix}", path.name):
+            paths[float(match[1])] = path
     return dict(sorted(paths.items()))
 
 
@@ -65,52 +62,38 @@ class Run:
 
     def begin(self, config, vocab, origin):
         """Write config.json and the tokenizer's files. `config` is a dataclass, `vocab` the path of
-        the corpus's or the initial model's vocab.txt, `origin` what init_from() returned."""
+        a vocab.txt. `origin` is what init_from() returned, or a continued run's old settings()."""
         for file in (vocab, vocab.with_name("tokenizer.json")):  # the run works without its corpus
             if file.exists():
                 with atomic(self.folder / file.name) as temporary:
                     shutil.copyfile(file, temporary)
-        settings = {**asdict(config), **origin, "tokenizer_hash": vocab_hash(read_vocab(vocab))}
+        settings = {**origin, **asdict(config), "tokenizer_hash": vocab_hash(read_vocab(vocab))}
         write_text(self.folder / "config.json", json.dumps(settings, indent=1))
 
-    def has_begun(self):
-        """Return whether the folder has settings."""
-        return (self.folder / "config.json").is_file()
-
     def settings(self, needed=()):
-        """Read config.json: a dict of all settings, the origin, and tokenizer_hash. UserError if a
-        key of `needed` is missing: a fine-tuned run has no settings of pretraining."""
-        settings = read_json(self.folder / "config.json")
-        if not {"tokenizer_hash", "init_checkpoint", "first_step"} <= settings.keys():
-            raise UserError(f"{self.folder}/config.json: not of pretrain.py or finetune.py: "
-                            f"is {self.folder} a run?")
-        if lacking := [key for key in needed if key not in settings]:
-            raise UserError(f"{self.folder}: a fine-tuned run has no {lacking[0]}: "
-                            "expected one of pretraining")
+        """Read config.json: a dict of the settings and the origin, {} if there is none. UserError
+        if a key of `needed` is missing: a fine-tuned run has no settings of pretraining."""
+        path = self.folder / "config.json"
+        settings = read_json(path) if path.is_file() else {}
+        if missing := [key for key in needed if key not in settings]:
+            raise UserError(f"{path}: no {missing[0]}: expected a run of pretrain.py")
         return settings
-
-    def origin(self):
-        """Read the origin that begin() was given."""
-        names = {"init_checkpoint", "first_step", "pooler_trained"}
-        return {key: value for key, value in self.settings().items() if key in names}
 
     def check_settings(self, config):
         """Print which settings changed since the run began; UserError if one must not change."""
         may_change = {field.name for field in fields(config) if field.metadata["may_change"]}
-        before, now = self.settings(), json.loads(json.dumps(asdict(config)))
-        for key in sorted(key for key in now if key in before and now[key] != before[key]):
+        before, now = self.settings(["first_step"]), json.loads(json.dumps(asdict(config)))
+        for key in sorted(key for key in now if now[key] != before.get(key)):
             if key not in may_change:
-                raise UserError(f"{self.folder} was trained with {key} = {before[key]!r}, not "
+                raise UserError(f"{self.folder} was trained with {key} = {before.get(key)!r}, not "
                                 f"{now[key]!r}: give the changed run its own --out=out/NAME")
-            if key not in ("dry_run", "eval_only"):
-                note = ", where the learning rate reaches 0" if key == "max_steps" else ""
-                note += ": it rises again now" if note and now[key] > before[key] else ""
-                print(f"{key} was {before[key]!r}, is now {now[key]!r}{note}")
+            note = ", where the learning rate reaches 0" if key == "max_steps" else ""
+            note += ": it rises again now" if note and now[key] > before[key] else ""
+            print(f"{key} was {before.get(key)!r}, is now {now[key]!r}{note}")
 
     def open(self, step, best_epoch=None, tensorboard=False):
-        """Open the log, and remove what a killed process wrote after the checkpoint of `step`. That
-        can be half a file, log records, usage snapshots, and weights of a better epoch than the
-        checkpoint's `best_epoch`."""
+        """Open the log. Remove what a killed process wrote after the checkpoint of `step`: half
+        files, records, usage snapshots, and the weights of epochs other than `best_epoch`."""
         for place in (".", "usage", "submission"):
             for temporary in Path(self.folder, place).glob(".tmp_*"):
                 discard(temporary)
@@ -130,46 +113,40 @@ class Run:
 
     def log(self, record):
         """Add a record, a dict with `step`, to log.jsonl and to TensorBoard's curves."""
-        if not self.log_file:  # only the first rank writes
-            return
-        print(json.dumps(record), file=self.log_file)
+        if self.log_file:  # only the first rank writes
+            print(json.dumps(record), file=self.log_file)
         if self.curves:
-            layers = {f"layer {n}": usage for n, usage in record.get("layers", {}).items()}
-            plain = {key: x for key, x in record.items() if key not in ("step", "layers")}
-            for group, numbers in {"train" if "lr" in record else "eval": plain, **layers}.items():
-                for name, number in numbers.items():
-                    self.curves.add_scalar(f"{group}/{name}", number, record["step"])
+            groups = {f"layer {n}": usage for n, usage in record.get("layers", {}).items()}
+            groups["train" if "lr" in record else "eval"] = record
+            for group, numbers in groups.items():
+                for name in numbers.keys() - {"step", "layers"}:
+                    self.curves.add_scalar(f"{group}/{name}", numbers[name], record["step"])
             self.curves.flush()
 
     def records(self):
         """Read log.jsonl, a list of dicts. A last line that is half written does not count."""
         path, records = self.folder / "log.jsonl", []
         try:
-            lines = path.read_text().split("\n")[:-1]
-        except (OSError, ValueError) as error:
+            for line in path.read_text(errors="replace").split("\n")[:-1]:
+                record = json.loads(line)
+                record["step"]  # raises if it is no record
+                records.append(record)
+        except OSError as error:
             raise UserError(f"{path}: not readable ({error})") from None
-        for number, line in enumerate(lines, 1):
-            try:
-                records.append(json.loads(line))
-                records[-1]["step"]  # raises if it is no record
-            except (ValueError, KeyError, TypeError):
-                raise UserError(f"{path}:{number}: not a record: remove the line") from None
+        except (ValueError, KeyError, TypeError):
+            number = len(records) + 1
+            raise UserError(f"{path}:{number}: not a record: remove the line") from None
         return records
 
-    def evaluations(self):
-        """Read the log's evaluations. Their `step` counts the steps of the initial model, too."""
-        first = self.settings()["first_step"]
+    def evaluations(self, checkpoint=None):
+        """Read the log's evaluations, up to a checkpoint. Steps count from the initial model's."""
+        last = load_file(checkpoint / "state.pt")["step"] if checkpoint else math.inf
+        first = self.settings(["first_step"])["first_step"]
         evaluations = [{**record, "step": first + record["step"]} for record in self.records()
-                       if "perplexity" in record]
+                       if "perplexity" in record and record["step"] <= last]
         if not evaluations:
             raise UserError(f"{self.folder}/log.jsonl: no evaluation in it yet")
         return evaluations
-
-    def evaluation_before(self, checkpoint):
-        """Return the last evaluation up to a checkpoint, or None."""
-        step = self.settings()["first_step"] + load_file(checkpoint / "state.pt")["step"]
-        earlier = [result for result in self.evaluations() if result["step"] <= step]
-        return earlier[-1] if earlier else None
 
     def checkpoints(self):
         """List the paths of the checkpoints, oldest first. Each checkpoint is whole."""
@@ -180,20 +157,17 @@ class Run:
         return next(reversed(self.checkpoints()), None)
 
     def weights(self):
-        """Return the path of the weights to use, or None if the run has none yet. That is the best
-        epoch of a seed, and the newest checkpoint of other runs. A fine-tuned run has the weights
-        of its first seed."""
+        """Return the path of the weights that the folder stands for (see find_weights), or None."""
         for folder in (self.folder, *numbered(self.folder, "seed").values()):
-            epochs = [folder / "best", *numbered(folder, "best_epoch_").values()]
+            epochs = [folder, folder / "best", *numbered(folder, "best_epoch_").values()]
             whole = [epoch for epoch in epochs if (epoch / "model.pt").is_file()]
             if weights := whole or Run(folder).checkpoints():
                 return weights[-1]
         return None
 
     def save_checkpoint(self, step, files, keep, best_epoch=None):
-        """Write a checkpoint, whole or not at all. Returns its path. `files` is what
-        checkpoint_files() returned. When the checkpoint is on disk, all but the `keep` newest ones
-        go, and the weights of all epochs but `best_epoch`."""
+        """Write a checkpoint of {name: content}, whole or not at all. Returns its path. Then all but
+        the `keep` newest checkpoints go, and the weights of all epochs but `best_epoch`."""
         if self.log_file:
             os.fsync(self.log_file.fileno())  # no checkpoint is newer than its log
         folder = self.folder / f"step_{step:06d}"
@@ -204,17 +178,17 @@ class Run:
         return folder
 
     def steps_and_seed(self, checkpoint):
-        """Say how a checkpoint was trained: {"steps": "1,000 + 3,000", "seed": 1}. The steps are
-        the initial model's and the run's own. An unfinished run has "100 of 3,000". A "?" stands
-        for what weights in Hugging Face layout do not tell."""
+        """Return how a checkpoint was trained: {"steps": "1,000 + 3,000", "seed": 1}, the steps of
+        the initial model and its own. An unfinished run has "100 of 3,000". A "?" stands for what
+        weights in Hugging Face layout do not tell."""
         if not (checkpoint / "state.pt").is_file():
             return {"steps": "?", "seed": "?"}
         settings = self.settings(["max_steps", "seed"])
         step, last = load_file(checkpoint / "state.pt")["step"], settings["max_steps"]
         steps = f"{step:,} of {last:,}" if step < last else f"{step:,}"
         if settings["init_checkpoint"]:
-            before = settings["first_step"]  # 0 for an initial model in Hugging Face layout
-            steps = f"{before:,} + {steps}" if before else f"? + {steps}"
+            first = settings["first_step"]  # 0 for an initial model in Hugging Face layout
+            steps = f"{first:,} + {steps}" if first else f"? + {steps}"
         return {"steps": steps, "seed": settings["seed"]}
 
     def write_usage(self, step, counts):
@@ -222,38 +196,27 @@ class Run:
         The file has layer<n>_read and layer<n>_top1, int32 (n_slots,)."""
         arrays = {f"layer{n}_{name}": sums[name].astype(np.int32)
                   for n, sums in counts.items() for name in ("read", "top1")}
-        path = self.folder / "usage" / f"step_{step:06d}.npz"
-        with atomic(path) as temporary, temporary.open("wb") as file:
-            np.savez_compressed(file, **arrays)
+        with atomic(self.folder / "usage" / f"step_{step:06d}.npz") as temporary:
+            np.savez_compressed(temporary, **arrays)
 
     def usage_snapshots(self):
         """Read the usage snapshots, oldest first: {step: {"layer2_top1": (n_slots,) counts}}."""
-        layers = self.settings(["memory_layers"])["memory_layers"]
-        if not layers:
-            raise UserError(f"{self.folder}: a run without memory has no usage snapshots")
-        snapshots = {}
+        layers, snapshots = self.settings(["memory_layers"])["memory_layers"], {}
         for step, path in numbered(self.folder / "usage", "step_", ".npz").items():
             try:
-                snapshots[step] = dict(np.load(path))
-                for layer in layers:
-                    snapshots[step][f"layer{layer}_top1"]  # raises if it is not in the file
+                file = np.load(path)
+                snapshots[int(step)] = {f"layer{n}_top1": file[f"layer{n}_top1"] for n in layers}
             except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
                 raise UserError(f"{path}: damaged ({type(error).__name__}): remove it") from None
         if not snapshots:
-            raise UserError(f"{self.folder}/usage: no snapshot yet: there is one every "
-                            "usage_interval steps")
+            raise UserError(f"{self.folder}/usage: no snapshot: a run with memory writes one every "
+                            "usage_interval steps, a run without memory none")
         return snapshots
 
     def seeds(self):
         """List a fine-tuned run's seeds, each a Run. If this is a seed, it is the only one."""
         folders = [self.folder, *numbered(self.folder, "seed").values()]
-        return [Run(folder) for folder in folders if Run(folder)._is_fine_tuned()]
-
-    def _is_fine_tuned(self):
-        try:
-            return "task" in self.settings()
-        except UserError:  # no run
-            return False
+        return [run for run in map(Run, folders) if "task" in run.settings()]
 
     def save_best(self, epoch, model):
         """Write the weights of the best epoch so far; `model` is what model_file() returned."""
@@ -273,13 +236,10 @@ class Run:
             if epoch is None or folder.name != f"best_epoch_{epoch:g}":
                 discard(folder)
 
-    def has_results(self):
-        """Return whether fine-tuning is done."""
-        return (self.folder / "eval_results.json").is_file()
-
     def results(self):
-        """Read the scores of fine-tuning, a dict."""
-        return read_json(self.folder / "eval_results.json")
+        """Read the scores of fine-tuning, a dict, or {} if it is not done."""
+        path = self.folder / "eval_results.json"
+        return read_json(path) if path.is_file() else {}
 
     def write_results(self, results):
         write_text(self.folder / "eval_results.json", json.dumps(results, indent=1))

@@ -22,7 +22,7 @@ def test_times_are_of_the_timed_rounds_and_ratios_of_the_same_round(monkeypatch,
         rounds=3, warmup=1)
     assert slow == {"what": "work", "system": "slow", "seconds": [2, 3, 8], "times_slow": 1}
     assert fast["seconds"] == [1, 1, 2] and fast["times_slow"] == 1 / 3  # of 1/2, 1/3, 1/4
-    assert "warm-up 100.0 s" in capsys.readouterr().err
+    assert "work: warm-up 100.0 s\n" in capsys.readouterr().out
     timing.print_times([slow, fast])
     assert "| slow   | 3000 [2000, 8000] ms |" in capsys.readouterr().out
 

@@ -141,15 +141,16 @@ def test_killed_and_restarted_gives_the_same_bytes(workdir, monkeypatch, capsys,
         args[3:5] = ["--vocab_size", "256"]
     monkeypatch.setattr("lib.corpus.write.BATCH", 90)
     done = []
-    for kills in range(1, 12, 3):  # later and later, in the second and in the third file too
+    for kills in range(1, 20, 6):  # later and later, in the second file too
         stopped = subprocess.run([sys.executable, "-c", STOP, str(kills), "text", "new", *args],
                                  env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
         assert stopped.returncode == -signal.SIGKILL and not Path("data/new").exists()
-        done.append(json.loads(Path("data/.part_new/state.json").read_text())["documents"])
-    assert done == sorted(done) and 0 < done[0] < 40 < done[-1]
+        done.append(json.loads(Path("data/.part_new/state.json").read_text())["lines"])
+    in_first = len(list(stream(Path("0.txt"), "blank")))
+    assert done == sorted(done) and 0 < done[0] < in_first < done[-1]
     capsys.readouterr()
     prepare("text", "new", *args)
-    assert f"going on after {done[-1]} documents" in capsys.readouterr().out
+    assert f"going on after {done[-1]} lines" in capsys.readouterr().out
     prepare("text", "whole", *args)
     for file in ("train.bin", "val.bin", "test.bin", "vocab.txt"):
         assert Path("data/new", file).read_bytes() == Path("data/whole", file).read_bytes()
@@ -157,16 +158,14 @@ def test_killed_and_restarted_gives_the_same_bytes(workdir, monkeypatch, capsys,
     assert len(os.listdir("data/new")) == 5
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda ids: ids[:-2], "shorter"), (lambda ids: bytes([ids[0] ^ 1]) + ids[1:], "changed")])
-def test_unfinished_work_that_was_damaged(workdir, change, words):
+def test_unfinished_work_that_was_damaged(workdir):
     args = ["text", "new", *many_documents()]
     subprocess.run([sys.executable, "-c", STOP, "4", *args],
                    env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
     file = Path("data/.part_new/train.bin")
-    sizes = json.loads(Path("data/.part_new/state.json").read_text())["bytes"]
-    file.write_bytes(change(file.read_bytes()[:sizes[0]]))
-    with pytest.raises(UserError, match=f"train.bin: {words} since it was left: remove"):
+    size = json.loads(Path("data/.part_new/state.json").read_text())["bytes"][0]
+    file.write_bytes(file.read_bytes()[:size - 2])
+    with pytest.raises(UserError, match="train.bin: shorter since it was left: remove"):
         prepare(*args)
 
 
@@ -263,19 +262,6 @@ def test_a_vocabulary_is_a_function_of_the_text(workdir):
     expected = merged(counts, vocab, 160)
     for _ in range(4):
         assert vocabulary.train_vocab(lambda: lines, len(lines), 160) == expected
-
-
-def test_few_heldout_tokens_are_told(workdir, capsys):
-    rng = random.Random(0)
-    def documents(n):
-        return "\n\n".join(" ".join(rng.choices(PIECES[5:10], k=200)) for _ in range(n))
-    for n, warned in ((40, True), (1000, False)):
-        Path("many.txt").write_text(documents(n))
-        prepare("text", f"n{n}", "many.txt", "--vocab", "vocab.txt", "--val_every", 3)
-        out = capsys.readouterr().out
-        assert ("standard error" in out) == warned
-        masked = Corpus(f"n{n}").meta["tokens"]["val"] * 0.15
-        assert not warned or f"of about {2.7 / masked ** 0.5:.0%};" in out
 
 
 LATIN = "caf\u00e9 cat\n\nthe mat\n\nsat\n\n.\n"
@@ -385,7 +371,6 @@ def test_existing_corpus_and_force(workdir, monkeypatch):
                       lambda a, b: 1 / 0 if Path(b).name == "sample" else rename(a, b))
         with pytest.raises(ZeroDivisionError):
             prepare_sample("--force")
-    assert Corpus(".old_sample").meta["documents"]["train"] == 2
     assert not Path("data/sample").exists()
 
     prepare_sample()
@@ -432,7 +417,7 @@ def test_wikitext2_articles_as_published(workdir):
     corpus = Corpus("wikitext2")
     assert (corpus.meta["documents"]["val"], corpus.meta["documents"]["test"]) == (60, 60)
     assert corpus.vocab_size == 1000 and corpus.special_ids == (0, 1, 2, 3, 4)
-    tokenizer = corpus.tokenizer()
+    tokenizer = load_tokenizer(corpus.folder)
     whole = tokenizer.encode(" ".join(lines)).ids  # white space is all that separates lines
     train = corpus.split("train")
     assert train[train != corpus.special_ids.sep].tolist() == whole
@@ -470,7 +455,7 @@ def test_a_book_twice_at_any_offset_is_found(workdir, monkeypatch):
     Path("books.txt").write_text("\n".join(lines) + "\n")
     prepare("bookcorpus", "--from", "books.txt", "--vocab", "vocab.txt", "--val_every", 10)
     corpus = Corpus("bookcorpus")
-    tokenizer = corpus.tokenizer()
+    tokenizer = load_tokenizer(corpus.folder)
     known = {line: " ".join(tokenizer.encode(line).tokens) for line in lines}
     train = " ".join(texts_of(corpus, "train"))
     heldout = " ".join(texts_of(corpus, "val") + texts_of(corpus, "test"))
@@ -530,8 +515,8 @@ def test_docs_from_source(workdir, monkeypatch):
     prepare("docs", "--vocab", "vocab.txt")
     corpus = Corpus("docs")
     assert corpus.meta["documents"] == {"train": 37, "val": 2, "test": 2}
-    assert corpus.tokenizer().decode(corpus.split("val")) == "number 18. number 38."
-    assert corpus.tokenizer().decode(corpus.split("train")).count("same.") == 1
+    assert load_tokenizer(corpus.folder).decode(corpus.split("val")) == "number 18. number 38."
+    assert load_tokenizer(corpus.folder).decode(corpus.split("train")).count("same.") == 1
 
     prepare("docs_task")  # its dev is the corpus's val
     rows = {split: Path(f"data/docs_task/{split}.tsv").read_text().splitlines()

@@ -11,7 +11,6 @@ import functools
 import itertools
 import os
 import shutil
-import socket
 import sys
 import time
 import traceback
@@ -25,6 +24,7 @@ import measure
 import pkm
 import pretrain
 from lib.common.errors import UserError
+from lib.distributed import sharded_values
 from lib.distributed.processes import (
     any_signalled,
     first_rank_first,
@@ -135,22 +135,19 @@ def call(dtype, script, args):
     return MAINS[script](args)
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return str(listener.getsockname()[1])
-
-
 def fork(world, function):
     """Call a function on each rank. Returns their exit statuses."""
-    port, children = free_port(), []
+    # torchrun, too, has the store in a process that outlives the ranks
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    children = []
     for rank in range(world or 1):
         if child := os.fork():
             children.append(child)
             continue
         if world:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
-                              MASTER_ADDR="localhost", MASTER_PORT=port)
+                              MASTER_ADDR="localhost", MASTER_PORT=str(store.port),
+                              TORCHELASTIC_USE_AGENT_STORE="True")
         try:
             run_ranks(function)
         except SystemExit as end:
@@ -164,6 +161,7 @@ def fork(world, function):
 
 def main():
     torch.set_num_threads(1)
+    sharded_values.PIECE = 160  # a table is gathered in several pieces
     commands = [list(group) for comma, group in itertools.groupby(sys.argv[1:], ",".__eq__)
                 if not comma]
     failed = False

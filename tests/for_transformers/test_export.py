@@ -82,7 +82,7 @@ def test_a_fine_tuned_models_card_has_its_metrics(tmp_path):
     (run / "eval_results.json").write_text(json.dumps({"eval_accuracy": 0.75, "last_accuracy": 1}))
     export(run / "best", tmp_path / "out")
     card = (tmp_path / "out/README.md").read_text()
-    assert "| task " in card and "| accuracy | 0.75 " in card and "| 1 " not in card
+    assert "| task " in card and "- accuracy 0.75," in card and "accuracy 1" not in card
     assert "AutoModelForSequenceClassification" in card
 
 

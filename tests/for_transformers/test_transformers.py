@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lib.common.files import load_file
 from lib.for_transformers.add_memory import add_memory
 from lib.for_transformers.export import CODE, main
-from lib.training.trainer import Schedule, Trainer
+from lib.training.trainer import Trainer
 from lib.weights.checkpoint import find_weights, load_model, load_run, model_file
-from lib.weights.huggingface import read_tensors, their_names
+from lib.weights.huggingface import their_names
 from lib.weights.run import save_files
 from model import value_tables
 from tests.helpers import ROOT, assert_near, assert_same, train
@@ -108,6 +109,18 @@ def test_an_exported_memory_gives_the_same_logits_in_transformers(tmp_path, head
     assert find_weights(tmp_path / "again")
     words = load_run(tmp_path / "again")[1].encode("w3 w5").tokens
     assert words == ["[CLS]", "w3", "w5", "[SEP]"]
+
+
+def test_an_exported_memory_without_query_norm_gets_none(tmp_path):
+    model, folder = exported(tmp_path, None, query_norm=False)
+    theirs, (ids, mask, types) = load(folder, None), batch()
+    assert not [name for name in theirs.state_dict() if "query_norm" in name]
+    with torch.no_grad():
+        assert_near(logits(theirs, ids, mask, types)[mask.bool()],
+                    model(ids, mask, types)[mask.bool()], 1e-5)
+    again = load_model(folder)
+    assert not again.bert.config.query_norm
+    assert_near(again.bert.layers[2].memory.keys, model.bert.layers[2].memory.keys, 0)
 
 
 def test_an_exported_memory_trains_in_transformers(tmp_path):
@@ -388,10 +401,9 @@ def test_trainer_does_the_steps_of_our_loop(tmp_path, monkeypatch, alpha):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # in our loss
     batches, memory = Batches(), {"alpha": alpha, "beta": 1.5}
     model, folder = exported(tmp_path, None, **memory)
-    config = SimpleNamespace(seed=0, lr=3e-3, keys_lr=1.0, value_lr=1e-2, weight_decay=0.1,
-                             grad_clip=1.0, compile="off")
-    schedule = Schedule(config.lr, warmup_steps=0, max_steps=20)
-    ours = Trainer(config, schedule, model.double().train(), batches, torch.device("cpu"),
+    config = SimpleNamespace(seed=0, lr=3e-3, warmup_steps=0, max_steps=20, keys_lr=1.0,
+                             value_lr=1e-2, weight_decay=0.1, grad_clip=1.0, compile="off")
+    ours = Trainer(config, model.double().train(), batches, torch.device("cpu"),
                    torch.float32)
     for step in range(20):
         ours.step(step)
@@ -399,7 +411,7 @@ def test_trainer_does_the_steps_of_our_loop(tmp_path, monkeypatch, alpha):
     sizes = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     theirs = transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).double()
     tables = add_memory(theirs, (1, 3), **memory, **MEMORY)
-    weights = read_tensors(folder / "model.safetensors")
+    weights = load_file(folder / "model.safetensors")
     assert not [name for name in theirs.load_state_dict(weights, strict=False).missing_keys
                 if "decoder" not in name]
     step_values = run_block("StepValues(Tr", {})["StepValues"](

@@ -3,7 +3,6 @@ bench.py: the baselines compute the same numbers, and every comparison runs.
 """
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,47 +36,31 @@ def test_the_layer_equals_the_plain_baseline():
         assert_near(ours.values.weight, plain.values.weight, 1e-5)
 
 
-def test_flat_keys_are_all_compared():
-    memory = bench.FlatPKM(6, n_keys=5, heads=2, topk=3, key_dim=4).eval()
-    x = torch.randn(7, 6)
-    query = memory.query_norm(memory.query(x)).view(7, 2, 1, 4)
-    score, slots = (query * memory.keys).sum(3).sort(descending=True)  # (7, 2, 25)
-    found, weights = memory.search(memory.query_norm(memory.query(x)))
-    assert torch.equal(found, slots[..., :3])
-    torch.testing.assert_close(weights, score[..., :3].softmax(2))
-
-
 @pytest.mark.parametrize("args", [
-    ["--sizes", "demo", "--lengths", "8"], ["inference", "--slots", "32", "33", "--lengths", "4"],
-    ["layer", "--tokens", "6"], ["train", "--size", "demo", "--length", "16", "--batch_size", "2"],
+    ["--sizes", "demo", "--lengths", "8"], ["layer", "--tokens", "6"],
+    ["train", "--size", "demo", "--length", "16", "--batch_size", "2"],
     ["causal", "--size", "demo", "--layers", "4", "--lengths", "8", "--length", "16"],
     ["causal", "--slots", "32", "33", "--size", "demo", "--layers", "4", "--lengths", "8"],
     ["against_transformers", "--size", "demo", "--lengths", "8", "--length", "16"]],
     ids=lambda args: " ".join(args[:2]))
-def test_bench(tmp_path, monkeypatch, capsys, args):
+def test_bench(monkeypatch, capsys, args):
     if "against_transformers" in args:
         pytest.importorskip("transformers")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(bench.SIZES, "base", bench.SIZES["demo"])  # of --slots and layer
-    monkeypatch.setitem(bench.LAYERS, "base", (2, 3))
+    monkeypatch.setitem(bench.SIZES, "base", bench.SIZES["demo"])  # of layer
     n_keys = [] if "against_transformers" in args else ["--n_keys", "32"]
-    monkeypatch.setattr(sys, "argv", ["bench.py", *args, "--rounds", "2", *n_keys,
-                                      "--out", "results/x.json"])
+    monkeypatch.setattr(sys, "argv", ["bench.py", *args, "--rounds", "2", *n_keys])
     bench.main()
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert json.loads(line) == json.loads(Path("results/x.json").read_text())
-    record = json.loads(line)
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["results"] and record["rounds"] == 2 and record["dtype"] == "float32"
     names = [r["system"] for r in record["results"]]
     if "--slots" in args:
-        kinds = ["product"] if args[0] == "causal" else ["product", "flat"]
-        assert names == [f"{n}^2 slots, {kind} keys" for kind in kinds for n in (32, 33)]
+        assert names == ["32^2 slots", "33^2 slots"]
     elif args[0] == "causal":
         assert names == ["4 layers", "8 layers", "4 layers, memory"] * 2
     elif args[0] in ("--sizes", "train"):
         assert names == ["plain", "+PKM", "+ResM"]
     elif args[0] == "layer":
-        assert names == ["plain", "ours", "bf16", "plain", "ours"]
+        assert names == ["plain", "ours"] * 2
     else:
         assert names == ["theirs", "ours"] * 2
 
@@ -106,26 +89,13 @@ def test_compiled_training(monkeypatch, capsys):
 @pytest.mark.parametrize("error", [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nMore"),
     RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")])
-def test_out_of_memory_halves_the_batch_then_is_one_line(monkeypatch, capsys, error):
-    batches, step = [], bench.training_step
+def test_out_of_memory_is_one_line(monkeypatch, capsys, error):
+    def training_step(*args, **more):
+        def step():
+            raise error
+        return step
 
-    def failing_step(largest):
-        def training_step(*args):
-            def run():
-                batches.append(len(args[4].keywords["ids"]))
-                if batches[-1] > largest:
-                    raise error
-                function()
-            function = step(*args)
-            return run
-        return training_step
-
-    monkeypatch.setattr(bench, "training_step", failing_step(2))
-    run_train(monkeypatch, "--batch_size", "8", "--systems", "plain")
-    assert list(dict.fromkeys(batches)) == [8, 4, 2]
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert record["results"][0]["tokens"] == 2 * 16  # of the batch that fits
-    monkeypatch.setattr(bench, "training_step", failing_step(0))
+    monkeypatch.setattr(bench, "training_step", training_step)
     with pytest.raises(SystemExit) as end:
         run_main(lambda: run_train(monkeypatch, "--batch_size", "8"))
     error = capsys.readouterr().err

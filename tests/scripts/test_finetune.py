@@ -29,7 +29,7 @@ from lib.tasks import predict
 from lib.tasks.glue import find_task
 from lib.tasks.predict import best_spans, predict_examples
 from lib.tasks.task_data import TaskData, TrainingBatches
-from lib.training.trainer import Schedule, Trainer
+from lib.training.trainer import Trainer
 from lib.weights.checkpoint import find_weights, load_model, read_weights
 from lib.weights.run import Run
 from model import BertConfig, Classifier, SpanReader
@@ -467,8 +467,7 @@ def test_the_weights_become_those_of_transformers_trainer(tuned):
     ours = load_model("theirs").train()
     data = TaskData(find_task("own"), load_tokenizer("theirs/vocab.txt"), config.max_len, 128)
     examples = TrainingBatches(data.train, config)
-    schedule = Schedule(config.lr, warmup_steps=0, max_steps=12)
-    trainer = Trainer(config, schedule, ours, examples, torch.device("cpu"), torch.float32)
+    trainer = Trainer(config, ours, examples, torch.device("cpu"), torch.float32)
     first = [p.clone() for p in ours.parameters()]
     for step in range(12):
         trainer.step(step)

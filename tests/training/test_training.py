@@ -31,7 +31,7 @@ import pretrain
 from lib.common.errors import Failure, UserError
 from lib.corpus.batches import Corpus, MaskedBatches
 from lib.training.flops import flops_per_token, peak_flops
-from lib.training.trainer import Schedule, Trainer, optimizer_groups, to_device
+from lib.training.trainer import Trainer, optimizer_groups, to_device
 from lib.weights.checkpoint import init_from, load_model
 from lib.weights.run import Run
 from model import Classifier, SpanReader, value_tables
@@ -133,11 +133,11 @@ def test_two_steps_equal_the_formulas():
     """Each formula is written out here, in float64: the mean gradient, clipping, the warm-up, AdamW
     with Devlin et al.'s betas and epsilon, and SparseAdam's update of the rows that were read.
     Weight decay is on matrices outside the memory only."""
-    config = pretrain.Config(value_lr=0.02, grad_clip=0.05, weight_decay=0.3, dropout=0.0)
-    schedule = Schedule(lr=0.01, warmup_steps=4, max_steps=8)
+    config = pretrain.Config(value_lr=0.02, grad_clip=0.05, weight_decay=0.3, dropout=0.0, lr=0.01,
+                             warmup_steps=4, max_steps=8)
     model = tiny_bert(memory_layers=(2,), dropout=0.0).double()
     ours = copy.deepcopy(model)
-    trainer = Trainer(config, schedule, ours, TwoBatches(), torch.device("cpu"), torch.float32)
+    trainer = Trainer(config, ours, TwoBatches(), torch.device("cpu"), torch.float32)
     moments = {}
     for step in range(2):
         loss, norm = trainer.step(step)
@@ -182,8 +182,8 @@ def test_two_steps_equal_the_formulas():
 def test_dropout_is_a_function_of_seed_and_step():
     """Every step and every seed have another dropout. A resumed run has the same one again."""
     def losses(seed, steps):
-        config, schedule = pretrain.Config(seed=seed, value_lr=0.0), Schedule(0.0, 0, 9)
-        trainer = Trainer(config, schedule, tiny_bert(dropout=0.5), batches, torch.device("cpu"),
+        config = pretrain.Config(seed=seed, value_lr=0.0, lr=0.0, warmup_steps=0, max_steps=9)
+        trainer = Trainer(config, tiny_bert(dropout=0.5), batches, torch.device("cpu"),
                           torch.float32)
         return [trainer.step(step)[0].item() for step in steps]
 
@@ -382,11 +382,11 @@ def test_bfloat16_follows_float32(place):
 
 def test_float16_skips_a_step_that_overflows(place):
     """If the scaler finds an inf, nothing moves and the reads go. The next step is unscaled."""
-    config, schedule = pretrain.Config(**{**TINY, "dropout": 0.0}), Schedule(3e-3, 4, 12)
+    config = pretrain.Config(**{**TINY, "dropout": 0.0})
     corpus, device = Corpus("tiny"), torch.device("cpu")
     model, _ = pretrain.make_model(config, corpus, None)
     batches = MaskedBatches(corpus, config)
-    trainer = Trainer(config, schedule, model, batches, device, torch.float16)
+    trainer = Trainer(config, model, batches, device, torch.float16)
     before = {name: w.clone() for name, w in model.state_dict().items() if "running" not in name}
     scale, backward = trainer.scaler.get_scale(), torch.Tensor.backward
     with pytest.MonkeyPatch.context() as patch:
@@ -399,7 +399,7 @@ def test_float16_skips_a_step_that_overflows(place):
     assert not trainer.values.state and not any(table.reads for table in tables)
     full, _ = pretrain.make_model(config, corpus, None)
     full.load_state_dict(after)
-    other = Trainer(config, schedule, full, batches, device, torch.float32)
+    other = Trainer(config, full, batches, device, torch.float32)
     norms = [t.step(1)[1].item() for t in (trainer, other)]
     assert norms[0] == pytest.approx(norms[1], rel=0.1)  # clipped after it was unscaled
     for half, single in zip(trainer.values.state.values(), other.values.state.values(),
@@ -488,8 +488,8 @@ def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, 
 def test_a_loss_that_is_no_number_stops_the_run(place, monkeypatch):
     assert train("--max_steps=4", "--checkpoint_interval=2") == 0
     before = files("out/tiny/step_000004")
-    rate = Schedule.learning_rate
-    monkeypatch.setattr(Schedule, "learning_rate",
+    rate = Trainer.learning_rate
+    monkeypatch.setattr(Trainer, "learning_rate",
                         lambda self, n: 1e30 if n == 5 else rate(self, n))
     with pytest.raises(Failure, match="^step 7: the loss is (nan|inf)"):
         train("--checkpoint_interval=100")
@@ -503,8 +503,7 @@ def test_a_loss_that_is_no_number_stops_the_run(place, monkeypatch):
 def test_a_loss_or_norm_that_is_no_number_stops(loss, norm, dtype, stops):
     """In float16 a norm may overflow: the scaler skips that step. A loss may not overflow."""
     steps = [(1.0, 0.5), (loss, norm), (1.0, 0.5)]
-    trainer = Trainer(pretrain.Config(), Schedule(1e-4, 0, 9), tiny_bert(), TwoBatches(),
-                      torch.device("cpu"), dtype)
+    trainer = Trainer(pretrain.Config(), tiny_bert(), TwoBatches(), torch.device("cpu"), dtype)
     with pytest.raises(Failure, match="step 8") if stops else contextlib.nullcontext():
         trainer.check_finite(9, steps)
 

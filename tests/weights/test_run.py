@@ -110,8 +110,8 @@ def test_how_a_checkpoint_was_trained(place):
     more = Run("out/more")
     assert more.steps_and_seed(more.newest_checkpoint()) == {"steps": "4 + 3", "seed": 1}
     assert more.steps_and_seed(Path("elsewhere")) == {"steps": "?", "seed": "?"}
-    assert Run("out/tiny").evaluation_before(middle)["step"] == 2
-    assert more.evaluation_before(more.newest_checkpoint())["step"] == 4 + 3
+    assert Run("out/tiny").evaluations(middle)[-1]["step"] == 2
+    assert more.evaluations(more.newest_checkpoint())[-1]["step"] == 4 + 3
 
 
 def test_a_damaged_log_is_named_with_its_line(place):
