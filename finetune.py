@@ -141,7 +141,7 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     else:
         run.begin(config, vocab, checkpoint.init_from(model, initial))
     batches = TrainingBatches(data.train, config)
-    trainer = Trainer(config, schedule, model, batches, device, dtype, labels=task.labels)
+    trainer = Trainer(config, model, batches, device, dtype, labels=task.labels)
     state = trainer.restore(newest) if newest else State()
     run.open(state.step, state.best and state.best["epoch"], config.tensorboard)
     train_epochs(trainer, run, state, data, signals)
