@@ -7,16 +7,14 @@ $ python finetune.py configs/finetune_squad.py --init_from=out/base_resm_init
 $ torchrun --standalone --nproc_per_node=4 finetune.py CONFIG --accumulation=4
 
 A task of your own is a folder: --task=FOLDER. The header of its train.tsv and dev.tsv names the
-columns `sentence`, or `sentence1` and `sentence2`, and `label`, or `score` for a number. The same
-command goes on where a stopped run left off. --key=value overrides any setting below. One process
-at a time trains in a folder.
+columns `sentence`, or `sentence1` and `sentence2`, and `label`, or `score` for a number.
+--key=value overrides a setting below. The same command goes on where a stopped run left off.
 
 out/<run>/seed0/{config.json,log.jsonl,vocab.txt,step_000500/}     as pretrain.py's; the newest one
-out/<run>/seed0/best_epoch_2/    while it trains: the best epoch's weights; in the end renamed best/
+out/<run>/seed0/best_epoch_2/    the best epoch's weights; renamed best/ at the end
 out/<run>/seed0/{eval_results.json,predictions_dev.tsv,submission/} of the weights in best/
 out/<run>/eval_results.json      the medians over the seeds, and each seed's
 """
-import re
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -38,8 +36,8 @@ from lib.distributed.processes import (
     run_ranks,
     set_timeout,
 )
-from lib.tasks.glue import find_task, task_name
-from lib.tasks.predict import predict_examples, score_dev, write_dev_predictions, write_submissions
+from lib.tasks.glue import find_task
+from lib.tasks.predict import score_dev, write_dev_predictions, write_submissions
 from lib.tasks.task_data import TaskData, TrainingBatches
 from lib.training.trainer import State, Trainer, catch_signals
 from lib.weights import checkpoint
@@ -87,12 +85,13 @@ class Config:
         return round(self.warmup * self.max_steps)
 
 
-def train_epochs(trainer, run, state, data, predict, signals):
+def train_epochs(trainer, run, state, data, signals):
     """Train to the end, and score the dev splits after each epoch.
 
     The weights of the best epoch so far are on disk before a checkpoint names it.
     """
     config, batches, task = trainer.config, trainer.batches, data.task
+    metric = task.metrics[0]
 
     def due(step):
         if step % batches.steps_per_epoch == 0 or step == config.max_steps:
@@ -100,17 +99,16 @@ def train_epochs(trainer, run, state, data, predict, signals):
         every = {"log": config.log_interval, "save": config.checkpoint_interval}
         return {what for what, n in every.items() if step % n == 0}
 
-    def quality(results):
-        return np.nan_to_num(results[task.metrics[0]], nan=-np.inf)
-
     def score_epoch(step):
-        results = score_dev(data, predict)
-        state.last = {"epoch": batches.epochs(step), **results}
+        epoch = batches.epochs(step)
+        results = score_dev(trainer.model, data, config.batch_size, trainer.dtype)
+        state.last = {"epoch": epoch, **results}
         run.log({"step": step, **state.last})
-        print(f"epoch {batches.epochs(step):g}: {in_percent(task, results)}", flush=True)
-        if state.best is None or quality(results) > quality(state.best):
+        print(f"epoch {epoch:g}: {in_percent(task, results)}", flush=True)
+        best = state.best[metric] if state.best else np.nan
+        if np.isnan(best) or results[metric] > best:
             state.best = state.last
-            run.save_best(state.best["epoch"], checkpoint.model_file(trainer.model, task.labels))
+            run.save_best(epoch, checkpoint.model_file(trainer.model, task.labels))
 
     trainer.train(run, state, due, score_epoch, signals)
 
@@ -121,16 +119,8 @@ def in_percent(task, results, prefix=""):
                      for suffix in task.dev for metric in task.metrics)
 
 
-def write_results(run, state, data):
-    """Write the metrics of the best and the last epoch, as Hugging Face's scripts name them."""
-    results = {("" if key == "epoch" else "eval_") + key: n for key, n in state.best.items()}
-    for suffix, dev in data.dev.items():
-        results[f"eval_samples{suffix}"] = len(dev.questions if data.task.reads_spans else dev.ids)
-    run.write_results(results | {f"last_{key}": n for key, n in state.last.items()})
-
-
 def fine_tune(config, run, data, sizes, initial, vocab, signals):
-    """Fine-tune with one seed, or resume. Unless a signal comes, `run` has results in the end.
+    """Fine-tune with one seed, or resume. Unless a signal comes, `run` then has results.
 
     sizes: the BertConfig of the weights `initial`; vocab: the path of their vocab.txt.
     """
@@ -141,40 +131,32 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
         return
     torch.compiler.reset()  # what an earlier seed compiled counts towards a limit
     torch.manual_seed(config.seed)  # of the head
-    device, dtype, task = torch.device(config.device), getattr(torch, config.dtype), data.task
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    task = data.task
     model = build_model(sizes, "span" if task.reads_spans else "classifier", task.labels)
     for values in value_tables(model).values():
         values.weight.requires_grad_(config.update_memory)
-    newest = run.newest_checkpoint()
-    if newest:
+    if newest := run.newest_checkpoint():
         checkpoint.load_weights(model, checkpoint.read_weights(newest)["weights"], newest)
     else:
-        origin = checkpoint.init_from(model, initial)
-    trainer = Trainer(config, model, TrainingBatches(data.train, config), device, dtype,
-                      labels=task.labels)
-    if newest:
-        state = trainer.restore(newest)
-    else:
-        state = State()
-        run.begin(config, vocab, origin=origin)
+        run.begin(config, vocab, checkpoint.init_from(model, initial))
+    batches = TrainingBatches(data.train, config)
+    trainer = Trainer(config, model, batches, device, dtype, labels=task.labels)
+    state = trainer.restore(newest) if newest else State()
     run.open(state.step, state.best and state.best["epoch"], config.tensorboard)
-
-    def predict_with(model):
-        return lambda examples: predict_examples(model, examples, config.batch_size, device, dtype)
-
-    train_epochs(trainer, run, state, data, predict_with(model), signals)
+    train_epochs(trainer, run, state, data, signals)
     if any_signalled(signals):
         return
     best = checkpoint.load_model(run.finish_best(state.best["epoch"])).to(device)
-    write_dev_predictions(run.folder, data, predict_with(best))
-    write_submissions(run.folder / "submission", data, predict_with(best))
-    write_results(run, state, data)  # last: it says that the seed is done
+    write_dev_predictions(run.folder, best, data, config.batch_size, dtype)
+    write_submissions(run.folder / "submission", best, data, config.batch_size, dtype)
+    results = {f"eval_{key}": number for key, number in state.best.items()}
+    results |= {f"last_{key}": number for key, number in state.last.items()}
+    run.write_results(results)  # last: now the seed is done
 
 
 def write_medians(task, out, results):
-    """Write and print the medians over the seeds. results: {seed: its eval_results.json}."""
-    for seed, scores in results.items():
-        print(f"seed {seed}: {in_percent(task, scores, 'eval_')}; best epoch {scores['epoch']:g}")
+    """Write and print the medians over the seeds. results: {seed: scores}."""
     medians = {key: float(np.median([scores[key] for scores in results.values()]))
                for key in results[min(results)]}
     Run(out).write_results({**medians, "seeds": results})
@@ -190,7 +172,7 @@ def main(argv):
         raise UserError("init_from is empty, which model? --init_from=RUN, or a recipe: "
                         "python finetune.py configs/demo_finetune.py starts from out/demo")
     set_timeout(config.rank_timeout)
-    my_micro_batches(config.accumulation)  # raises a UserError before anything is read
+    my_micro_batches(config.accumulation)  # raises before anything is read
     initial, vocab = checkpoint.find_weights(config.init_from)
     sizes = BertConfig(**{**checkpoint.read_weights(initial)["config"], "dropout": config.dropout})
     checkpoint.check_objective(initial, vars(sizes), causal=False)
@@ -198,21 +180,18 @@ def main(argv):
         raise UserError(f"max_len = {config.max_len}: there are {sizes.max_len} positions")
 
     device, dtype = use_device(config.device, config.dtype)
-    tokenizer = text_tokenizer(vocab)
     with first_rank_first():
         task = find_task(config.task)
-    data = TaskData(task, tokenizer, config.max_len, config.doc_stride)
-    config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."))
+    data = TaskData(task, text_tokenizer(vocab), config.max_len, config.doc_stride)
     batches = TrainingBatches(data.train, config)
-    config = replace(config, max_steps=config.max_steps or config.epochs * batches.steps_per_epoch)
-    data.print_sizes()
+    max_steps = config.max_steps or config.epochs * batches.steps_per_epoch
+    config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."),
+                     max_steps=max_steps)
     print(f"{len(batches.chosen):,} training examples, {config.max_steps:,} steps of "
           f"{batches.size}, {config.warmup_steps:,} of them warm-up")
 
-    is_seed = re.fullmatch(r"seed\d+", vocab.parent.name)
-    name = (vocab.parent.parent if is_seed else vocab.parent).name
     fixed = "" if config.update_memory else "_fixed"
-    out = Path(config.out or f"out/{name}_{task_name(config.task)}{fixed}")
+    out = Path(config.out or f"out/{Path(config.init_from).name}_{task.name}{fixed}")
     with lock(out, "trains there"):
         max_over_ranks()  # the first one has the lock
         signals, results = catch_signals(), {}

@@ -29,7 +29,7 @@ from lib.common.files import read_json, write_text
 from lib.common.settings import load_settings
 from lib.corpus.vocabulary import text_tokenizer
 from lib.tasks.glue import find_task, task_name
-from lib.tasks.predict import predict_examples, score_dev
+from lib.tasks.predict import score_dev
 from lib.tasks.task_data import TaskData, TrainingBatches
 from lib.weights.checkpoint import find_weights, load_model
 
@@ -78,8 +78,7 @@ def score(model, tokenizer_file, data, config, device, dtype):
         model.save_pretrained(folder)
         shutil.copy(tokenizer_file, folder)
         ours = load_model(folder).to(device)
-        return score_dev(data, lambda examples: predict_examples(
-            ours, examples, config.batch_size, device, dtype))
+        return score_dev(ours, data, config.batch_size, dtype)
 
 
 def main(argv):

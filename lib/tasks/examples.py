@@ -25,7 +25,7 @@ class Examples:
     def pad(self, index, device="cpu"):
         """Pad the examples `index` to the longest. Returns arrays (batch, time): ids, token_types
         and, if anything is padded, a mask that is True at real tokens."""
-        multiple = 8 if str(device).startswith("cuda") else 1  # tensor cores want multiples of 8
+        multiple = 8 if str(device).startswith("cuda") else 1  # for tensor cores
         lengths = self.lengths[index][:, None]
         position = np.arange(-(-lengths.max(initial=1) // multiple) * multiple)
         mask = position < lengths
@@ -33,12 +33,12 @@ class Examples:
         ids[mask] = np.concatenate([ids[:0, 0], *(self.ids[n] for n in index)])
         after = position >= self.first_length[index][:, None]
         batch = {"ids": ids, "token_types": after.astype(np.int64)}
-        return batch if mask.all() else {**batch, "mask": mask}  # without one, attention is faster
+        return batch if mask.all() else {**batch, "mask": mask}  # faster without a mask
 
 
 def encode_examples(tokenizer, texts, labels, max_len, what="encoding"):
-    """Encode tuples of one or two texts as Examples. While there are more than max_len tokens, the
-    longer of two texts loses its last one (Devlin et al.)."""
+    """Encode tuples of one or two texts as Examples. The longer of two texts loses its last token
+    until there are max_len tokens (Devlin et al.)."""
     special = special_ids(tokenizer)
     encodings = tokenize(tokenizer, [text for row in texts for text in row], what)
     ids, first_length = [], []
@@ -53,8 +53,8 @@ def encode_examples(tokenizer, texts, labels, max_len, what="encoding"):
 
 
 def batches_by_length(lengths, size, rng=None):
-    """Group examples of similar lengths into batches, as arrays of indices. They are sorted by
-    length. With a numpy Generator batches come in random order, sorted within 64 at a time."""
+    """Group examples of similar lengths into batches, as arrays of indices. Without a numpy
+    Generator they are sorted. With one they are in random order, sorted within 64 at a time."""
     n = len(lengths)
     order, bucket = (np.arange(n), n) if rng is None else (rng.permutation(n), 64 * size)
     order = order[np.lexsort((lengths[order], np.arange(n) // bucket))]

@@ -13,8 +13,9 @@ from lib.tasks.squad import best_answers
 def score(task, examples, predictions):
     """Score predictions for a dev split (see predict_examples): {metric: number}."""
     if task.reads_spans:
-        return score_squad(examples.questions, best_answers(examples, *predictions))
-    predicted = predictions.argmax(1) if task.labels else predictions
+        answers, _ = best_answers(examples, predictions)
+        return score_squad(examples.questions, answers)
+    predicted = predictions.argmax(1) if task.labels else predictions[:, 0]
     return {metric: float(METRICS[metric](examples.labels, predicted)) for metric in task.metrics}
 
 

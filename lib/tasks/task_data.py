@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 
-from lib.common.errors import UserError
 from lib.common.random_streams import ORDER
 from lib.tasks.examples import batches_by_length, encode_examples
 from lib.tasks.glue import read_split
@@ -13,52 +12,35 @@ from lib.tasks.squad import make_windows, read_squad
 
 
 def load_examples(task, split, tokenizer, max_len, stride):
-    """Read and tokenize a split: Examples, or SQuAD's Windows with a line about its answers."""
-    path = f"{task.folder}/{split}"
-    if not task.reads_spans:
-        return encode_examples(tokenizer, *read_split(task, split), max_len, path)
-    questions = read_squad(f"{path}-v1.1.json")
-    windows, statuses = make_windows(tokenizer, questions, max_len, stride, split == "train", path)
-    answers = ", ".join(f"{len(ids):,} {status} (the first: {ids[0]})"
-                        for status, ids in statuses.items())
-    print(f"{path}: {len(questions):,} questions, {len(windows.ids):,} windows, {answers}")
-    return windows
+    """Read and tokenize a split as Examples, SQuAD as Windows. Print its size and classes."""
+    path = str(task.file(split))
+    if task.reads_spans:
+        examples = make_windows(tokenizer, read_squad(path), max_len, stride, path)
+    else:
+        texts, labels = read_split(task, split)
+        examples = encode_examples(tokenizer, texts, labels, max_len, path)
+    classes = [] if examples.labels is None else task.labels
+    shares = [f", {label} {np.mean(examples.labels == n):.1%}"
+              for n, label in enumerate(classes)]
+    print(f"{path}: {len(examples.ids):,} examples, "
+          f"{examples.lengths.mean():.1f} tokens each{''.join(shares)}")
+    return examples
 
 
 class TaskData:
     """The splits of a task: train, {suffix of metrics: dev}, {name of submission: test}."""
 
     def __init__(self, task, tokenizer, max_len, stride):
-        def load(split):
-            return load_examples(task, split, tokenizer, max_len, stride)
-
-        self.task, self.train = task, load("train")
-        if not self.train.ids:
-            raise UserError(f"{task.folder}: nothing to train on")
-        self.dev = {suffix: load(split) for suffix, split in task.dev.items()}
-        self.test = {name: load(split) for name, split in task.test.items()
+        how = tokenizer, max_len, stride
+        self.task = task
+        self.train = load_examples(task, "train", *how)
+        self.dev = {suffix: load_examples(task, split, *how) for suffix, split in task.dev.items()}
+        self.test = {name: load_examples(task, split, *how) for name, split in task.test.items()
                      if task.file(split).exists()}
-
-    def print_sizes(self):
-        """Print the sizes and how often each label occurs, for a person to check."""
-        task, dev_splits = self.task, [(self.task.dev[s], dev) for s, dev in self.dev.items()]
-        for split, examples in [("train", self.train), *dev_splits]:
-            shares = [f", {label} {(examples.labels == n).mean():.1%}"
-                      for n, label in enumerate(task.labels)]
-            print(f"{split}: {len(examples.ids):,} examples, "
-                  f"{examples.lengths.mean():.1f} tokens each{''.join(shares)}")
-        if task.labels:
-            most = np.bincount(self.train.labels).argmax()
-            shares = [f"{(dev.labels == most).mean():.1%} of {split}" for split, dev in dev_splits]
-            print(f"always saying {task.labels[most]}, the most frequent class of train, "
-                  f"would be right for {', '.join(shares)}")
 
 
 class TrainingBatches:
-    """The training batches of one seed, as a function of the step.
-
-    config: has seed, batch_size, accumulation, train_examples and device.
-    """
+    """The training batches of one seed, as a function of the step."""
 
     unit = "examples"
 
@@ -66,7 +48,7 @@ class TrainingBatches:
         self.examples, self.seed = examples, config.seed
         self.size, self.accumulation = config.batch_size, config.accumulation
         self.device = config.device
-        order = np.random.default_rng(0).permutation(len(examples.ids))  # the same for all seeds
+        order = np.random.default_rng(0).permutation(len(examples.ids))  # for all seeds
         self.chosen = np.sort(order[:config.train_examples or None])
         self.steps_per_epoch = math.ceil(len(self.chosen) / self.size)
         self.epoch = None  # whose order epoch_batches has
