@@ -136,13 +136,18 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     model = build_model(sizes, "span" if task.reads_spans else "classifier", task.labels)
     for values in value_tables(model).values():
         values.weight.requires_grad_(config.update_memory)
-    if newest := run.newest_checkpoint():
+    newest = run.newest_checkpoint()
+    if newest:
         checkpoint.load_weights(model, checkpoint.read_weights(newest)["weights"], newest)
     else:
-        run.begin(config, vocab, checkpoint.init_from(model, initial))
+        origin = checkpoint.init_from(model, initial)
     batches = TrainingBatches(data.train, config)
     trainer = Trainer(config, model, batches, device, dtype, labels=task.labels)
-    state = trainer.restore(newest) if newest else State()
+    if newest:
+        state = trainer.restore(newest)
+    else:
+        state = State()
+        run.begin(config, vocab, origin)
     run.open(state.step, state.best and state.best["epoch"], config.tensorboard)
     train_epochs(trainer, run, state, data, signals)
     if any_signalled(signals):
@@ -190,8 +195,9 @@ def main(argv):
     print(f"{len(batches.chosen):,} training examples, {config.max_steps:,} steps of "
           f"{batches.size}, {config.warmup_steps:,} of them warm-up")
 
+    run = vocab.parent.parent if vocab.parent.name.startswith("seed") else vocab.parent
     fixed = "" if config.update_memory else "_fixed"
-    out = Path(config.out or f"out/{Path(config.init_from).name}_{task.name}{fixed}")
+    out = Path(config.out or f"out/{run.name}_{task.name}{fixed}")
     with lock(out, "trains there"):
         max_over_ranks()  # the first one has the lock
         signals, results = catch_signals(), {}

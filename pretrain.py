@@ -198,6 +198,8 @@ def model_sizes(config):
 
 def check_config(config):
     """Raise UserError for settings that do not fit together, before anything is written."""
+    if config.reinit_ffn and not config.init_from:
+        raise UserError("reinit_ffn = True needs init_from: without it every FFN is new")
     with torch.device("meta"):  # costs nothing, and finds sizes that do not fit together
         max_len = MaskedLM(BertConfig(**model_sizes(config))).bert.config.max_len
     if config.seq_len > max_len:

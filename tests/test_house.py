@@ -73,6 +73,13 @@ def test_no_two_modules_import_each_other():
         visit(name, [])
 
 
+def test_files_stay_small():
+    lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    assert max(lines.values()) <= 400 and lines["pkm"] <= 200 and lines["values"] <= 200
+    assert max(lines[name] for name in SCRIPTS - {"bench"}) <= 300
+    assert len((ROOT / "test_pkm.py").read_text().splitlines()) <= 350
+
+
 def test_preparing_data_needs_neither_torch_nor_requests():
     code = "import sys, prepare_data; sys.exit('torch' in sys.modules or 'requests' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

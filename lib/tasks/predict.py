@@ -17,7 +17,7 @@ from lib.tasks.glue import TEXTS, pick_columns, read_split, read_table, row_name
 from lib.tasks.scores import score
 from lib.tasks.squad import Question, best_answers, make_windows, read_squad
 from lib.training.trainer import autocast, to_device
-from lib.weights.checkpoint import find_weights, load_model, read_weights
+from lib.weights.checkpoint import check_objective, find_weights, load_model, read_weights
 from lib.weights.run import Run
 from model import SpanReader
 
@@ -129,6 +129,7 @@ def predict_file(run, file, device):
     the prediction, and the probability of a class or the score of an answer."""
     folder, vocab = find_weights(run)
     saved = read_weights(folder)
+    check_objective(run, saved["config"], causal=False)
     if not saved.get("head"):
         raise UserError(f"{run}: not a fine-tuned model: python finetune.py makes one")
     model, tokenizer = load_model(folder).to(device), text_tokenizer(vocab)

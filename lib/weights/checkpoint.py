@@ -123,8 +123,11 @@ def init_from(model, path, reinit_ffn=False):
     print(f"init_from {source}:")
     _print_loaded(model, saved["weights"], loaded)
     if (source / "state.pt").is_file():
-        before = Run(source.parent).settings().get("first_step", 0)
-        first_step = before + load_file(source / "state.pt")["step"]
+        settings, steps = Run(source.parent).settings(), load_file(source / "state.pt")["step"]
+        first_step = settings.get("first_step", 0) + steps
+        if steps < settings.get("max_steps", 0):
+            print(f"warning: {source} is of an unfinished run: {steps:,} of "
+                  f"{settings['max_steps']:,} steps")
     return {"init_checkpoint": str(source), "first_step": first_step,
             "pooler_trained": pooler_trained}
 
