@@ -83,7 +83,7 @@ class Layer(nn.Module):
             self.down = nn.Linear(config.d_ff, d)
         self.norm = nn.LayerNorm(d, eps=1e-12)
 
-    def add_memory(self, config):
+    def build_memory(self, config):
         """Build the memory of a memory layer. Memories are built last, so the encoder's other
         weights get the same random numbers as without memory."""
         if self.beta:
@@ -96,13 +96,13 @@ class Layer(nn.Module):
     def forward(self, x, mask=None):
         """x: (batch, time, d_model). mask: (batch, time) bool, or None. Returns x's shape."""
         batch, time, d = x.shape
-        heads = batch, time, 3, self.n_head, d // self.n_head
-        q, k, v = self.qkv(x).view(heads).permute(2, 0, 3, 1, 4)
-        seen = None if mask is None else mask[:, None, None, :]
+        shape = batch, time, 3, self.n_head, d // self.n_head
+        q, k, v = self.qkv(x).view(shape).permute(2, 0, 3, 1, 4)
+        visible = None if mask is None else mask[:, None, None, :]
         if self.causal and mask is not None:  # attention takes is_causal or a mask, not both
-            seen = seen & mask.new_ones(time, time).tril()
+            visible = visible & mask.new_ones(time, time).tril()
         attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, is_causal=self.causal and mask is None,
+            q, k, v, attn_mask=visible, is_causal=self.causal and mask is None,
             dropout_p=self.dropout if self.training else 0.0)  # (batch, n_head, time, d_head)
         attended = self.out(attended.transpose(1, 2).reshape(batch, time, d))
         x = self.attention_norm(x + F.dropout(attended, self.dropout, self.training))
@@ -133,7 +133,7 @@ class Bert(nn.Module):
         self.pooler = nn.Linear(d, d)
         self.apply(self.init_weights)
         for layer in self.layers:
-            layer.add_memory(config)
+            layer.build_memory(config)
 
     def init_weights(self, module):
         """Draw weights from a normal distribution (Devlin et al.'s is truncated); biases are 0."""
@@ -195,9 +195,9 @@ class MaskedLM(nn.Module):
         of the top_k likeliest after the last `window` tokens; at temperature 0 the likeliest."""
         ids = list(ids)
         for _ in range(tokens):
-            seen = torch.tensor([ids[-window:]], device=self.bias.device)
-            last = torch.full((1, 1), seen.shape[1] - 1, device=seen.device)
-            logits = self(seen, positions=last)[0, 0].cpu()
+            window_ids = torch.tensor([ids[-window:]], device=self.bias.device)
+            last = torch.full((1, 1), window_ids.shape[1] - 1, device=window_ids.device)
+            logits = self(window_ids, positions=last)[0, 0].cpu()
             best = logits.topk(min(top_k, len(logits)) if temperature else 1)
             chances = (best.values / (temperature or 1)).softmax(0)
             ids.append(best.indices[chances.multinomial(1, generator=generator)].item())

@@ -1,1 +1,1 @@
-"""One update, the loop, and the folder of a run."""
+"""One update, and the loop."""

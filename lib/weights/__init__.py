@@ -1,1 +1,1 @@
-"""Weights on disk: checkpoints, and Hugging Face's names and folders."""
+"""Weights on disk: the folder of a run, checkpoints, and Hugging Face's formats."""

@@ -34,7 +34,7 @@ def find_weights(path):
     out/<run>/step_000500     this checkpoint; out/<run>/seed1/best works, too
     anything else             a folder in Hugging Face layout, or the name of one in data/weights/
     """
-    if weights := Run(path).weights():
+    if weights := Run(path).weights_folder():
         return weights, weights.parent / "vocab.txt"
     for folder in (Path(path), Path("data/weights", path)):
         if (folder / "config.json").is_file() and any((folder / name).is_file() for name in FILES):

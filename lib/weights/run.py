@@ -156,7 +156,7 @@ class Run:
         """Return the path of the newest checkpoint, or None."""
         return next(reversed(self.checkpoints()), None)
 
-    def weights(self):
+    def weights_folder(self):
         """Return the path of the weights that the folder stands for (see find_weights), or None."""
         for folder in (self.folder, *numbered(self.folder, "seed").values()):
             epochs = [folder, folder / "best", *numbered(folder, "best_epoch_").values()]
