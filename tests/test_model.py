@@ -1,6 +1,7 @@
 """
 The layers and heads of the network, against formulas, closed forms and Hugging Face's logits.
 """
+import inspect
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from lib.common.errors import UserError
 from lib.weights.checkpoint import load_weights
 from lib.weights.huggingface import from_huggingface
 from model import SIZES, BertConfig, Classifier, MaskedLM, SpanReader, build_model, value_tables
+from pkm import PKM
 from tests.helpers import tiny_bert
 
 
@@ -281,3 +283,24 @@ def test_heads_equal_hugging_face(kind):
     for mine, name in zip(logits.unbind(2), ("start_logits", "end_logits"), strict=True):
         assert expected[name].std() > 0.1
         torch.testing.assert_close(mine[mask], expected[name][mask], rtol=0, atol=1e-4)
+
+
+def test_defaults_are_bert_base_and_the_papers_memory():
+    config = BertConfig(memory_layers=(1, 12))  # the first and the last layer can have one
+    assert (config.n_layer, config.n_head, config.d_model, config.d_ff) == (12, 12, 768, 3072)
+    assert (config.max_len, config.dropout, config.init_std) == (512, 0.1, 0.02)
+    memory = {name: each.default for name, each in inspect.signature(PKM).parameters.items()}
+    assert (config.n_keys, config.memory_heads, config.topk, config.key_dim) == (512, 4, 32, 256)
+    assert [memory[name] for name in ("n_keys", "heads", "topk", "key_dim")] == [512, 4, 32, 256]
+
+
+def test_a_low_temperature_samples_the_likeliest_token():
+    """And a high one does not."""
+    model = tiny_bert(causal=True).eval()
+    model.bias.data.normal_(std=3)
+
+    def sample(temperature):
+        generator = torch.Generator().manual_seed(0)
+        return model.generate([1, 2], 20, 8, temperature, top_k=10, generator=generator)
+
+    assert sample(1e-3) == sample(0) != sample(5.0)
