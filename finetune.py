@@ -8,9 +8,8 @@ $ torchrun --standalone --nproc_per_node=4 finetune.py CONFIG --accumulation=4
 
 A task of your own is a folder: --task=FOLDER. Its train.tsv and dev.tsv begin with a header. Texts
 are in the column `sentence`, or in `sentence1` and `sentence2`. The target is `label` (a class) or
-`score` (a number).
-
---key=value overrides a setting below. The same command goes on where a stopped run left off.
+`score` (a number). --key=value overrides a setting below. The same command goes on where a stopped
+run left off.
 
 out/<run>/seed0/                 config.json, log.jsonl, vocab.txt and step_000500/ as in a run of
                                  pretrain.py; only the newest checkpoint stays
@@ -62,7 +61,7 @@ class Config:
     doc_stride: int = setting(128, "of SQuAD's windows, in tokens", least=1)
     train_examples: int = setting(0, "examples or windows to train on; 0: all", least=0)
     # optimization: AdamW, linear warm-up, then linear decay to 0
-    batch_size: int = setting(32, "examples per step; our reading, Table 3 leaves it empty", least=1)
+    batch_size: int = setting(32, "examples per step; Table 3 has none (our reading)", least=1)
     accumulation: int = setting(1, "parts of a batch; a multiple of the ranks", least=1)
     epochs: int = setting(10, "passes over the training examples", least=1)
     max_steps: int = setting(0, "0: as many as the epochs take", least=0)
@@ -123,8 +122,7 @@ def in_percent(task, results, prefix=""):
 
 
 def fine_tune(config, run, data, sizes, initial, vocab, signals):
-    """Fine-tune with one seed, or resume. Afterwards `run` has results, unless a signal stopped
-    the training.
+    """Fine-tune with one seed, or resume. Afterwards `run` has results, unless a signal stopped it.
 
     sizes: the BertConfig of the weights `initial`; vocab: the path of their vocab.txt.
     """

@@ -2,7 +2,7 @@
 Pretrain BERT by masked language modelling, with or without product-key memory in some layers.
 
 $ python pretrain.py configs/demo.py                  # minutes on two CPU cores, no network
-$ python pretrain.py configs/demo_resm_init.py   # run demo.py first; adds a memory to its model
+$ python pretrain.py configs/demo_resm_init.py        # run demo.py first; gives its model a memory
 $ python pretrain.py configs/base_resm_init.py        # the paper's system, on a GPU
 
 The same command goes on where a stopped run left off. --key=value overrides any setting below. Only

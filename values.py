@@ -11,8 +11,8 @@ from torch.optim.adam import adam
 NAME = re.sub(r"\W", "_", __name__)  # namespace of the op, so that copies of this file coexist
 WARN_AT = 256  # backward passes without an update
 CHUNK = 2**18  # elements updated at a time: 1 MB in float32, which fits a core's cache
-# All ValueTables. Compiled code, copies and shared storage reach the backward pass as tensors only:
-# it finds a ValueTable by the memory of its weight, not through its module.
+# All ValueTables. Compiled code, copies and shared storage reach the backward pass as tensors only,
+# so it finds a ValueTable by the memory of its weight, not through its module.
 TABLES = weakref.WeakSet()
 
 
@@ -98,8 +98,8 @@ def store(grad_out, weight, slots, weights):
     reads = tables[0].reads
     reads.append((slots, weights, grad_out))
     if len(reads) == WARN_AT:
-        warnings.warn(f"a ValueTable stores the reads of {WARN_AT} backward passes: call LazyAdam's "
-                      "step() or zero_grad(), or ignore this if you accumulate so many")
+        warnings.warn(f"a ValueTable stores the reads of {WARN_AT} backward passes, without a "
+                      "LazyAdam step() or zero_grad(); ignore this if you accumulate so many")
 
 
 # A compiled graph stores copies, because it reuses its buffers. A CUDA graph cannot store reads.

@@ -220,8 +220,9 @@ def damaged(path, why):
 def fetch_weights(name, files=WEIGHTS):
     """Fetch weights of BERT's shape to data/weights/<name>/; return this folder.
 
-    name: a key of PRETRAINED, or ORG/NAME of the hub. files: lists of names. From each
-    list the first name that exists on the hub is fetched. UserError for an unknown name or another kind of model.
+    name: a key of PRETRAINED, or ORG/NAME of the hub. files: lists of names. From each list
+    the first name that exists on the hub is fetched. UserError for an unknown name or another kind
+    of model.
     """
     if name not in PRETRAINED and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
         raise unknown_weights(name)

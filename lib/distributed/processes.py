@@ -88,7 +88,7 @@ def lost_rank(error):
 
 
 def set_timeout(seconds):
-    """Make a rank fail if it waits longer than `seconds` for another one. All must call it."""
+    """Make a rank fail if it waits longer than `seconds` for another. Every rank must call it."""
     global GROUP
     if is_distributed():
         GROUP = dist.new_group(timeout=timedelta(seconds=seconds))
@@ -153,6 +153,6 @@ def my_micro_batches(accumulation):
     if rest := accumulation % world_size:
         below = accumulation - rest
         nearest = f"{below} or {below + world_size}" if below else world_size
-        raise UserError(f"accumulation = {accumulation} is not a multiple of the {world_size} ranks "
-                        f"that torchrun started: use --accumulation={nearest}")
+        raise UserError(f"accumulation = {accumulation} is not a multiple of the {world_size} "
+                        f"ranks that torchrun started: use --accumulation={nearest}")
     return range(get_rank(), accumulation, world_size)

@@ -74,10 +74,10 @@ def check_same_text(paths):
 
 
 def evaluate_runs(paths, corpora, device, dtype, batch_size, sequences=None, maskings=1):
-    """Evaluate language models on the same batches of corpora's test splits. At most
-    `sequences` sequences of each split are read, of the shortest length that a model was trained
-    on. Windows of causal models overlap by half, and each token is predicted once. Returns
-    (sequence length, records for JSON)."""
+    """Evaluate language models on the same batches of corpora's test splits. At most `sequences`
+    sequences of each split are read, of the shortest length that a model was trained on. Windows of
+    causal models overlap by half, and each token is predicted once. Returns (sequence length,
+    records for JSON)."""
     causal = read_weights(paths[0])["config"].get("causal", False)
     if causal and maskings > 1:
         raise UserError(f"--repeats {maskings}: a causal model has no maskings to repeat")

@@ -93,7 +93,8 @@ def load_weights(model, weights, source, partial=False, assign=False):
     for name in sorted(shared):
         if expected[name].shape != weights[name].shape:
             raise UserError(f"{source}: {name} has shape {tuple(weights[name].shape)}, here it is "
-                            f"{tuple(expected[name].shape)}: use the sizes that these weights were trained with")
+                            f"{tuple(expected[name].shape)}: use the sizes that these weights were "
+                            "trained with")
     if not partial and expected.keys() != weights.keys():
         name = min(expected.keys() ^ weights.keys())
         has = "no" if name in expected else "an unknown"
@@ -148,8 +149,8 @@ def _print_loaded(model, weights, loaded):
 
 def pooler_is_trained(folder, saved):
     """Return whether the pooler of `saved`, the weights in `folder`, was ever trained. Only
-    Google's next-sentence pretraining and classification train it. At its start a run
-    saves in config.json whether its pooler was trained."""
+    Google's next-sentence pretraining and classification train it. At its start a run saves in
+    config.json whether its pooler was trained."""
     if (folder / "model.pt").is_file() and saved.get("head") != "classifier":
         return Run(folder.parent).settings().get("pooler_trained", False)
     return any("pooler" in name for name in saved["weights"])

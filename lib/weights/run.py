@@ -87,7 +87,8 @@ class Run:
             if key not in may_change:
                 raise UserError(f"{self.folder} was trained with {key} = {before.get(key)!r}, not "
                                 f"{now[key]!r}: give the changed run its own --out=out/NAME")
-            note = "; the learning rate now reaches 0 at this step" if key == "max_steps" else ""
+            note = ("; the learning rate now reaches 0 at the new max_steps"
+                    if key == "max_steps" else "")
             note += " (it rises again first)" if note and now[key] > before[key] else ""
             print(f"{key} was {before.get(key)!r}, is now {now[key]!r}{note}")
 
@@ -139,8 +140,7 @@ class Run:
         return records
 
     def evaluations(self, checkpoint=None):
-        """Read the log's evaluations, up to a checkpoint. Steps include those of the
-        initial model."""
+        """Read the log's evaluations, up to a checkpoint. Steps include the initial model's."""
         last = load_file(checkpoint / "state.pt")["step"] if checkpoint else math.inf
         first = self.settings(["first_step"])["first_step"]
         evaluations = [{**record, "step": first + record["step"]} for record in self.records()

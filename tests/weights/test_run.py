@@ -135,6 +135,6 @@ def test_a_run_goes_on_under_the_same_settings(place, capsys):
     run.check_settings(pretrain.Config(max_steps=9, log_interval=1))
     assert capsys.readouterr().out == (
         "log_interval was 10, is now 1\nmax_steps was 5, is now 9; the learning rate now reaches 0 "
-        "at this step (it rises again first)\n")
+        "at the new max_steps (it rises again first)\n")
     with pytest.raises(UserError, match=r"run was trained with memory_layers = \[\], not \[2\]"):
         run.check_settings(pretrain.Config(max_steps=5, memory_layers=(2,)))
