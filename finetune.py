@@ -6,14 +6,16 @@ $ python finetune.py configs/finetune_glue.py --task=SST-2 --init_from=out/base_
 $ python finetune.py configs/finetune_squad.py --init_from=out/base_resm_init
 $ torchrun --standalone --nproc_per_node=4 finetune.py CONFIG --accumulation=4
 
-A task of your own is a folder: --task=FOLDER. The header of its train.tsv and dev.tsv names the
-columns `sentence`, or `sentence1` and `sentence2`, and `label`, or `score` for a number.
---key=value overrides a setting below. The same command goes on where a stopped run left off.
+A task of your own is a folder: --task=FOLDER. Its train.tsv and dev.tsv begin with a header. Texts
+are in the column `sentence`, or in `sentence1` and `sentence2`. The target is `label` (a class) or
+`score` (a number). --key=value overrides a setting below. The same command goes on where a stopped
+run left off.
 
-out/<run>/seed0/{config.json,log.jsonl,vocab.txt,step_000500/}     as pretrain.py's; the newest one
+out/<run>/seed0/                 config.json, log.jsonl, vocab.txt and step_000500/ as in a run of
+                                 pretrain.py; only the newest checkpoint stays
 out/<run>/seed0/best_epoch_2/    the best epoch's weights; renamed best/ at the end
 out/<run>/seed0/{eval_results.json,predictions_dev.tsv,submission/} of the weights in best/
-out/<run>/eval_results.json      the medians over the seeds, and each seed's
+out/<run>/eval_results.json      the medians over the seeds, and the scores of each seed
 """
 import shlex
 import sys
@@ -59,19 +61,19 @@ class Config:
     doc_stride: int = setting(128, "of SQuAD's windows, in tokens", least=1)
     train_examples: int = setting(0, "examples or windows to train on; 0: all", least=0)
     # optimization: AdamW, linear warm-up, then linear decay to 0
-    batch_size: int = setting(32, "our reading: the column is empty in Table 3", least=1)
+    batch_size: int = setting(32, "examples per step; Table 3 has none (our reading)", least=1)
     accumulation: int = setting(1, "parts of a batch; a multiple of the ranks", least=1)
-    epochs: int = setting(10, "", least=1)
+    epochs: int = setting(10, "passes over the training examples", least=1)
     max_steps: int = setting(0, "0: as many as the epochs take", least=0)
     warmup: float = setting(0.06, "share of the steps", least=0)
-    lr: float = setting(2e-5, "", least=0)
+    lr: float = setting(2e-5, "highest learning rate", least=0)
     keys_lr: float = setting(1.0, "of the memory's sub-keys, as a factor of lr", least=0)
     value_lr: float = setting(1e-3, "of the value tables, constant (our reading)", least=0)
-    weight_decay: float = setting(0.1, "", least=0)
+    weight_decay: float = setting(0.1, "biases, norms and memories have none", least=0)
     grad_clip: float = setting(1.0, "norm of all gradients but the value tables'", least=1e-9)
-    dropout: float = setting(0.1, "")
+    dropout: float = setting(0.1, "of embeddings, attention, FFN and the pooled [CLS]")
     # watching
-    log_interval: int = setting(100, "", least=1, may_change=True)
+    log_interval: int = setting(100, "steps between log records", least=1, may_change=True)
     checkpoint_interval: int = setting(1000, "and after each epoch", least=1, may_change=True)
     tensorboard: bool = setting(False, "curves: tensorboard --logdir out", may_change=True)
     # machine
@@ -120,7 +122,7 @@ def in_percent(task, results, prefix=""):
 
 
 def fine_tune(config, run, data, sizes, initial, vocab, signals):
-    """Fine-tune with one seed, or resume. Unless a signal comes, `run` then has results.
+    """Fine-tune with one seed, or resume. Afterwards `run` has results, unless a signal stopped it.
 
     sizes: the BertConfig of the weights `initial`; vocab: the path of their vocab.txt.
     """
@@ -129,7 +131,7 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     if run.results():
         print(f"{run.folder} is done: --out=out/NAME starts anew")
         return
-    torch.compiler.reset()  # what an earlier seed compiled counts towards a limit
+    torch.compiler.reset()  # torch limits recompilations; those of earlier seeds would count
     torch.manual_seed(config.seed)  # of the head
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     task = data.task
@@ -199,7 +201,7 @@ def main(argv):
     fixed = "" if config.update_memory else "_fixed"
     out = Path(config.out or f"out/{run.name}_{task.name}{fixed}")
     with lock(out, "trains there"):
-        max_over_ranks()  # the first one has the lock
+        max_over_ranks()  # wait until the first rank has the lock
         signals, results = catch_signals(), {}
         for seed in range(config.seed, config.seed + config.seeds):
             run = Run(out / f"seed{seed}")
@@ -207,7 +209,7 @@ def main(argv):
             if any_signalled(signals):
                 print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
                 return 128 + signals[0]
-            max_over_ranks()  # the first one has written it
+            max_over_ranks()  # wait until the first rank has written the results
             results[seed] = run.results()
         write_medians(task, out, results)
     return 0

@@ -43,7 +43,7 @@ class BertConfig:
     dropout: float = 0.1
     init_std: float = 0.02  # standard deviation of new weights, except in memories
     causal: bool = False  # a token sees only itself and earlier tokens
-    memory_layers: tuple = ()  # counted from 1: (4, 8) of 12, (2, 4) of 6 in section 5.1
+    memory_layers: tuple = ()  # counted from 1; section 5.1: 4 and 8 of 12, 2 and 4 of 6
     alpha: float = 1.0  # weight of the FFN in memory layers; 0: they have no FFN
     beta: float = 1.0  # weight of the memory; 0: they have no memory
     n_keys: int = 512  # n_keys^2 slots
@@ -144,7 +144,7 @@ class Bert(nn.Module):
 
     def forward(self, ids, mask=None, token_types=None):
         """Encode token ids (batch, time) to hidden states (batch, time, d_model). mask: (batch,
-        time), true or not 0 at real tokens, None without padding. token_types: (batch, time), 0 by
+        time), nonzero at real tokens, or None without padding. token_types: (batch, time), 0 by
         default; a model without token types ignores them."""
         if ids.shape[1] > self.config.max_len:
             raise UserError(f"sequence of {ids.shape[1]} tokens: the model has "
@@ -177,9 +177,9 @@ class MaskedLM(nn.Module):
         self.bert.init_weights(self.transform)
 
     def forward(self, ids, mask=None, token_types=None, positions=None, labels=None):
-        """Predict words: logits (batch, time, vocab_size). With `positions` (batch, masked) only
-        there, because the vocabulary is most of the head's work. With `labels`, one for each
-        position (-100 does not count), return their mean cross-entropy in nats."""
+        """Predict words: logits (batch, time, vocab_size). If `positions` (batch, masked) is given,
+        words are predicted only there, which saves most of the head's work. With `labels`, one for
+        each position (-100 does not count), return their mean cross-entropy in nats."""
         x = self.bert(ids, mask, token_types)
         if positions is not None:
             x = x.gather(1, positions[..., None].expand(-1, -1, x.shape[2]))  # (batch, masked, d)

@@ -57,15 +57,15 @@ class PKM(nn.Module):
     def forward(self, x, mask=None):
         """Read the memory for every token.
 
-        x: (..., d_model). mask: (...), true or not 0 at real tokens. Returns x's shape, in
-        autocast's dtype where autocast is on. Padded tokens are not looked up and do not enter
-        the batch norm's statistics; their output is 0. With a mask, a compiled model has a graph
-        break here.
+        x: (..., d_model). mask: (...), bool or number, nonzero at real tokens. Returns x's
+        shape, in autocast's dtype where autocast is on. Padded tokens are not looked up and do
+        not enter the batch norm's statistics; their output is 0. With a mask, a compiled model
+        has a graph break here.
         """
         if mask is not None:
             return self._unpadded(x, mask.bool())
         query = self.query(x.flatten(0, -2))  # (tokens, heads * key_dim)
-        dtype = query.dtype  # autocast's, as an FFN's output would have
+        dtype = query.dtype  # under autocast its dtype, the same as an FFN's output has
         with torch.autocast(x.device.type, enabled=False):
             query = self.query_norm(query.to(self.keys.dtype))
             slots, weights = self.search(query)
@@ -102,8 +102,8 @@ def candidates(topk, device):
     """List the pairs of ranks whose sums can be in the top k: (2, pairs).
 
     Ranks count from 0 in the sorted scores of each half. (i+1)(j+1) - 1 pairs score no less than
-    the pair (i, j). This leaves 119 of 1,024 pairs for k = 32. The list is no buffer, because a
-    module made on the meta device would lose its content.
+    the pair (i, j), so a pair is needed only if (i+1)(j+1) <= k. For k = 32, 119 of 1,024 pairs
+    remain. The list is no buffer: a module made on the meta device would lose its content.
     """
     count = sum(topk // (i + 1) for i in range(topk))
     rank = torch.arange(topk, device=device)

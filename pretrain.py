@@ -2,7 +2,7 @@
 Pretrain BERT by masked language modelling, with or without product-key memory in some layers.
 
 $ python pretrain.py configs/demo.py                  # minutes on two CPU cores, no network
-$ python pretrain.py configs/demo_resm_init.py        # after it: a residual memory added to that
+$ python pretrain.py configs/demo_resm_init.py        # run demo.py first; gives its model a memory
 $ python pretrain.py configs/base_resm_init.py        # the paper's system, on a GPU
 
 The same command goes on where a stopped run left off. --key=value overrides any setting below. Only
@@ -41,10 +41,10 @@ class Config:
     objective: str = setting("masked", "what to predict", choices=("masked", "causal"))
     # model
     model: str = setting("base", "sizes of this model", choices=tuple(SIZES))
-    n_layer: int = setting(0, "0: the named model's value (on each of the four)", least=0)
-    n_head: int = setting(0, "attention heads", least=0)
-    d_model: int = setting(0, "width", least=0)
-    d_ff: int = setting(0, "width of the FFN", least=0)
+    n_layer: int = setting(0, "number of layers; 0: that of --model", least=0)
+    n_head: int = setting(0, "attention heads; 0: those of --model", least=0)
+    d_model: int = setting(0, "width; 0: that of --model", least=0)
+    d_ff: int = setting(0, "width of the FFN; 0: that of --model", least=0)
     dropout: float = setting(0.1, "of embeddings, attention and FFN")
     memory_layers: tuple = setting((), "layers with a memory, counted from 1: (4, 8) of 12")
     alpha: float = setting(1.0, "weight of the FFN; 0: the memory replaces it (PKM)")
@@ -52,14 +52,14 @@ class Config:
     n_keys: int = setting(512, "a memory has n_keys^2 slots")
     memory_heads: int = setting(4, "heads of a memory")
     topk: int = setting(32, "slots that each head reads")
-    key_dim: int = setting(256, "size of a head's key: two sub-keys of half of it")
+    key_dim: int = setting(256, "size of a head's key: two halves of key_dim / 2")
     query_norm: bool = setting(True, "batch norm on the memory's queries")
     init_from: str = setting("", "a run, a Hugging Face folder, or a name: bert-base-uncased")
     reinit_ffn: bool = setting(False, "with init_from: draw memory layers' FFNs anew (ResM')")
     # batch: batch_size x accumulation sequences a step
     seq_len: int = setting(512, "tokens of a sequence, with [CLS] and [SEP] if masked", least=3)
     batch_size: int = setting(32, "sequences at a time on the device", least=1)
-    accumulation: int = setting(32, "32 x 32 = 1,024 sequences a step", least=1)
+    accumulation: int = setting(32, "batches per step: 32 x 32 = 1,024 sequences", least=1)
     # optimization: AdamW; linear warm-up, then linear decay to 0
     max_steps: int = setting(500_000, "number of updates", least=1, may_change=True)
     warmup_steps: int = setting(10_000, "updates until the learning rate is highest", least=0)
@@ -67,13 +67,15 @@ class Config:
     keys_lr: float = setting(1.0, "of the memory's sub-keys, as a factor of lr", least=0)
     value_lr: float = setting(1e-3, "of the value tables, constant (our reading)", least=0)
     weight_decay: float = setting(0.01, "biases, norms and memories have none", least=0)
-    grad_clip: float = setting(1.0, "largest norm of the gradients, without values'", least=1e-9)
+    grad_clip: float = setting(1.0, "largest norm of all gradients except the value tables'",
+                               least=1e-9)
     # watching; intervals are in steps; evaluations also come at steps 0, 1, 2, 4, 8, ...
     log_interval: int = setting(10, "steps between log records", least=1, may_change=True)
     eval_interval: int = setting(5000, "steps between evaluations", least=1, may_change=True)
     eval_sequences: int = setting(1024, "held-out sequences at most", least=1, may_change=True)
-    usage_interval: int = setting(100_000, "snapshots of slots; 0: none", least=0, may_change=True)
-    checkpoint_interval: int = setting(1000, "steps between these", least=1, may_change=True)
+    usage_interval: int = setting(100_000, "steps between snapshots of slot usage; 0: none",
+                                  least=0, may_change=True)
+    checkpoint_interval: int = setting(1000, "steps between checkpoints", least=1, may_change=True)
     keep_checkpoints: int = setting(2, "only the newest ones stay", least=1, may_change=True)
     tensorboard: bool = setting(False, "curves: tensorboard --logdir out", may_change=True)
     dry_run: bool = setting(False, "make one step, write nothing", may_change=True)
@@ -186,12 +188,12 @@ def make_model(config, corpus, checkpoint):
 
 
 def model_sizes(config):
-    """Return BertConfig's arguments: settings, over the sizes of the named model."""
+    """Return BertConfig's arguments: the named model's sizes, overridden by settings."""
     names = BertConfig.__dataclass_fields__.keys() & asdict(config).keys()
     given = {name: getattr(config, name) for name in names}
     own = {name: given[name] for name in ("n_layer", "n_head", "d_model", "d_ff") if given[name]}
     sizes = given | SIZES[config.model] | own | {"causal": config.objective == "causal"}
-    if config.d_model:  # by 1 / sqrt(width); model.SIZES tells what it is worth
+    if config.d_model:  # proportional to 1 / sqrt(width), see model.SIZES
         sizes["init_std"] = 0.02 * (768 / config.d_model) ** 0.5
     return sizes
 

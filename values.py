@@ -11,7 +11,9 @@ from torch.optim.adam import adam
 NAME = re.sub(r"\W", "_", __name__)  # namespace of the op, so that copies of this file coexist
 WARN_AT = 256  # backward passes without an update
 CHUNK = 2**18  # elements updated at a time: 1 MB in float32, which fits a core's cache
-TABLES = weakref.WeakSet()  # all ValueTables, to find those with a given weight
+# All ValueTables. Compiled code, copies and shared storage reach the backward pass as tensors only,
+# so it finds a ValueTable by the memory of its weight, not through its module.
+TABLES = weakref.WeakSet()
 
 
 class ValueTable(nn.Module):
@@ -38,11 +40,10 @@ class ValueTable(nn.Module):
 
     def forward(self, slots, weights, dtype=None):
         """Sum the rows at `slots`, weighted by `weights`.
-
-        slots (int) and weights: (tokens, heads, topk). Returns (tokens, dim) in `dtype`.
-        """
+        slots (int) and weights: (tokens, heads, topk). Returns (tokens, dim) in `dtype`."""
         slots, weights = slots.flatten(1), weights.flatten(1)
-        # a traced or exported table has an ordinary gradient; torch 2.11 calls compiling exporting
+        # A traced or exported table has an ordinary gradient. In torch 2.11, is_exporting() is also
+        # true while compiling.
         exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
         tracing = torch.jit.is_tracing() or exporting
         training = torch.is_grad_enabled() and self.weight.requires_grad and not tracing
@@ -77,7 +78,7 @@ class StoreRead(torch.autograd.Function):
 
 
 def tables_of(weight):
-    """Find the ValueTables with this weight: none for other values in a functional_call."""
+    """Find the ValueTables with this weight. Other values in a functional_call have none."""
     return [table for table in TABLES if table.weight.data_ptr() == weight.data_ptr()]
 
 
@@ -92,12 +93,13 @@ def accumulates(weight):
 
 def store(grad_out, weight, slots, weights):
     if not (tables := tables_of(weight)):
-        raise RuntimeError("torch.compile: no gradient for values other than a ValueTable's own")
+        raise RuntimeError("under torch.compile a ValueTable trains only with its own weight, not "
+                           "with one passed by functional_call")
     reads = tables[0].reads
     reads.append((slots, weights, grad_out))
     if len(reads) == WARN_AT:
-        warnings.warn(f"{WARN_AT} backward passes without LazyAdam's step() or zero_grad(): a "
-                      "ValueTable keeps the reads of all; ignore this if you accumulate as many")
+        warnings.warn(f"a ValueTable stores the reads of {WARN_AT} backward passes, without a "
+                      "LazyAdam step() or zero_grad(); ignore this if you accumulate so many")
 
 
 # A compiled graph stores copies, because it reuses its buffers. A CUDA graph cannot store reads.
@@ -115,7 +117,7 @@ def take_reads(weight):
     """Take all stored reads of a table's weight, which several tables may share."""
     if not (tables := tables_of(weight)):
         raise RuntimeError("a ValueTable got another weight tensor after this LazyAdam was made "
-                           "(load_state_dict with assign=True?): make it anew")
+                           "(load_state_dict with assign=True?): create a new LazyAdam")
     reads = []
     for table in tables:
         reads += table.reads
@@ -125,9 +127,7 @@ def take_reads(weight):
 
 def reads_by_row(slots, chunk):
     """Yield `chunk` rows at a time, their reads, and where each row's reads start.
-
-    slots: (tokens, reads). A read is a position in slots.flatten().
-    """
+    slots: (tokens, reads). A read is a position in slots.flatten()."""
     slots, order = slots.flatten().sort(stable=True)
     rows, counts = slots.unique_consecutive(return_counts=True)
     starts = counts.cumsum(0) - counts
@@ -157,7 +157,7 @@ class LazyAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None, grad_scale=1.0):
-        """Update once. With a GradScaler that found no inf, grad_scale is its scale."""
+        """Update once. grad_scale: a GradScaler's scale; if it found an inf, do not call step()."""
         with torch.enable_grad():
             loss = closure() if closure else None
         for group in self.param_groups:

@@ -71,8 +71,8 @@ def mask_tokens(ids, rng, vocab_size, special_ids):
 
     ids: (batch, seq_len) integers. rng: numpy Generator. special_ids: Specials. As in Devlin et
     al., [UNK] can be chosen, the other special tokens cannot. A random replacement is never a
-    special token (our reading: theirs can be). Shapes are static: every sequence has round(0.15 *
-    seq_len) positions. Where it has fewer ordinary tokens, some labels are -100.
+    special token; in Devlin et al. it can be (our reading). Shapes are static: every sequence has
+    round(0.15 * seq_len) positions. Where it has fewer ordinary tokens, some labels are -100.
     Returns int64 arrays by name: ids (batch, seq_len), positions and labels (batch, masked).
     """
     count = max(1, round(MASKED * ids.shape[1]))
@@ -95,8 +95,8 @@ def mask_tokens(ids, rng, vocab_size, special_ids):
 class MaskedBatches:
     """Make training batches for a masked language model.
 
-    A batch is a function of (seed, step, micro-batch): its sequences and its masks. A resumed run
-    needs no position in the data. Every epoch cuts the text at another offset, and goes through the
+    The sequences and masks of a batch depend only on (seed, step, micro-batch). A resumed run needs
+    no position in the data. Every epoch cuts the text at another offset, and goes through the
     sequences in another order. config: has seed, seq_len, batch_size and accumulation.
     """
 
@@ -159,8 +159,8 @@ class CausalBatches(MaskedBatches):
 def cut_split(corpus, split, seq_len, sequences=None):
     """Cut a split into sequences [CLS] + (seq_len - 2) tokens + [SEP]: int64 (n, seq_len).
 
-    sequences: how many full ones at most, evenly spread over the split. By default the whole split
-    is cut, and its last sequence is padded.
+    sequences: take at most this many full sequences, spread evenly over the split. By default the
+    whole split is cut, and its last sequence is padded.
     """
     tokens, width = corpus.split(split), seq_len - 2
     full = len(tokens) // width
@@ -180,9 +180,9 @@ def cut_split(corpus, split, seq_len, sequences=None):
 def masked_heldout(corpus, split, seq_len, batch_size, sequences=None, masking=0):
     """Return masked batches of a split: dicts of ids, positions, labels (see mask_tokens).
 
-    sequences: see cut_split. A padded last sequence makes a separate batch. This has `mask` too,
-    True at real tokens, of which 15% are masked. Which tokens are masked depends only on the seed
-    `masking`, the text and the vocabulary.
+    sequences: see cut_split. A padded last sequence makes a separate batch. This batch also has
+    `mask`, True at real tokens; 15% of these are predicted. Which tokens are masked depends only on
+    the seed `masking`, the text and the vocabulary.
     """
     ids, rng = cut_split(corpus, split, seq_len, sequences), np.random.default_rng([0, masking])
     real = ids != corpus.special_ids.pad
@@ -203,9 +203,9 @@ def causal_heldout(corpus, split, seq_len, batch_size, sequences=None, stride=No
 
     Both are int64 (batch, seq_len). A label is the next token, or -100 where it does not count.
     Sequences start `stride` tokens apart (by default seq_len); the last one starts earlier, to be
-    full. Each token is predicted once, by the first sequence that reaches it. It then has at least
-    seq_len - stride + 1 tokens before it, unless it is among the split's first seq_len. A [SEP]
-    stands before the split. sequences: at most this many, evenly spread.
+    full. Each token is predicted once, by the first sequence that reaches it. Every token is
+    predicted from at least seq_len - stride + 1 earlier tokens, except the split's first seq_len. A
+    [SEP] stands before the split. sequences: take at most this many, spread evenly.
     """
     text = np.append(corpus.special_ids.sep, corpus.split(split)).astype(np.int64)
     if len(text) == 1:

@@ -1,5 +1,5 @@
 """
-Fetch files from the network: whole or absent, checked, and resumed where a download was cut.
+Download files. A file is there only when it is whole and checked. A cut download is resumed.
 
 >>> fetch(*FILES["RTE.zip"])                          # data/downloads/RTE.zip
 >>> fetch_from_hub("google-bert/bert-base-uncased", "config.json", folder=Path("weights"))
@@ -83,8 +83,8 @@ REFUSED = {401: "gated, private or not there (a token goes into HF_TOKEN)",  # b
 
 def fetch(url, sha256="", folder=DOWNLOADS):
     """Download a file to `folder`, unless it is there; return its path. The bytes that came are
-    kept in <path>.part. After an error the rest is asked for, three times and by the next call.
-    Failure if the file cannot be had or is not the one with this SHA-256."""
+    kept in <path>.part. After an error it tries three more times to get the rest. The next call
+    goes on from there. Failure if the file cannot be had or has another SHA-256."""
     path = folder / Path(url).name
     part = path.with_name(f"{path.name}.part")
     with lock(path, "downloads it", wait=True):
@@ -120,7 +120,7 @@ def _append_rest(requests, url, part):
     with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply:
         span = reply.headers.get("Content-Range", "")
         if reply.status_code in (206, 416) and not span.startswith(f"bytes {start}-"):
-            part.write_bytes(b"")  # it began an older file, or nothing is missing
+            part.write_bytes(b"")  # `part` belongs to an older version of the file, or is complete
             raise requests.RequestException(f"it cannot go on at byte {start:,}")
         reply.raise_for_status()
         start = start if reply.status_code == 206 else 0
@@ -149,9 +149,9 @@ def file_sha256(path):
 
 
 def fetch_from_hub(repo, *patterns, folder, kind="model", revision="main"):
-    """Download the files of a repository on the hub that match a pattern; return their names. A
-    later pattern is for repositories without a match of the earlier ones. Failure if there is no
-    such file, or the hub cannot be reached."""
+    """Download the files of a repository on the hub that match a pattern; return their names.
+    Only the first pattern that matches any file is used. Failure if there is no such file, or the
+    hub cannot be reached."""
     hub = need("huggingface_hub", "a download from the hub")
     where = f"{repo}/{' or '.join(patterns)} on the hub"
     try:
@@ -220,8 +220,9 @@ def damaged(path, why):
 def fetch_weights(name, files=WEIGHTS):
     """Fetch weights of BERT's shape to data/weights/<name>/; return this folder.
 
-    name: a key of PRETRAINED, or ORG/NAME of the hub. files: lists of names, and the first that
-    the hub has is fetched from each. UserError for an unknown name or another kind of model.
+    name: a key of PRETRAINED, or ORG/NAME of the hub. files: lists of names. From each list
+    the first name that exists on the hub is fetched. UserError for an unknown name or another kind
+    of model.
     """
     if name not in PRETRAINED and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
         raise unknown_weights(name)
@@ -241,9 +242,9 @@ def fetch_weights(name, files=WEIGHTS):
 def fetch_task(folder, names, path=None, force=False):
     """Fetch a task's official files to `folder`.
 
-    names: of its archive, or of its files, in FILES. path: the archive, or a folder with the
-    downloads or with the files that they unpack to. These may also lie in a folder in it that is
-    named after the task. force: replace `folder`.
+    names: keys of FILES, the task's archive or its single files. path: the archive, or a folder
+    with the downloaded or the unpacked files, which may also be in a subfolder named after the
+    task. force: replace `folder`.
     """
     if folder.exists() and not force:
         print(f"{folder} exists already (--force replaces it)")
@@ -275,6 +276,6 @@ def fetch_task(folder, names, path=None, force=False):
         discard(new)
         raise damaged(files[0], "no train.tsv in it")
     discard(folder)
-    os.replace(train.parent, folder)  # in a folder of the archive, as a rule
+    os.replace(train.parent, folder)  # train.tsv is usually in a subfolder of the archive
     discard(new)
     print(f"{folder}: {', '.join(sorted(os.listdir(folder)))}")

@@ -23,7 +23,7 @@ from lib.common.errors import Failure, UserError, run_main
 from lib.common.torchrun import under_torchrun
 
 GROUP = None  # the process group of all collectives; None is torch's default
-MISTAKE = 1000  # above the numbers of all signals
+MISTAKE = 1000  # codes from here up report a user's mistake; lower ones are signals
 
 
 def is_distributed():
@@ -42,16 +42,17 @@ def get_rank():
 
 
 def run_ranks(main):
-    """Call main() as run_main does, under torchrun in a process group. Only the first rank prints.
-    A user's mistake ends all ranks with status 2 and one line, even if only one rank met it."""
+    """Call main() as run_main does. Under torchrun, set up a process group first. Only the first
+    rank prints. A user's mistake ends all ranks with status 2 and one line, even if only one rank
+    met it."""
     run_main((lambda: _run_as_rank(main)) if under_torchrun() else main)
 
 
 def _run_as_rank(main):
     local_rank = int(os.environ["LOCAL_RANK"])
-    if cards := torch.cuda.device_count():  # with CUDA_VISIBLE_DEVICES= ranks run on CPUs
+    if cards := torch.cuda.device_count():  # if CUDA_VISIBLE_DEVICES is empty, ranks run on CPUs
         if local_rank > cards:
-            sys.exit(2)  # the rank below prints the error
+            sys.exit(2)  # the rank with number `cards` prints the error
         if local_rank == cards:
             raise UserError(f"more ranks than cards: --nproc_per_node={cards}, or "
                             "CUDA_VISIBLE_DEVICES= for ranks on CPUs")
@@ -87,7 +88,7 @@ def lost_rank(error):
 
 
 def set_timeout(seconds):
-    """Let a rank fail that waits longer than this for another. Every rank must call it."""
+    """Make a rank fail if it waits longer than `seconds` for another. Every rank must call it."""
     global GROUP
     if is_distributed():
         GROUP = dist.new_group(timeout=timedelta(seconds=seconds))
@@ -152,6 +153,6 @@ def my_micro_batches(accumulation):
     if rest := accumulation % world_size:
         below = accumulation - rest
         nearest = f"{below} or {below + world_size}" if below else world_size
-        raise UserError(f"accumulation = {accumulation}: no multiple of the {world_size} ranks "
-                        f"that torchrun started: --accumulation={nearest} is")
+        raise UserError(f"accumulation = {accumulation} is not a multiple of the {world_size} "
+                        f"ranks that torchrun started: use --accumulation={nearest}")
     return range(get_rank(), accumulation, world_size)

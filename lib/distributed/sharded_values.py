@@ -30,14 +30,14 @@ def shard_values(model):
 class ShardedValueTable(ValueTable):
     """This rank's columns of a ValueTable; all ranks answer a lookup together.
 
-    Each rank sends the slots that its tokens read to all others. Each sums up its columns for the
+    Each rank sends all other ranks the slots that its tokens read. Each sums up its columns for the
     tokens of all ranks and sends the sums back. Gradients go the other way. So every rank gets what
     the update of its columns needs, exactly, and no gradient of values is ever reduced. LazyAdam's
     moments are cut like the values.
 
     Slots travel in int32, all else in `dtype`. The ranks may have different numbers of tokens. A
-    rank has T tokens with R = heads * topk reads each. With W ranks and s bytes a number (4, or 2
-    in bfloat16) it sends, for each layer and micro-batch,
+    rank has T tokens with R = heads * topk reads each. Let W be the number of ranks and s the bytes
+    of a number (4, or 2 in bfloat16). For each layer and micro-batch a rank sends:
         forward   (W - 1) * T * ((4 + s) * R + s * dim / W)    slots, weights; sums of rows
         backward  (W - 1) * T * (s * R + s * dim / W)          gradients of weights; of sums
     and T itself, 8 bytes to each rank. torch.compile has a graph break here.

@@ -33,12 +33,13 @@ def watch_reads(model, see):
 
 @contextlib.contextmanager
 def count_reads(model):
-    """Count what every memory reads inside the block. Its end sums over the ranks.
+    """Count what every memory reads inside the block.
 
-    counts[layer] is a dict. Three are (n_slots,) arrays: `read`, how often a slot was among the top
-    k, `top1`, how often it was the best, and `weight`, the sum of its softmax weights. `topk` is an
-    int. `effective_k` sums exp(entropy of the weights) over the accesses. An access is one head's
-    read for one token: our reading of the x of section 3.2.
+    When the block ends, the counts are summed over the ranks. counts[layer] is a dict. `read`,
+    `top1` and `weight` are (n_slots,) arrays. `read` counts how often a slot was among the top k,
+    `top1` how often it was the best. `weight` is the sum of its softmax weights. `topk` is an int.
+    `effective_k` sums exp(entropy of the weights) over the accesses. An access is one lookup by one
+    head for one token, which we take to be x in section 3.2.
     """
     sizes = {layer: len(table.weight) for layer, table in value_tables(model).items()}
     counts = {layer: {"read": np.zeros(n_slots, int), "top1": np.zeros(n_slots, int),
@@ -86,7 +87,7 @@ def usage_metrics(read, top1, weight, topk, effective_k):
 
 
 def last_used(snapshots, layer):
-    """Number the last usage snapshot at which each slot of a layer was top-1: (n_slots,), counted
-    from 1; 0 if there is none. snapshots: those of Run."""
+    """Return the number of the last snapshot in which each slot was top-1. (n_slots,), counted from
+    1; 0 if there is none. snapshots: what Run.usage_snapshots() returns."""
     top1 = [arrays[f"layer{layer}_top1"] for arrays in snapshots.values()]
     return np.max([(counts > 0) * n for n, counts in enumerate(top1, 1)], axis=0)

@@ -20,9 +20,9 @@ from lib.weights.run import Run
 @torch.no_grad()
 def evaluate_language_model(model, batches, device, dtype=torch.float32):
     """Evaluate a language model on batches of masked_heldout or causal_heldout. Returns (results,
-    the counts of count_reads). The results are loss (nats), perplexity and accuracy over all
-    predicted positions, their number masked_tokens, and layers: {layer: usage_metrics}. A compiled
-    model is run as its raw module."""
+    the counts of count_reads). results: loss (nats), perplexity and accuracy over all predicted
+    positions; masked_tokens, their number; layers, {layer: usage_metrics}. A compiled model is run
+    as its raw module."""
     model = getattr(model, "_orig_mod", model)
     was_training = model.training
     model.eval()
@@ -55,7 +55,7 @@ def describe_evaluation(results):
 
 
 def check_language_model(path, causal):
-    """UserError unless the model of `path` is a causal language model, or else a masked one."""
+    """Raise UserError unless `path` has a language model: causal if `causal`, else masked."""
     saved = read_weights(path)
     if saved.get("head"):
         raise UserError(f"{path}: a fine-tuned checkpoint has no language-model head")
@@ -74,14 +74,14 @@ def check_same_text(paths):
 
 
 def evaluate_runs(paths, corpora, device, dtype, batch_size, sequences=None, maskings=1):
-    """Evaluate language models on the same batches of corpora's test splits. At most `sequences` of
-    a split are read, as short as the shortest that a model was trained on. Windows of causal models
-    overlap by half, and each token is predicted once. Returns (sequence length, records for JSON).
-    """
+    """Evaluate language models on the same batches of corpora's test splits. At most `sequences`
+    sequences of each split are read, of the shortest length that a model was trained on. Windows of
+    causal models overlap by half, and each token is predicted once. Returns (sequence length,
+    records for JSON)."""
     causal = read_weights(paths[0])["config"].get("causal", False)
     if causal and maskings > 1:
         raise UserError(f"--repeats {maskings}: a causal model has no maskings to repeat")
-    for path in paths:  # mistakes come before the long work
+    for path in paths:  # report mistakes before the long work starts
         check_language_model(path, causal)
     seq_len = min(training_text(path)[0] for path in paths)
     heldout, records = {}, []

@@ -45,7 +45,8 @@ class State:
 class Trainer:
     """Train a model. `config` has the settings of optimization, seed and compile.
 
-    `batches.get(step, micro)` is a micro-batch: arrays by the name of the model's argument.
+    `batches.get(step, micro)` returns a micro-batch: a dict of arrays by argument name of the
+    model's forward().
     `batches.loss_weight(step, micro)` is its weight in the loss. A step has `batches.accumulation`
     micro-batches, together `batches.size` tokens or examples, as `batches.unit` says.
     `flops` are the operations of a training step per token, for the log's mfu. `labels` name a
@@ -74,7 +75,7 @@ class Trainer:
 
     def step(self, step):
         """Make one update; `step` counts from 0. Returns the mean loss of the micro-batches and the
-        norm of the dense gradients. Both are tensors on the device: nothing waits for it."""
+        norm of the dense gradients. Both stay on the device, which saves waiting for it."""
         total = 0.0
         for micro in self.micro_batches:
             # dropout depends on (seed, step, micro-batch) alone: a resumed run draws the same
@@ -95,7 +96,8 @@ class Trainer:
         scale = self.scaler.get_scale()
         self.scaler.step(self.dense)
         self.scaler.update()
-        if self.scaler.get_scale() >= scale:  # lower: the gradients had an inf, no step was made
+        # a lower scale means that gradients had an inf and the dense step was skipped
+        if self.scaler.get_scale() >= scale:
             self.values.step(grad_scale=scale)
         self.dense.zero_grad()
         self.values.zero_grad()
@@ -158,7 +160,7 @@ class Trainer:
                     "from the last checkpoint")
 
     def save(self, run, state):
-        """Save a checkpoint: the model, the moments of both optimizers, the state with the scaler."""
+        """Save a checkpoint: the model, both optimizers' moments, the state with the scaler."""
         values = mark_moments(self.values.state_dict())
         files = {"model": model_file(self.model, self.labels),
                  "optimizer": {"dense": self.dense.state_dict(), "values": values},
@@ -169,10 +171,11 @@ class Trainer:
         """Load both optimizers and the scaler, but not the weights. Returns the State."""
         moments = load_file(checkpoint / "optimizer.pt", mmap=True)
         try:
-            self.dense.load_state_dict(copy.deepcopy(moments["dense"]))  # the copy maps no file
+            # the copy is in memory, not mapped from the file
+            self.dense.load_state_dict(copy.deepcopy(moments["dense"]))
             self.values.load_state_dict(cut_moments(moments["values"]))
         except ValueError as error:
-            raise UserError(f"{checkpoint}/optimizer.pt: of another model than model.pt beside it "
+            raise UserError(f"{checkpoint}/optimizer.pt does not belong to the model.pt beside it "
                             f"({error})") from None
         saved = load_file(checkpoint / "state.pt")
         self.scaler.load_state_dict(saved.pop("scaler"))
@@ -184,8 +187,8 @@ class Trainer:
 
 def optimizer_groups(model, weight_decay, keys_lr=1.0):
     """Return AdamW's parameter groups: all parameters but the value tables. Biases, norms and
-    memories have no weight decay (our reading: XLM trained its memory without). A group's learning
-    rate is the schedule's times lr_factor, for the memory's sub-keys keys_lr."""
+    memories have no weight decay (our reading: XLM trained its memory without). A group's
+    rate is the schedule's times lr_factor: keys_lr for the memory's sub-keys, 1 for all others."""
     groups = {(weight_decay, 1.0): [], (0.0, 1.0): []}
     for name, p in model.named_parameters():
         if p.requires_grad and not name.endswith(".memory.values.weight"):
@@ -215,7 +218,8 @@ def catch_signals():
     def on_signal(number, frame):
         signals.append(number)
         if not under_torchrun():
-            os.write(1, b"\nfinishing the step, then saving; once more quits at once, unsaved\n")
+            os.write(1, b"\nfinishing the step, then saving; "
+                        b"a second signal quits at once without saving\n")
             for caught in both:
                 signal.signal(caught, signal.SIG_DFL)
 

@@ -29,7 +29,7 @@ def model_file(model, labels=()):
 def find_weights(path):
     """Find the weights that `path` names. Returns (folder, path of its vocab.txt).
 
-    out/<run>                 its newest checkpoint; fine-tuned: the same as its first seed
+    out/<run>                 its newest checkpoint; if fine-tuned, the weights of its first seed
     out/<run>/seed1           the weights of its best epoch so far
     out/<run>/step_000500     this checkpoint; out/<run>/seed1/best works, too
     anything else             a folder in Hugging Face layout, or the name of one in data/weights/
@@ -55,7 +55,8 @@ def read_weights(path):
 
 def load_model(path):
     """Load the MaskedLM, Classifier or SpanReader that `path` names (see find_weights). The model
-    maps a checkpoint's file, without a second copy in memory. Writing to it keeps the file."""
+    maps a checkpoint's file, without a second copy in memory. Changing the model does not change
+    the file."""
     folder, _ = find_weights(path)
     saved = read_weights(folder)
     head, weights = saved.get("head"), saved["weights"]
@@ -92,7 +93,8 @@ def load_weights(model, weights, source, partial=False, assign=False):
     for name in sorted(shared):
         if expected[name].shape != weights[name].shape:
             raise UserError(f"{source}: {name} has shape {tuple(weights[name].shape)}, here it is "
-                            f"{tuple(expected[name].shape)}: take the sizes of its training")
+                            f"{tuple(expected[name].shape)}: use the sizes that these weights were "
+                            "trained with")
     if not partial and expected.keys() != weights.keys():
         name = min(expected.keys() ^ weights.keys())
         has = "no" if name in expected else "an unknown"
@@ -105,10 +107,10 @@ def init_from(model, path, reinit_ffn=False):
     """Start from the trained model at `path` (see find_weights; section 4.1 of the paper).
 
     Copies what fits, and prints what was loaded, left random or dropped. A task's head stays
-    random; with reinit_ffn (ResM') the FFN of memory layers does, too. A Classifier gets no pooler
-    that was never trained: otherwise all seeds would share one random pooler. Returns what a run
-    keeps as its origin: init_checkpoint, the path of the weights; first_step, the steps that they
-    were trained for, 0 if unknown; and pooler_trained.
+    random; with reinit_ffn (ResM') the FFN of memory layers does, too. A pooler that was never
+    trained is not copied into a Classifier, or all seeds would share it. Returns the origin that
+    the run keeps: init_checkpoint (path of the weights), first_step (steps that they were trained,
+    0 if unknown) and pooler_trained (bool).
     """
     source, _ = find_weights(path)
     saved = read_weights(source)
@@ -147,8 +149,8 @@ def _print_loaded(model, weights, loaded):
 
 def pooler_is_trained(folder, saved):
     """Return whether the pooler of `saved`, the weights in `folder`, was ever trained. Only
-    Google's next-sentence pretraining and classification train it. A run notes when it begins
-    whether it starts with a trained pooler."""
+    Google's next-sentence pretraining and classification train it. At its start a run saves in
+    config.json whether its pooler was trained."""
     if (folder / "model.pt").is_file() and saved.get("head") != "classifier":
         return Run(folder.parent).settings().get("pooler_trained", False)
     return any("pooler" in name for name in saved["weights"])

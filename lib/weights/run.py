@@ -1,12 +1,12 @@
 """
-Read and write the folder of a run. Only this file knows what is in it.
+Read and write the folder of a run.
 
 out/<run>/config.json               the settings, and where the run started
 out/<run>/vocab.txt                 the vocabulary; with tokenizer.json if the corpus has one
 out/<run>/log.jsonl                 one JSON object a line: losses and evaluations
 out/<run>/step_000500/              a checkpoint: model.pt, optimizer.pt and state.pt
 out/<run>/usage/step_000500.npz     how often each slot was read during an evaluation
-out/<run>/seed0/                    a fine-tuned run has a run for each seed, and there:
+out/<run>/seed0/                    fine-tuning: one such folder for each seed, which also has:
 out/<run>/seed0/best_epoch_2/       model.pt of the best epoch; renamed best/ at the end
 out/<run>/seed0/eval_results.json   the scores of best/
 """
@@ -36,7 +36,7 @@ def save_files(folder, files):
             for name, content in files.items():
                 save_whole(content, temporary / f"{name}.pt")
         max_over_ranks()  # all ranks wait until it is there
-    except RuntimeError as error:  # torch.save reports a failed write by it
+    except RuntimeError as error:  # torch.save raises it if a write fails
         if lost_rank(error):
             raise
         reason = str(error).splitlines()[0]
@@ -87,8 +87,9 @@ class Run:
             if key not in may_change:
                 raise UserError(f"{self.folder} was trained with {key} = {before.get(key)!r}, not "
                                 f"{now[key]!r}: give the changed run its own --out=out/NAME")
-            note = ", where the learning rate reaches 0" if key == "max_steps" else ""
-            note += ": it rises again now" if note and now[key] > before[key] else ""
+            note = ("; the learning rate now reaches 0 at the new max_steps"
+                    if key == "max_steps" else "")
+            note += " (it rises again first)" if note and now[key] > before[key] else ""
             print(f"{key} was {before.get(key)!r}, is now {now[key]!r}{note}")
 
     def open(self, step, best_epoch=None, tensorboard=False):
@@ -139,7 +140,7 @@ class Run:
         return records
 
     def evaluations(self, checkpoint=None):
-        """Read the log's evaluations, up to a checkpoint. Steps count from the initial model's."""
+        """Read the log's evaluations, up to a checkpoint. Steps include the initial model's."""
         last = load_file(checkpoint / "state.pt")["step"] if checkpoint else math.inf
         first = self.settings(["first_step"])["first_step"]
         evaluations = [{**record, "step": first + record["step"]} for record in self.records()
@@ -166,8 +167,9 @@ class Run:
         return None
 
     def save_checkpoint(self, step, files, keep, best_epoch=None):
-        """Write a checkpoint of {name: content}, whole or not at all. Returns its path. Then all but
-        the `keep` newest checkpoints go, and the weights of all epochs but `best_epoch`."""
+        """Write a checkpoint of {name: content}, whole or not at all. Returns its path. Then it
+        deletes all checkpoints but the `keep` newest, and the weights of all epochs but
+        `best_epoch`."""
         if self.log_file:
             os.fsync(self.log_file.fileno())  # no checkpoint is newer than its log
         folder = self.folder / f"step_{step:06d}"

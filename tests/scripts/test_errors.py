@@ -360,7 +360,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
          "step_000002/model.pt: truncated, damaged"),
         ("tiny.py --max_steps=4", lambda: shutil.copy(
             "out/foreign/step_000002/optimizer.pt", "out/tiny/step_000002/optimizer.pt"),
-         "step_000002/optimizer.pt: of another model"),
+         "step_000002/optimizer.pt does not belong to"),
         ("tiny.py --max_steps=4 --dataset=other", None, "out/tiny", "vocabulary"),
         ("tiny.py --max_steps=4 --lr=5e-3", None, "lr", "0.003", "0.005"),
         ("tiny.py --max_steps=4 --objective=causal", None, "objective", "'masked'", "'causal'"),

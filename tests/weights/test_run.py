@@ -134,7 +134,7 @@ def test_a_run_goes_on_under_the_same_settings(place, capsys):
     assert not capsys.readouterr().out
     run.check_settings(pretrain.Config(max_steps=9, log_interval=1))
     assert capsys.readouterr().out == (
-        "log_interval was 10, is now 1\nmax_steps was 5, is now 9, where the learning rate reaches "
-        "0: it rises again now\n")
+        "log_interval was 10, is now 1\nmax_steps was 5, is now 9; the learning rate now reaches 0 "
+        "at the new max_steps (it rises again first)\n")
     with pytest.raises(UserError, match=r"run was trained with memory_layers = \[\], not \[2\]"):
         run.check_settings(pretrain.Config(max_steps=5, memory_layers=(2,)))
