@@ -193,8 +193,8 @@ def model_sizes(config):
     given = {name: getattr(config, name) for name in names}
     own = {name: given[name] for name in ("n_layer", "n_head", "d_model", "d_ff") if given[name]}
     sizes = given | SIZES[config.model] | own | {"causal": config.objective == "causal"}
-    if config.d_model:  # proportional to 1 / sqrt(width), see model.SIZES
-        sizes["init_std"] = 0.02 * (768 / config.d_model) ** 0.5
+    if sizes["d_model"] != SIZES[config.model]["d_model"]:  # see model.SIZES
+        sizes["init_std"] = 0.02 * (768 / sizes["d_model"]) ** 0.5
     return sizes
 
 

@@ -63,9 +63,9 @@ class Trainer:
         on = config.compile == "on" or config.compile == "auto" and device.type == "cuda"
         self.compiled = torch.compile(model) if on else model
         groups = optimizer_groups(model, config.weight_decay, config.keys_lr)
-        self.dense = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.999), eps=1e-6,
+        self.dense_optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.999), eps=1e-6,
                                        fused=device.type in ("cpu", "cuda"))
-        self.values = LazyAdam(value_tables(model).values(), lr=config.value_lr)
+        self.value_optimizer = LazyAdam(value_tables(model).values(), lr=config.value_lr)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
     def learning_rate(self, step):
@@ -88,19 +88,19 @@ class Trainer:
             total += loss.detach()
         total = sum_gradients(self.model, total, len(self.micro_batches))
 
-        self.scaler.unscale_(self.dense)
-        parameters = [p for group in self.dense.param_groups for p in group["params"]]
+        self.scaler.unscale_(self.dense_optimizer)
+        parameters = [p for group in self.dense_optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip)
-        for group in self.dense.param_groups:
+        for group in self.dense_optimizer.param_groups:
             group["lr"] = self.learning_rate(step) * group["lr_factor"]
         scale = self.scaler.get_scale()
-        self.scaler.step(self.dense)
+        self.scaler.step(self.dense_optimizer)
         self.scaler.update()
         # a lower scale means that gradients had an inf and the dense step was skipped
         if self.scaler.get_scale() >= scale:
-            self.values.step(grad_scale=scale)
-        self.dense.zero_grad()
-        self.values.zero_grad()
+            self.value_optimizer.step(grad_scale=scale)
+        self.dense_optimizer.zero_grad()
+        self.value_optimizer.zero_grad()
         return total, norm
 
     def train(self, run, state, due, evaluate, signals):
@@ -161,9 +161,9 @@ class Trainer:
 
     def save(self, run, state):
         """Save a checkpoint: the model, both optimizers' moments, the state with the scaler."""
-        values = mark_moments(self.values.state_dict())
+        values = mark_moments(self.value_optimizer.state_dict())
         files = {"model": model_file(self.model, self.labels),
-                 "optimizer": {"dense": self.dense.state_dict(), "values": values},
+                 "optimizer": {"dense": self.dense_optimizer.state_dict(), "values": values},
                  "state": {**asdict(state), "scaler": self.scaler.state_dict()}}
         run.save_checkpoint(state.step, files, self.keep, state.best and state.best["epoch"])
 
@@ -172,8 +172,8 @@ class Trainer:
         moments = load_file(checkpoint / "optimizer.pt", mmap=True)
         try:
             # the copy is in memory, not mapped from the file
-            self.dense.load_state_dict(copy.deepcopy(moments["dense"]))
-            self.values.load_state_dict(cut_moments(moments["values"]))
+            self.dense_optimizer.load_state_dict(copy.deepcopy(moments["dense"]))
+            self.value_optimizer.load_state_dict(cut_moments(moments["values"]))
         except ValueError as error:
             raise UserError(f"{checkpoint}/optimizer.pt does not belong to the model.pt beside it "
                             f"({error})") from None

@@ -194,7 +194,7 @@ def test_a_mistake_is_one_line(compared, monkeypatch):
     monkeypatch.chdir(compared)
     before = set(Path().rglob("*"))
     new = "pretrain.py", "tiny.py", "--out=out/new"
-    mistakes = {(*new, "--accumulation=5"): "2 ranks that torchrun started: --accumulation=4 or 6",
+    mistakes = {(*new, "--accumulation=5"): "2 ranks that torchrun started: use --accumulation=4 or 6",
                 (*new, "--accumulation=2", "--d_model=21", "--n_head=3"): "21 cannot be cut",
                 (*new, "--acumulation=4"): "did you mean accumulation",
                 ("finetune.py", "tune.py", "--init_from=out/resm_0"): "--accumulation=2 is"}

@@ -396,13 +396,14 @@ def test_float16_skips_a_step_that_overflows(place):
     assert all(torch.equal(w, after[name]) for name, w in before.items() if "tracked" not in name)
     assert trainer.scaler.get_scale() == scale / 2
     tables = value_tables(model).values()
-    assert not trainer.values.state and not any(table.reads for table in tables)
+    assert not trainer.value_optimizer.state and not any(table.reads for table in tables)
     full, _ = pretrain.make_model(config, corpus, None)
     full.load_state_dict(after)
     other = Trainer(config, full, batches, device, torch.float32)
     norms = [t.step(1)[1].item() for t in (trainer, other)]
     assert norms[0] == pytest.approx(norms[1], rel=0.1)  # clipped after it was unscaled
-    for half, single in zip(trainer.values.state.values(), other.values.state.values(),
+    moments = [t.value_optimizer.state.values() for t in (trainer, other)]
+    for half, single in zip(*moments,
                             strict=True):
         ratio = half["exp_avg"].norm() / single["exp_avg"].norm()  # near a tie slots may differ
         assert 0.9 < ratio < 1.1 and ratio != 1  # unscaled: not 32,768 times as large
