@@ -194,10 +194,11 @@ def test_a_mistake_is_one_line(compared, monkeypatch):
     monkeypatch.chdir(compared)
     before = set(Path().rglob("*"))
     new = "pretrain.py", "tiny.py", "--out=out/new"
-    mistakes = {(*new, "--accumulation=5"): "2 ranks that torchrun started: use --accumulation=4 or 6",
+    mistakes = {(*new, "--accumulation=5"): "2 ranks that torchrun started: use "
+                                            "--accumulation=4 or 6",
                 (*new, "--accumulation=2", "--d_model=21", "--n_head=3"): "21 cannot be cut",
                 (*new, "--acumulation=4"): "did you mean accumulation",
-                ("finetune.py", "tune.py", "--init_from=out/resm_0"): "--accumulation=2 is"}
+                ("finetune.py", "tune.py", "--init_from=out/resm_0"): "use --accumulation=2"}
     process = on_ranks(*((2, "float32", *words) for words in mistakes),
                        (2, "float32", "one_mistaken", 0), (2, "float32", "one_mistaken", 1),
                        (2, "float32", "measure.py", "fill", "out/resm_0", "[MASK]"),

@@ -403,8 +403,7 @@ def test_float16_skips_a_step_that_overflows(place):
     norms = [t.step(1)[1].item() for t in (trainer, other)]
     assert norms[0] == pytest.approx(norms[1], rel=0.1)  # clipped after it was unscaled
     moments = [t.value_optimizer.state.values() for t in (trainer, other)]
-    for half, single in zip(*moments,
-                            strict=True):
+    for half, single in zip(*moments, strict=True):
         ratio = half["exp_avg"].norm() / single["exp_avg"].norm()  # near a tie slots may differ
         assert 0.9 < ratio < 1.1 and ratio != 1  # unscaled: not 32,768 times as large
 
