@@ -304,3 +304,11 @@ def test_a_low_temperature_samples_the_likeliest_token():
         return model.generate([1, 2], 20, 8, temperature, top_k=10, generator=generator)
 
     assert sample(1e-3) == sample(0) != sample(5.0)
+
+
+def test_a_span_readers_mask_may_be_numbers():
+    torch.manual_seed(0)
+    reader = SpanReader(tiny_bert().bert.config).eval()
+    ids, mask = torch.arange(1, 13).view(2, 6), torch.arange(6) < torch.tensor([[6], [4]])
+    labels = torch.tensor([[1, 2], [0, 3]])
+    assert torch.equal(reader(ids, mask.long(), labels=labels), reader(ids, mask, labels=labels))
