@@ -1,6 +1,7 @@
 """
-README and the pages under results/: links, paths, commands and published logs.
+README and the pages under docs/ and results/: links, paths, commands, programs, published logs.
 """
+import os
 import re
 import shlex
 import subprocess
@@ -14,12 +15,17 @@ import pretrain
 from lib.common.settings import load_settings
 from tests.helpers import ROOT
 
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("results/*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("results/*.md"))]
 CONFIGS = {"pretrain.py": pretrain.Config, "finetune.py": finetune.Config}
 
 
 def page_id(path):
-    return path.name
+    return f"{path.parent.name}/{path.name}"
+
+
+def block(page, language):
+    """The page's longest block of code in a language."""
+    return max(re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL), key=len)
 
 
 def anchors(page):
@@ -29,8 +35,9 @@ def anchors(page):
 
 
 def commands(text):
-    """The lines of the shell blocks, each a list of words, with continued lines joined."""
-    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    """The lines of the shell blocks, each a list of words, with continued lines joined. A block
+    that begins with #! is a script, not commands."""
+    blocks = re.findall(r"```sh\n(?!#!)(.*?)```", text, re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [shlex.split(line, comments=True) for line in lines]
 
@@ -54,9 +61,45 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_named_files_exist(page):
     names = re.findall(r"`((?:\w+/)*\w+\.(?:py|sh))`", page.read_text())
-    folders = (ROOT, ROOT / "configs", ROOT / "results")
+    folders = (ROOT, ROOT / "configs", ROOT / "docs", ROOT / "results")
     for name in names:
         assert any((folder / name).exists() for folder in folders), name
+
+
+def test_readmes_estimate_is_what_the_guides_program_prints(capsys):
+    exec(block("docs/before_you_start.md", "python"), {})  # noqa: S102
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 3 and set(rows) <= set((ROOT / "README.md").read_text().splitlines())
+
+
+@pytest.mark.parametrize("ends, queued", [((143, 143), ["requeue 42"]), ((0, 0), []), ((1, 0), [])])
+def test_the_slurm_file_queues_a_stopped_job_again(tmp_path, ends, queued):
+    """Stand-ins for SLURM's commands run two ranks, each with its own exit status."""
+    script = block("docs/cluster.md", "sh")
+    assert script.startswith("#!/bin/bash\n") and len(script.splitlines()) <= 30
+    bin_folder = tmp_path / ".venv/bin"
+    bin_folder.mkdir(parents=True)
+    for name, body in {
+            "train.sbatch": script, "activate": "",
+            "scontrol": "[ $1 = show ] && printf 'node1\nnode2\n' || echo $* >>queue",
+            "srun": "shift; SLURM_PROCID=0 SLURM_LOCALID=0 \"$@\"; first=$?\n"
+                    "SLURM_PROCID=1 SLURM_LOCALID=1 \"$@\"; last=$?\n"
+                    "exit $((first > last ? first : last))",  # SLURM's is the highest status
+            "python": "echo $MASTER_ADDR:$MASTER_PORT $RANK $LOCAL_RANK $WORLD_SIZE $* >>ranks\n"
+                      f"set -- {ends[0]} {ends[1]}; [ $RANK = 0 ] && exit $1 || exit $2"}.items():
+        path = bin_folder / name
+        path.write_text(body if body.startswith("#!") else f"#!/bin/bash\n{body}\n")
+        path.chmod(0o755)
+    env = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "42",
+           "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NTASKS": "2", "SLURM_CPUS_PER_TASK": "8",
+           "SLURM_JOB_NODELIST": "node[1-2]"}
+    done = subprocess.run(["bash", bin_folder / "train.sbatch", "CONFIG.py", "--lr=1 2"], env=env,
+                          cwd=tmp_path, check=False)
+    assert done.returncode == max(ends)
+    assert (tmp_path / "ranks").read_text().splitlines() == [
+        f"node1:29500 {rank} {rank} 2 -u pretrain.py CONFIG.py --lr=1 2" for rank in (0, 1)]
+    queue = tmp_path / "queue"
+    assert (queue.read_text().splitlines() if queue.exists() else []) == queued
 
 
 def test_readme_names_every_room():
