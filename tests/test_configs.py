@@ -42,9 +42,10 @@ def test_the_pilot_is_base_with_fewer_tokens(place, capsys):
     """The four configs keep the paper's sizes. A shrunken form of each takes two steps, from the
     weights of the one before."""
     base = load_settings(pretrain.Config, [str(ROOT / "configs/base_resm_init.py")])
-    shrunken = ["--dataset=tiny", "--n_layer=8", "--n_head=2", "--d_model=8", "--d_ff=16",
-                "--seq_len=16", "--batch_size=2", "--accumulation=1", "--max_steps=2",
-                "--n_keys=8", "--topk=4", "--key_dim=16", "--eval_sequences=4", "--device=cpu"]
+    shrunken = [f"--{setting}" for setting in (
+        "dataset=tiny", "n_layer=8", "n_head=2", "d_model=8", "d_ff=16", "seq_len=16",
+        "batch_size=2", "accumulation=1", "max_steps=2", "warmup_steps=1", "n_keys=8", "topk=4",
+        "key_dim=16", "eval_sequences=4", "device=cpu")]
     for name in ("pilot_short", "pilot", "pilot_more", "pilot_resm_init"):
         path = str(ROOT / f"configs/{name}.py")
         c = load_settings(pretrain.Config, [path])

@@ -25,7 +25,8 @@ def page_id(path):
 
 def block(page, language):
     """The page's longest block of code in a language."""
-    return max(re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL), key=len)
+    blocks = re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return max(blocks, key=len)
 
 
 def anchors(page):
@@ -50,7 +51,8 @@ def test_readme_is_short_and_names_the_torch_that_is_required():
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    links = r"\]\(([^)\s]+)\)|src(?:set)?=\"([^\"]+)\""
+    for link in map("".join, re.findall(links, page.read_text())):
         if not link.startswith("https://"):
             path, _, anchor = link.partition("#")
             target = page.parent / path if path else page
@@ -72,34 +74,36 @@ def test_readmes_estimate_is_what_the_guides_program_prints(capsys):
     assert len(rows) == 3 and set(rows) <= set((ROOT / "README.md").read_text().splitlines())
 
 
-@pytest.mark.parametrize("ends, queued", [((143, 143), ["requeue 42"]), ((0, 0), []), ((1, 0), [])])
-def test_the_slurm_file_queues_a_stopped_job_again(tmp_path, ends, queued):
-    """Stand-ins for SLURM's commands run two ranks, each with its own exit status."""
+@pytest.mark.parametrize("stopped", [True, False])
+def test_the_slurm_file_queues_a_stopped_job_again(tmp_path, stopped):
+    """Stand-ins for SLURM's commands start two ranks, which end at SIGTERM or by themselves."""
     script = block("docs/cluster.md", "sh")
     assert script.startswith("#!/bin/bash\n") and len(script.splitlines()) <= 30
     bin_folder = tmp_path / ".venv/bin"
     bin_folder.mkdir(parents=True)
+    rank = "sleep 60 & trap 'kill $!; echo saved >>ranks; exit' TERM\n" if stopped else ""
+    rank += "echo $MASTER_ADDR:$MASTER_PORT $RANK $LOCAL_RANK $WORLD_SIZE $* >>ranks\n"
+    rank += "kill -USR1 $SCRIPT; wait" if stopped else "exit 1"
     for name, body in {
-            "train.sbatch": script, "activate": "",
+            "train.sbatch": script, "activate": "", "python": rank,
             "scontrol": "[ $1 = show ] && printf 'node1\nnode2\n' || echo $* >>queue",
-            "srun": "shift; SLURM_PROCID=0 SLURM_LOCALID=0 \"$@\"; first=$?\n"
-                    "SLURM_PROCID=1 SLURM_LOCALID=1 \"$@\"; last=$?\n"
-                    "exit $((first > last ? first : last))",  # SLURM's is the highest status
-            "python": "echo $MASTER_ADDR:$MASTER_PORT $RANK $LOCAL_RANK $WORLD_SIZE $* >>ranks\n"
-                      f"set -- {ends[0]} {ends[1]}; [ $RANK = 0 ] && exit $1 || exit $2"}.items():
+            "srun": "shift; export SCRIPT=$PPID; echo $$ >srun.pid\n"
+                    "trap 'kill -TERM $ranks; wait' TERM\n"  # here scancel signals only srun
+                    "SLURM_PROCID=0 SLURM_LOCALID=0 \"$@\" & ranks=$!; wait",
+            "scancel": "[ \"$*\" = '--signal=TERM 42' ] || exit 1; kill -TERM $(cat srun.pid)",
+            }.items():
         path = bin_folder / name
         path.write_text(body if body.startswith("#!") else f"#!/bin/bash\n{body}\n")
         path.chmod(0o755)
     env = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "42",
-           "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NTASKS": "2", "SLURM_CPUS_PER_TASK": "8",
+           "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NTASKS": "1", "SLURM_CPUS_PER_TASK": "8",
            "SLURM_JOB_NODELIST": "node[1-2]"}
-    done = subprocess.run(["bash", bin_folder / "train.sbatch", "CONFIG.py", "--lr=1 2"], env=env,
-                          cwd=tmp_path, check=False)
-    assert done.returncode == max(ends)
+    subprocess.run(["bash", bin_folder / "train.sbatch", "CONFIG.py", "--lr=1 2"], env=env,
+                   cwd=tmp_path, check=False, timeout=30)
     assert (tmp_path / "ranks").read_text().splitlines() == [
-        f"node1:29500 {rank} {rank} 2 -u pretrain.py CONFIG.py --lr=1 2" for rank in (0, 1)]
+        "node1:29500 0 0 1 -u pretrain.py CONFIG.py --lr=1 2", *["saved"] * stopped]
     queue = tmp_path / "queue"
-    assert (queue.read_text().splitlines() if queue.exists() else []) == queued
+    assert queue.exists() == stopped and (not stopped or queue.read_text() == "requeue 42\n")
 
 
 def test_readme_names_every_room():
