@@ -1,4 +1,7 @@
-"""Which package does a docstring come from? A task for the demo: minutes on two cores, no network."""
+"""Which package does a docstring come from? A task for the demo: minutes on two cores, no network.
+
+The rates also suit a task of your own on the demo: --task=FOLDER, see docs/fine_tuning.md.
+"""
 task = "docs"  # made on the spot if it is missing
 init_from = "out/demo"  # or --init_from=out/demo_resm_init, with memory
 max_len = 64  # demo.py's seq_len; first paragraphs of docstrings have 22 tokens on average
