@@ -1,10 +1,11 @@
-"""A pilot of base.py, first part: 4,000 steps on sequences of 128 tokens. pilot.py goes on from it.
+"""The first part of a pilot of base.py: 4,000 steps on sequences of 128 tokens.
 
-The four pilot configs try the paper's comparison of (b) and (f) before a long run: BERT base, the
-paper's text and memory, 1% of its tokens. On paper all four take about an hour on an A100 at 40% of
-its peak; none has been run. As in Devlin et al., most steps are on short sequences.
+The four pilot configs try the paper's comparison of (b) and (f) before a long run. They have its
+text, BERT base and its memory, and a thousandth of its tokens. As in Devlin et al., most steps are
+on short sequences. On paper all four take 75 minutes on an A100 at 40% of its peak, and 25 on an
+H100. None has been run.
 
-$ python prepare_data.py wikibooks                # or --dataset=mine, prepared with BERT's vocabulary
+$ python prepare_data.py wikibooks                # or --dataset=mine, with BERT's vocabulary
 $ python pretrain.py configs/pilot_short.py       # 4,000 steps
 $ python pretrain.py configs/pilot.py             # 1,000 more on sequences of 512 tokens: (a)
 $ python pretrain.py configs/pilot_more.py        # 1,000 more without memory: (b), the control
