@@ -28,6 +28,7 @@ MEMORY = ["memory_layers", "alpha", "n_keys", "reinit_ffn", "keys_lr"]
 TRAINING = ["init_checkpoint", "max_steps", "seed", "lr", "warmup_steps", "weight_decay",
             "grad_clip", "dropout", "seq_len", "batch_size", "accumulation", "model", "n_layer",
             "n_head", "d_model", "d_ff", "dtype"]
+MACHINE = ["device", "threads", "torch"]  # the last two are not in every config.json
 
 
 def describe_run(path, control=None):
@@ -84,6 +85,9 @@ def compare_with_control(path, control):
     except UserError as error:
         yield f"No comparison: {error}."
         return
+    if settings.get("data") != others.get("data"):
+        yield f"No comparison: {control} read another text of the same name."
+        return
     if not (common := ours.keys() & theirs.keys()):
         yield f"No comparison: {control} has no evaluation at a step at which {path} has one."
         return
@@ -103,8 +107,8 @@ def compare_with_control(path, control):
     yield (f"{verdict} the control {control}{too} at step {max(common):,}: perplexity "
            f"{mine['perplexity']:.2f}, {abs(difference):.1%} {side} its "
            f"{other['perplexity']:.2f} ({note}).")
-    different = [f"{key} ({settings[key]!r}, control {others[key]!r})" for key in TRAINING
-                 if settings[key] != others[key]]
+    different = [f"{key} ({settings.get(key)!r}, control {others.get(key)!r})"
+                 for key in [*TRAINING, *MACHINE] if settings.get(key) != others.get(key)]
     if max(ours) != max(theirs):
         different.append(f"the last step evaluated ({max(ours):,}, control {max(theirs):,})")
     if different:

@@ -86,12 +86,13 @@ def test_a_difference_below_2_percent_can_be_chance(ours, begins, size):
 
 def test_what_else_differs_is_said_and_the_last_common_step_compared():
     run = write_run("resm", [40, 30, 20])
-    control = write_run("more", [40, 32, 31, 1], usage=(), lr=0.001, max_steps=500)
+    control = write_run("more", [40, 32, 31, 1], usage=(), lr=0.001, max_steps=500,
+                        threads=2)
     found = sentences(run, control)
     assert "at step 1,200: perplexity 20.00, 35.5% below its 31.00" in only("Better", found)
     assert only("Not only", found) == (
         "Not only the memory differs: also max_steps (400, control 500), lr (0.002, control "
-        "0.001), the last step evaluated (1,200, control 1,300).")
+        "0.001), threads (None, control 2), the last step evaluated (1,200, control 1,300).")
     other = write_run("both", [40, 32, 30])
     assert "out/both, which has a memory too, at" in only("Better", sentences(run, other))
 
@@ -102,7 +103,8 @@ def test_runs_that_cannot_be_compared():
             ("a", "another vocabulary, corpus or objective", {"dataset": "mine"}),
             ("b", "other sequences of the same text", {"seq_len": 32}),
             ("c", "other sequences of the same text", {"masked_tokens": 51}),
-            ("d", "no evaluation at a step", {"first_step": 1050})):
+            ("d", "no evaluation at a step", {"first_step": 1050}),
+            ("e", "another text of the same name", {"data": {"train": "1f"}})):
         found = sentences(run, write_run(name, [40, 30], usage=(), **settings))
         assert reason in only("No comparison", found) and len(found) == 6
         assert "from 40.00 to 30.00 (-25.0%)" in only("From its own start", found)
@@ -140,7 +142,7 @@ def test_unused_and_drifting():
     assert only("Against", found).endswith("--out=out/NAME --lr=0.0005.")
     found = sentences(write_run("scratch", [40, 39, 38], usage=fallen, init_checkpoint=""))
     assert "from scratch" in found[0] and only("More slots", found).endswith("--init_from=RUN.")
-    for name, low, word, drifted in (("a", 0.45, "partly used", True),
+    for name, low, word, drifted in (("a", 0.55, "partly used", True),
                                      ("b", 0.61, "partly used", False), ("c", 0.64, "used", False)):
         found = sentences(write_run(name, [40, 39], usage=[(0.9, 0.9), (0.9, low)]))
         assert only(f"The memory is {word}:", found)
