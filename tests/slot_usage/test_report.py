@@ -9,6 +9,7 @@ import pytest
 
 import measure
 from lib.common.errors import UserError
+from lib.slot_usage import figures
 from lib.slot_usage.report import describe_run, slot_staleness, worst_fall
 from lib.weights.run import Run
 from tests.helpers import assert_one_line, train
@@ -191,6 +192,9 @@ def test_mistakes_in_one_line(capsys):
                         (("out/none",), ["out/none"]), ((run, "out/none"), ["out/none"]),
                         (("out/tuned",), ["out/tuned", "pretrain.py"])):
         assert_one_line(capsys, "report", *args, words=words, main=measure.main)
+    for command in ("curves", "staleness", "by_class"):
+        assert_one_line(capsys, command, run, "--names", "a", "b", main=measure.main,
+                        words=["2 names for 1 runs"])
     Path(run, "usage").mkdir()
     for step in (100, 200):
         Path(run, f"usage/step_{step:06d}.npz").write_text("no snapshot")
@@ -198,7 +202,8 @@ def test_mistakes_in_one_line(capsys):
         list(describe_run(run))
 
 
-def test_a_real_run(place, capsys):
+def test_a_real_run(place, capsys, monkeypatch):
+    Figure = pytest.importorskip("matplotlib.figure").Figure
     assert train("--max_steps=4", "--usage_interval=2", "--eval_interval=2") == 0
     assert train("--max_steps=4", "--memory_layers=", "--out=out/control") == 0
     capsys.readouterr()
@@ -210,3 +215,11 @@ def test_a_real_run(place, capsys):
     assert found[-1] == (
         "Look next at: python measure.py curves out/control out/tiny --out curves; "
         "python measure.py browse out/tiny --out memory")
+    drawn = {}
+    for name in ("draw_curves", "draw_staleness"):
+        monkeypatch.setattr(figures, name, lambda data, names, name=name: drawn.update(
+            {name: names}) or Figure())
+    measure.main(["curves", "out/tiny", "out/control", "--names", "with", "without", "--out", "a"])
+    measure.main(["staleness", "out/tiny", "--out", "b"])
+    assert drawn == {"draw_curves": {"out/tiny": "with", "out/control": "without"},
+                     "draw_staleness": {"out/tiny": "tiny"}}
