@@ -4,6 +4,7 @@ Measure trained models: the memory tables and figures of Kim & Jung (2020).
 $ python measure.py table out/demo_more out/demo_resm_init --data docs --out results/table2
 $ python measure.py staleness out/demo_pkm out/demo_resm_init --out results/figure2
 $ python measure.py curves out/demo_more out/demo_resm_init --out results/figure3
+$ python measure.py report out/demo_resm_init out/demo_more      # what the memory did, in sentences
 $ python measure.py slots out/demo_resm_init --layer 2           # what reads its most read slots
 $ python measure.py fill out/demo_resm_init "Return a new [MASK] of the given shape."
 $ python measure.py sample out/demo_causal_memory "Returns a new"   # a causal language model
@@ -32,8 +33,9 @@ from lib.distributed.processes import is_distributed, run_ranks
 from lib.slot_usage import figures
 from lib.slot_usage.browse import page_data, page_html
 from lib.slot_usage.contexts import CorpusReads, print_guess, training_text
-from lib.slot_usage.counts import last_used, times_read
+from lib.slot_usage.counts import times_read
 from lib.slot_usage.evaluation import check_language_model, check_same_text, evaluate_runs
+from lib.slot_usage.report import describe_run, slot_staleness
 from lib.slot_usage.tables import USAGE, perplexity_cell, usage_cells, write_table
 from lib.slot_usage.task_reads import compare_classes, task_usage
 from lib.tasks.glue import tsv_text
@@ -89,6 +91,7 @@ def glue(args):
 
 def by_class(args):
     """Draw Figure 4: how far apart two classes' slots are, before and after fine-tuning."""
+    names = figures.run_names(args.runs, args.names)
     device = open_device(args)
     records = [record for path in args.runs
                for record in compare_classes(path, args.sequences, device)]
@@ -102,31 +105,26 @@ def by_class(args):
                 "most 2.30, and IOU of the shares of the slots. Floor: the same between two random "
                 "halves of one class. Corrected for it: a KL of 0 and an IOU of 1 mean no more "
                 "difference than that. Accesses: of each half.", records,
-                figures.draw_class_distances)
+                lambda data: figures.draw_class_distances(data, names))
 
 
 def staleness(args):
     """Draw Figure 2: how many slots were last top-1 at which usage snapshot of a run."""
-    records = []
-    for path in args.runs:
-        snapshots = Run(path).usage_snapshots()
-        for layer in Run(path).settings()["memory_layers"]:
-            last = last_used(snapshots, layer)
-            shares = np.bincount(last, minlength=len(snapshots) + 1) / len(last)
-            records.append({"run": path, "layer": layer,
-                            "accesses": int(snapshots[max(snapshots)][f"layer{layer}_top1"].sum()),
-                            "slots": dict(zip(["never", *snapshots], shares.tolist()))})
+    names = figures.run_names(args.runs, args.names)
+    records = [record for path in args.runs for record in slot_staleness(path)]
     columns = ["never", *sorted({step for r in records for step in r["slots"]} - {"never"})]
     rows = [[r["run"], r["layer"], f"{r['accesses']:,}",
              *(f"{r['slots'][step]:.1%}" if step in r["slots"] else None for step in columns)]
             for r in records]
     write_table(args.out, ["run", "layer", "accesses", *map(str, columns)], rows,
                 "Share of the slots by the step of the last snapshot at which they were top-1. "
-                "Accesses: in a snapshot.", records, figures.draw_staleness)
+                "Accesses: in a snapshot.", records,
+                lambda data: figures.draw_staleness(data, names))
 
 
 def curves(args):
     """Draw Figure 3: perplexity and top-1 usage against the step, for several runs."""
+    names = figures.run_names(args.runs, args.names)
     corpus = check_same_text(args.runs)
     runs, rows = {path: Run(path).evaluations() for path in args.runs}, []
     for path, evaluations in runs.items():
@@ -136,7 +134,12 @@ def curves(args):
                      f"{end['accuracy']:.1%}", "/".join(end["layers"]) or "-", usage or "-"])
     header = ["run", "steps", "first ppl", "last ppl", "accuracy", "layers", "top-1 MU %"]
     note = f"Held-out text of data/{corpus}; the steps of the initial model count."
-    write_table(args.out, header, rows, note, runs, figures.draw_curves)
+    write_table(args.out, header, rows, note, runs, lambda data: figures.draw_curves(data, names))
+
+
+def report(args):
+    """Say in sentences what a memory did, beside a control without it."""
+    print("\n".join(describe_run(args.run, args.control)))
 
 
 def slots(args):
@@ -248,12 +251,15 @@ def open_language_model(args, causal):
 
 def main(argv=None):
     parser = Parser(description=__doc__)
-    option = parser.commands(table, glue, by_class, staleness, curves, slots, fill, sample,
+    option = parser.commands(table, glue, by_class, staleness, curves, report, slots, fill, sample,
                              browse, predict)
     number = {"type": whole_number, "metavar": "N"}
     readers = "slots fill sample browse"  # commands that read a corpus with one model
     option("table glue by_class staleness curves", "runs", nargs="+", metavar="out/RUN")
+    option("report", "run", metavar="RUN", help="out/<run>, a pretrained run with memory")
     option(f"{readers} predict", "run", metavar="RUN", help="out/<run>, a seed or a checkpoint")
+    option("report", "control", nargs="?", metavar="CONTROL", help="a run without the memory")
+    option("by_class staleness curves", "--names", nargs="+", help="of the runs, in the figure")
     option("predict", "file", metavar="FILE", help="TSV with a header, SQuAD's JSON, or - (stdin)")
     option("fill", "texts", nargs="+", metavar="TEXT", help="a text with [MASK] in it, in quotes")
     option("sample", "text", help="the prompt, or '' for none; [SEP] ends a document")

@@ -51,9 +51,11 @@ for system in study study_more study_pkm study_resm study_pkm_init study_resm_in
 done
 python measure.py table $runs --data natural natural_docs natural_wikitext2 --out results/study/table2
 python measure.py staleness out/study_pkm_s0 out/study_resm_s0 out/study_pkm_init_s0 out/study_resm_init_s0 \
-    --out results/study/figure2
+    --names "PKM, from scratch (c)" "ResM, from scratch (d)" "FFNs replaced, PKM (e)" \
+    "memory added, ResM (f)" --out results/study/figure2
 python measure.py curves out/study_more_s0 out/study_pkm_init_s0 out/study_resm_init_s0 \
-    out/study_resm_init_ffn_s0 --out results/study/figure3
+    out/study_resm_init_ffn_s0 --names "without memory (b)" "FFNs replaced, PKM (e)" \
+    "memory added, ResM (f)" "memory beside new FFNs, ResM'" --out results/study/figure3
 
 # Why slots fall out of use: (b) and (f) of seed 0 at other rates, and (f) with one other change
 more="--seed=1 --init_from=out/study_s0"
@@ -72,17 +74,14 @@ for seed in $seeds; do
     echo "pretrain.py configs/study/study_resm_init.py --keys_lr=0.1 --seed=$((seed + 1))" \
         "--init_from=out/study_s$seed --out=out/lr5e-4_keys_lr_s$seed"
 done | train
-mkdir -p out/picture  # README's picture: its curves are named by these links
-ln -sfn ../study_more_s0 "out/picture/without memory"
-ln -sfn ../study_pkm_init_s0 "out/picture/FFNs replaced (PKM)"
-ln -sfn ../study_resm_init_s0 "out/picture/memory added (ResM)"
-ln -sfn ../lr2e-3_more "out/picture/without memory, rate x 4"
-ln -sfn ../lr2e-3_resm_init "out/picture/memory added, rate x 4"
-python measure.py curves "out/picture/without memory" "out/picture/FFNs replaced (PKM)" \
-    "out/picture/memory added (ResM)" "out/picture/without memory, rate x 4" \
-    "out/picture/memory added, rate x 4" --out assets/study
+python measure.py curves out/study_more_s0 out/study_pkm_init_s0 out/study_resm_init_s0 \
+    out/lr2e-3_more out/lr2e-3_resm_init --names "without memory" "FFNs replaced (PKM)" \
+    "memory added (ResM)" "without memory, rate x 4" "memory added (ResM), rate x 4" \
+    --out assets/study  # README's picture
 python measure.py curves out/lr2e-3_resm_init out/lr2e-3_warmup out/lr2e-3_value_lr_low \
-    out/lr2e-3_value_lr_high out/lr2e-3_keys_lr out/lr2e-3_no_norm --out results/study/drift
+    out/lr2e-3_value_lr_high out/lr2e-3_keys_lr out/lr2e-3_no_norm --names "rate x 4" \
+    "long warm-up" "low rate of values" "high rate of values" "slower sub-keys" "no query norm" \
+    --out results/study/drift
 
 # 2. MiniLM: train a masked-LM head for it, then every system from there
 weights=sentence-transformers/all-MiniLM-L6-v2
@@ -97,7 +96,9 @@ done | train
 trained_on="out/minilm_more out/minilm_pkm_init out/minilm_resm_init"
 python measure.py table out/minilm $trained_on out/minilm_resm_init_ffn \
     --data natural_bert bert_docs bert_wikitext2 --dtype bfloat16 --out results/study/minilm
-python measure.py curves $trained_on out/minilm_resm_init_ffn --out results/study/minilm_figure3
+python measure.py curves $trained_on out/minilm_resm_init_ffn --names "without memory (b)" \
+    "FFNs replaced, PKM (e)" "memory added, ResM (f)" "memory beside new FFNs, ResM'" \
+    --out results/study/minilm_figure3
 systems="out/minilm $trained_on"
 
 # 3. Fine-tuning (claim 8), also with the memory's values frozen (claim 9)
@@ -117,7 +118,8 @@ python measure.py glue out/minilm*_rte out/minilm*_sst2 out/minilm*_squad out/mi
     --out results/study/tables4_5
 tuned="out/minilm_pkm_init_sst2 out/minilm_resm_init_sst2 --sequences 8192"  # of SST-2's 67,349
 python measure.py table $tuned --out results/study/table6
-python measure.py by_class $tuned --out results/study/figure4
+python measure.py by_class $tuned --names "FFNs replaced (e)" "memory added (f)" \
+    --out results/study/figure4
 
 # 4. finetune.py beside transformers' Trainer, from MiniLM's own weights
 for task in "RTE --seeds=3" "SST-2 --seeds=6"; do

@@ -1,98 +1,138 @@
 """
-Draw Figures 2 to 4 with matplotlib, readable in grey.
+Draw Figures 2 to 4 with matplotlib, for light and dark pages, phones and readers in grey.
+
+The background is transparent. Ink and colours are of medium lightness: each has a contrast of at
+least 3 with white and with #0d1117, a common dark page. At 5.5 inches the text stays readable on a
+page of 400 pixels.
 """
 import itertools
-from pathlib import Path
 
 import numpy as np
 
-from lib.common.errors import need
+from lib.common.errors import UserError, need
 
-# Okabe and Ito's 7 colours, neighbours of different lightness, and 6 line styles: 42 looks
-COLORS = "black", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9"
+WIDTH = 5.5  # inches
+INK = "#787878"  # of text and axes; contrast at least 4.2
+# 7 colours and 6 line styles: 42 looks
+COLORS = INK, "#2b7de0", "#d17500", "#0c8f60", "#cf4f9a", "#8a63d2", "#7a8a00"
 LINES = "-", "--", "-.", ":", (0, (10, 3)), (0, (5, 1, 1, 1, 1, 1))
 MARKERS = "os^vDx"  # of memory layers
-STYLE = {"font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False,
-         "axes.axisbelow": True, "axes.grid": True, "axes.grid.which": "both", "grid.alpha": 0.3,
-         "figure.labelsize": 8, "legend.frameon": False, "legend.handlelength": 4, "savefig.dpi": 150}
+STYLE = {"font.size": 11, "axes.titlesize": 11, "axes.titlelocation": "left", "text.color": INK,
+         "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.labelcolor": INK,
+         "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
+         "axes.grid": True, "grid.color": INK, "grid.alpha": 0.3, "lines.linewidth": 1.8,
+         "figure.labelsize": 11, "legend.frameon": False, "legend.handlelength": 4,
+         "hatch.color": INK, "savefig.transparent": True, "savefig.dpi": 150}
 
 
-def subplots(rows, columns, width, height, **settings):
-    """Make a figure of (rows, columns) panels, each width x height inches."""
+def subplots(rows, columns, height, **settings):
+    """Make a figure of (rows, columns) panels, together WIDTH x height inches."""
     pyplot = need("matplotlib.pyplot", "a figure")
     pyplot.switch_backend("Agg")
     pyplot.rcParams.update(STYLE)
     return pyplot.subplots(rows, columns, squeeze=False, layout="constrained",
-                           figsize=(columns * width, rows * height), **settings)
+                           figsize=(WIDTH, height), **settings)
 
 
-def draw_bars(axes, labels, heights, form, **settings):
-    """Draw bars with their heights above them."""
-    axes.bar_label(axes.bar(labels, heights, **settings), fmt=form, padding=1)
-    axes.margins(y=0.2)
-    axes.grid(visible=False, axis="x")
-    axes.tick_params(axis="x", length=0)
+def run_names(paths, names):
+    """Return {path: name in a figure}: the names, or the folders if there are none. UserError if
+    there are not as many names as paths."""
+    if names and len(names) != len(paths):
+        raise UserError(f"--names: {len(names)} names for {len(paths)} runs")
+    return dict(zip(paths, names or [path.removeprefix("out/") for path in paths], strict=True))
 
 
-def draw_staleness(records):
-    """Draw Figure 2: a panel for each run and layer, a bar for each snapshot. "never" is black."""
-    columns = len({record["layer"] for record in records})
-    width = max(3.5, 0.45 * max(len(record["slots"]) for record in records))
-    figure, grid = subplots(-(-len(records) // columns), columns, width, 1.8, sharey=True)
-    for axes in grid.flat[len(records):]:  # a run has fewer layers than another
+def draw_staleness(records, names):
+    """Draw Figure 2: a panel for each run and layer, a bar for each snapshot; "never" is hatched.
+    names: {path of a run: its name}."""
+    rows = -(-len(records) // 2)
+    figure, grid = subplots(rows, 2, 1.7 * rows + 0.5, sharey=True)
+    for axes in grid.flat[len(records):]:
         axes.remove()
     for axes, record in zip(grid.flat, records):
-        colors = ["black", *[COLORS[1]] * (len(record["slots"]) - 1)]
-        draw_bars(axes, [str(step) for step in record["slots"]],
-                  [100 * share for share in record["slots"].values()], "%.1f", color=colors)
-        axes.set_title(f"{record['run']}, layer {record['layer']}", loc="left")
-    figure.supxlabel("step of the last snapshot at which a slot was top-1")
+        steps, shares = record["slots"], [100 * share for share in record["slots"].values()]
+        bars = axes.bar(range(len(steps)), shares, color=["none", *[COLORS[1]] * (len(steps) - 1)])
+        bars[0].set(hatch="////", edgecolor=INK)
+        last = len(steps) - 1
+        axes.bar_label(bars, [f"{share:.1f}" if n in (0, last) else ""
+                              for n, share in enumerate(shares)])
+        labels = [f"{step:,}" if type(step) is int else step for step in steps]
+        shown = sorted({0, len(steps) // 2, last})
+        axes.set_xticks(shown, [labels[n] for n in shown])
+        axes.grid(visible=False, axis="x")
+        axes.set(ylim=(0, 115), yticks=(0, 50, 100))
+        axes.set_title(f"{names[record['run']]}\nlayer {record['layer']}")
+    figure.supxlabel("step of the last snapshot in which a slot was top-1")
     figure.supylabel("slots (%)")
     return figure
 
 
-def draw_class_distances(records):
-    """Draw Figure 4: KL and IOU between the two classes, each beside its noise floor."""
-    records = sorted(records, key=lambda r: (r["run"], r["layer"], r["when"] == "after"))
-    labels = [f"{r['run'].removeprefix('out/')}\nlayer {r['layer']}\n{r['when']}" for r in records]
-    figure, grid = subplots(2, 1, max(3.5, 1.7 * len(records)), 1.8)
-    for axes, key, title in zip(grid.flat, ("kl", "iou"), ("KL (nats)", "IOU"), strict=True):
-        for name, width, color in (("between", -0.4, COLORS[1]), ("floor", 0.4, "silver")):
-            heights = [record[f"{key}_{name}"] for record in records]
-            draw_bars(axes, labels, heights, "%.2f", width=width, align="edge", color=color)
-        axes.set_title(title, loc="left")
-    figure.legend(axes.containers, ["the two classes", "two random halves of one class"], ncols=2,
-                  loc="outside upper right", handlelength=2)
+def draw_class_distances(records, names):
+    """Draw Figure 4: KL and IOU between the two classes, each beside its noise floor.
+    names: {path of a run: its name}."""
+    order = list(names)
+    records = sorted(records, reverse=True, key=lambda record: (  # the first row is at the top
+        order.index(record["run"]), record["layer"], record["when"] == "after"))
+    labels = [f"{names[record['run']]}\nlayer {record['layer']}, {record['when']}"
+              for record in records]
+    figure, [panels] = subplots(1, 2, 0.55 * len(records) + 1.2, sharey=True)
+    rows = np.arange(len(records))
+    for axes, key, title in zip(panels, ("kl", "iou"), ("KL (nats)", "IOU"), strict=True):
+        for kind, shift, look in (("between", 0.2, {"color": COLORS[1]}),
+                                  ("floor", -0.2, {"color": "none", "edgecolor": INK,
+                                                   "hatch": "////"})):
+            lengths = [record[f"{key}_{kind}"] for record in records]
+            bars = axes.barh(rows + shift, lengths, 0.4, **look)
+            axes.bar_label(bars, fmt="%.2f", padding=2)
+        axes.grid(visible=False, axis="y")
+        axes.margins(x=0.3)
+        axes.locator_params(axis="x", nbins=3)
+        axes.set_title(title)
+    panels[0].set_yticks(rows, labels)
+    figure.supxlabel("before and after fine-tuning")
+    figure.legend(panels[0].containers, ["two classes", "two halves of one class"],
+                  ncols=2, loc="outside upper left", handlelength=2)
     return figure
 
 
-def draw_curves(runs):
-    """Draw Figure 3: perplexity and top-1 usage against the step. Perplexity is cut off above the
-    start of runs that go on from another model. runs: {path: Run(path).evaluations()}."""
+def draw_curves(runs, names):
+    """Draw Figure 3: perplexity above top-1 usage, against the step. Perplexity is cut off above
+    the start of runs that go on from another model. runs: {path: Run(path).evaluations()}.
+    names: {path: name}."""
     layers = {layer for evaluations in runs.values() for layer in evaluations[-1]["layers"]}
     markers = dict(zip(sorted(layers, key=int), itertools.cycle(MARKERS)))
-    figure, [[left, *right]] = subplots(1, 1 + bool(layers), 5, 4)
+    panels = 1 + bool(layers)
+    height = 2.5 * panels + 0.22 * (len(runs) + len(layers)) + 0.6
+    figure, grid = subplots(panels, 1, height, sharex=True)
+    upper, *lower = grid.flat
     starts = [first["perplexity"] for first, *_ in runs.values() if first["step"]]
     ends = [last["perplexity"] for *_, last in runs.values()]
     highest = 1.05 * max([2 * min(ends), *starts, *ends])
     for number, (path, evaluations) in enumerate(runs.items()):
         look = {"color": COLORS[number % 7], "linestyle": LINES[number % 6]}
         steps, perplexity = np.array([(e["step"], e["perplexity"]) for e in evaluations]).T
-        shown = perplexity <= highest
+        first = max(0, np.argmax(perplexity <= highest) - 1)  # the line comes in from above
         start = {"marker": "o", "markevery": [0], "fillstyle": "none"} if steps[0] else {}
-        left.plot(steps[shown], perplexity[shown], label=Path(path).name, **look, **start)
+        upper.plot(steps[first:], perplexity[first:], label=names[path], **look, **start)
         for layer in evaluations[-1]["layers"]:
             usage = [100 * e["layers"][layer]["top1_mu"] for e in evaluations]
-            right[0].plot(steps, usage, marker=markers[layer], markersize=4, markevery=0.08, **look)
-    for axes in right:
-        axes.set(ylabel="top-1 memory usage (%)", ylim=(0, 102))
+            lower[0].plot(steps, usage, marker=markers[layer], markersize=5, markevery=0.08, **look)
+    for axes in lower:
+        axes.set(ylim=(0, 102))
+        axes.set_title("top-1 memory usage (% of slots)")
         for layer, marker in markers.items():  # for the legend alone
-            axes.plot([], [], marker, color="gray", label=f"layer {layer}")
-    left.set(ylabel="perplexity, held-out text", yscale="log")
-    left.yaxis.set_major_formatter("{x:g}")
-    left.yaxis.set_minor_formatter("{x:g}")
-    for axes in (left, *right):
-        axes.set_xlabel("training steps, those of the initial model included")
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-    figure.legend(loc="outside right upper")
+            axes.plot([], [], marker, color=INK, label=f"layer {layer}")
+    ticker = need("matplotlib.ticker", "a figure")
+    everything = [e["perplexity"] for evaluations in runs.values() for e in evaluations]
+    upper.set(yscale="log", ylim=(0.97 * min(everything), min(highest, 1.03 * max(everything))))
+    upper.set_title("perplexity on held-out text (log scale)")
+    upper.yaxis.set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 5, 10]))
+    upper.yaxis.set_major_formatter("{x:g}")
+    upper.yaxis.set_minor_locator(ticker.NullLocator())
+    bottom = grid.flat[-1]
+    bottom.locator_params(axis="x", nbins=5)
+    bottom.xaxis.set_major_formatter("{x:,.0f}")
+    bottom.set_xlabel("training steps, those of the initial model included" if starts else
+                      "training steps")
+    figure.legend(loc="outside upper left")
     return figure

@@ -135,8 +135,8 @@ def test_clicks_keys_and_search(place, browser, capsys):
         assert f"Slot {slot} of layer 3" in facts() and f"#3/{slot}" in page.url
         times = [f"{n:,} times" if n > 1 else ("never", "once")[n]
                  for n in (slots[slot]["reads"], slots[slot]["top1"])]
-        assert f"Read {times[0]}, {times[1]} as top-1" in facts() or (
-            "Never read" in facts() and slots[slot]["reads"] == 0)
+        assert f"Read {times[0]}, {times[1]} as top-1, in this text." in facts() or (
+            "Never read, in this text." in facts() and slots[slot]["reads"] == 0)
         rows = [re.match(r"([\d.]+)", row)[1] for row in
                 page.locator("#contexts li").all_inner_texts() if "none" not in row]
         expected = sorted((weight for weight, _ in slots[slot]["contexts"]), reverse=True)
@@ -164,10 +164,13 @@ def test_clicks_keys_and_search(place, browser, capsys):
     chips = page.locator("#legend button").all_inner_texts()
     assert [int(chip.split(": ")[1]) for chip in chips] == [int((last == n).sum())
                                                             for n in range(3)]
+    used = {0: "was top-1 in none of 2 snapshots.", 1: "was last top-1 in the snapshot of step 2.",
+            2: "was last top-1 in the snapshot of step 4."}
     for n in range(3):  # the next slot of this kind
         if (last == n).any():
             page.locator("#legend button").nth(n).click()
             assert last[int(re.search(r"Slot (\d+)", facts())[1])] == n
+            assert f"In training, on the validation text, it {used[n]}" in facts()
     page.select_option("#view", "reads")
     assert f"never: {sum(slot['reads'] == 0 for slot in slots.values())}" in page.inner_text(
         "#legend")
@@ -189,6 +192,27 @@ def test_light_and_dark_and_a_phone(place, browser):
             page.click("#theme")
             assert (brightness(page) > 600) == is_dark
     assert page.locator("#view option").all_inner_texts() == ["reads", "top-1 reads"]
+    assert "In training" not in page.inner_text("#facts")  # it has no snapshots
+
+
+def test_a_phone_shows_one_column(place, browser):
+    assert train("--max_steps=2", "--usage_interval=0") == 0
+    measure.main(["browse", "out/tiny", "--out", "memory", "--device", "cpu"])
+
+    def box(page, name):
+        return page.locator(name).first.bounding_box()
+
+    phone, desk = (browser(place / "memory.html", width) for width in (400, 1200))
+    for name in ("#facts", "#contexts", "#around", "#grid"):
+        assert box(phone, name)["width"] == pytest.approx(400 - 2 * 16, abs=2)
+    facts, contexts, around = (box(phone, name) for name in ("#facts", "#contexts", "#around"))
+    assert facts["y"] + facts["height"] <= contexts["y"]
+    assert contexts["y"] + contexts["height"] <= around["y"]
+    assert box(desk, "#facts")["y"] == box(desk, "#around")["y"]
+    assert box(desk, "#facts")["x"] < box(desk, "#around")["x"]
+    widest = phone.evaluate("""Math.max(...[...document.querySelectorAll("#contexts li *")].map(
+        part => part.getBoundingClientRect().right))""")  # a phone cuts no context
+    assert widest <= 400 - 16 + 1
 
 
 def test_no_text_breaks_out_of_the_page(tmp_path, browser):

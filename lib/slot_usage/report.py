@@ -1,0 +1,235 @@
+"""
+Say in sentences what a memory did, from a run's settings, log and usage snapshots alone.
+
+>>> print(*describe_run("out/demo_resm_init", "out/demo_more"), sep="\\n")
+
+The thresholds, and where they come from:
+CHANCE   0.02   Another number of threads moves a perplexity by 1 to 2% (results/demo.md).
+DRIFT    1/3    Top-1 usage lost 5% of its best at a fitting rate, 40% at four times that rate
+                (results/study.md, "Why slots fall out of use").
+USED     2/3    Of what uniform use reaches. An added memory has 98%, one from scratch 57%
+                (results/study.md). Below 1/3 it is "hardly used": causal models have 13 to 17%
+                (results/causal.md).
+QUARTER  1/4    Of the steps. Perplexity that is still above its start then shows that the rate is
+                too high for a model that was trained to its end (our reading).
+"""
+import shlex
+from pathlib import Path
+
+import numpy as np
+
+from lib.common.errors import UserError
+from lib.slot_usage.counts import last_used
+from lib.slot_usage.evaluation import check_same_text
+from lib.weights.run import Run
+
+CHANCE, DRIFT, USED, QUARTER = 0.02, 1 / 3, 2 / 3, 1 / 4
+MEMORY = ["memory_layers", "alpha", "n_keys", "reinit_ffn", "keys_lr"]
+TRAINING = ["init_checkpoint", "max_steps", "seed", "lr", "warmup_steps", "weight_decay",
+            "grad_clip", "dropout", "seq_len", "batch_size", "accumulation", "model", "n_layer",
+            "n_head", "d_model", "d_ff", "dtype"]
+MACHINE = ["device", "threads", "torch"]  # the last two are not in every config.json
+
+
+def describe_run(path, control=None):
+    """Yield at most ten sentences on the memory of a run. `control`: a run without memory.
+    UserError for a run without memory or evaluations, and for a run that is not pretrained."""
+    settings = Run(path).settings([*MEMORY, *TRAINING, "first_step"])
+    if not settings["memory_layers"]:
+        raise UserError(f"{path}: a run without memory: name the run with memory first, then its "
+                        "control")
+    evaluations = Run(path).evaluations()
+    controls = Run(control).evaluations() if control else []
+    yield describe_memory(path, settings, evaluations)
+    if control:
+        yield from compare_with_control(path, control)
+    else:
+        yield ("No control was named: train one by the same command with --memory_layers= "
+               "--out=out/NAME, and name it behind the run.")
+    yield from compare_with_start(evaluations, controls)
+    yield describe_usage(evaluations)
+    yield describe_drift(evaluations)
+    yield from describe_staleness(path)
+    yield from advise(settings, evaluations)
+    runs = shlex.join([*([control] if control else []), path])
+    commands = [f"python measure.py curves {runs} --out curves"]
+    if Run(path).newest_checkpoint():
+        commands.append(f"python measure.py browse {shlex.quote(path)} --out memory")
+    yield f"Look next at: {'; '.join(commands)}"
+
+
+def describe_memory(path, settings, evaluations):
+    """Say what the memory is, and how it was trained."""
+    keys, layers = settings["n_keys"], settings["memory_layers"]
+    kind = ("in place of the FFN (PKM)" if not settings["alpha"] else
+            "beside a new FFN (ResM')" if settings["reinit_ffn"] else "beside the FFN (ResM)")
+    done = evaluations[-1]["step"] - settings["first_step"]
+    start = settings["init_checkpoint"]
+    origin = f"on from {start}" if start else "from scratch"
+    return (f"{path} has a memory of {keys:,} x {keys:,} slots in layer{'s' * (len(layers) > 1)} "
+            f"{' and '.join(map(str, layers))}, {kind}, and was trained {origin}: evaluated up to "
+            f"step {done:,} of its {settings['max_steps']:,}.")
+
+
+def compare_with_control(path, control):
+    """Yield which run has the lower perplexity at the last step that both evaluated, and what else
+    differs between them."""
+    settings, others = (Run(run).settings([*TRAINING, "memory_layers"]) for run in (path, control))
+    ours, theirs = ({e["step"]: e for e in Run(run).evaluations()} for run in (path, control))
+    if Path(settings["init_checkpoint"]).parent == Path(control):
+        yield (f"No comparison: {control} is the model that it began from; a control goes on from "
+               "there without memory.")
+        return
+    try:
+        check_same_text([control, path])
+    except UserError as error:
+        yield f"No comparison: {error}."
+        return
+    if settings.get("data") != others.get("data"):
+        yield f"No comparison: {control} read another text of the same name."
+        return
+    if not (common := ours.keys() & theirs.keys()):
+        yield f"No comparison: {control} has no evaluation at a step at which {path} has one."
+        return
+    mine, other = ours[max(common)], theirs[max(common)]
+    same_length = settings["seq_len"] == others["seq_len"]
+    if not same_length or mine["masked_tokens"] != other["masked_tokens"]:
+        yield f"No comparison: {control} was evaluated on other sequences of the same text."
+        return
+    difference = mine["perplexity"] / other["perplexity"] - 1
+    if abs(difference) < CHANCE:
+        verdict, note = "No clear difference from", "less than 2% can be chance"
+    else:
+        verdict = "Better than" if difference < 0 else "Worse than"
+        note = "one seed of each: try others before you trust it"
+    too = ", which has a memory too," if others["memory_layers"] else ""
+    side = "below" if difference < 0 else "above"
+    yield (f"{verdict} the control {control}{too} at step {max(common):,}: perplexity "
+           f"{mine['perplexity']:.2f}, {abs(difference):.1%} {side} its "
+           f"{other['perplexity']:.2f} ({note}).")
+    different = [f"{key} ({settings.get(key)!r}, control {others.get(key)!r})"
+                 for key in [*TRAINING, *MACHINE] if settings.get(key) != others.get(key)]
+    if max(ours) != max(theirs):
+        different.append(f"the last step evaluated ({max(ours):,}, control {max(theirs):,})")
+    if different:
+        yield f"Not only the memory differs: also {', '.join(different)}."
+
+
+def rise(evaluations):
+    """Return the highest perplexity as a multiple of the first."""
+    perplexities = [evaluation["perplexity"] for evaluation in evaluations]
+    return max(perplexities) / perplexities[0]
+
+
+def compare_with_start(evaluations, controls):
+    """Yield how perplexity went from the run's own start, and whether it rose on the way.
+    `controls`: the evaluations of the control, [] without one."""
+    first, last = evaluations[0], evaluations[-1]
+    start, end = first["perplexity"], last["perplexity"]
+    yield (f"From its own start at step {first['step']:,} to step {last['step']:,} its perplexity "
+           f"went from {start:.2f} to {end:.2f} ({end / start - 1:+.1%}).")
+    if rise(evaluations) <= 1 + CHANCE:
+        return
+    highest = max(evaluations, key=lambda evaluation: evaluation["perplexity"])
+    line = f"It rose to {rise(evaluations):.2f} times its start, at step {highest['step']:,}"
+    if controls and rise(controls) > 1 + CHANCE:
+        line += (f"; the control rose to {rise(controls):.2f} times its own start, which points "
+                 "to the rate, not the memory")
+    elif controls:
+        line += "; the control did not rise"
+    yield f"{line}."
+
+
+def in_layers(shares):
+    """Format {layer: share}, such as "84.8% in layer 2, 84.7% in layer 3"."""
+    return ", ".join(f"{share:.1%} in layer {layer}" for layer, share in shares.items())
+
+
+def lowest_usage(evaluations):
+    """Return the last top-1 usage of the least used layer, as a share of what uniform use has."""
+    return min(metrics["top1_mu"] / metrics["top1_mu_uniform"]
+               for metrics in evaluations[-1]["layers"].values())
+
+
+def describe_usage(evaluations):
+    """Say how much of each layer was some token's first choice in the last evaluation."""
+    layers, lowest = evaluations[-1]["layers"], lowest_usage(evaluations)
+    usage = {layer: metrics["top1_mu"] for layer, metrics in layers.items()}
+    uniform = next(iter(layers.values()))["top1_mu_uniform"]  # all layers have as many accesses
+    word = "used" if lowest >= USED else "partly used" if lowest >= USED / 2 else "hardly used"
+    return (f"The memory is {word}: slots that were some token's first choice (top-1 usage) are "
+            f"{in_layers(usage)}; uniform use would have reached {uniform:.1%}.")
+
+
+def worst_fall(evaluations):
+    """Find the largest fall of a layer's top-1 usage from its best so far. Returns (share of the
+    best that was lost, layer, evaluation of the best, evaluation after the fall)."""
+    falls = []
+    for layer in evaluations[0]["layers"]:
+        best = evaluations[0]
+        for evaluation in evaluations:
+            usage, highest = (e["layers"][layer]["top1_mu"] for e in (evaluation, best))
+            if usage >= highest:
+                best, highest = evaluation, usage
+            falls.append((1 - usage / highest, layer, best, evaluation))
+    return max(falls, key=lambda fall: fall[0])
+
+
+def describe_drift(evaluations):
+    """Say whether slots fell out of use."""
+    fall, layer, best, low = worst_fall(evaluations)
+    if not fall:
+        return "It did not drift: top-1 usage never fell."
+    highest, lowest, now = (f"{evaluation['layers'][layer]['top1_mu']:.1%}"
+                            for evaluation in (best, low, evaluations[-1]))
+    word, part = ("drifted", "a third or more") if fall >= DRIFT else ("did not drift",
+                                                                       "less than a third")
+    return (f"It {word}: top-1 usage of layer {layer} fell by {fall:.0%} ({part}), from {highest} "
+            f"at step {best['step']:,} to {lowest} at step {low['step']:,}, and ends at {now}.")
+
+
+def slot_staleness(path):
+    """Count when slots were last top-1. Returns a record for each memory layer of a run: `slots` is
+    {step of a snapshot, or "never": share of the slots}; `accesses` is of the last snapshot."""
+    snapshots, records = Run(path).usage_snapshots(), []
+    for layer in Run(path).settings()["memory_layers"]:
+        last = last_used(snapshots, layer)
+        shares = np.bincount(last, minlength=len(snapshots) + 1) / len(last)
+        accesses = snapshots[max(snapshots)][f"layer{layer}_top1"].sum()
+        records.append({"run": path, "layer": layer, "accesses": int(accesses),
+                        "slots": dict(zip(["never", *snapshots], shares.tolist(), strict=True))})
+    return records
+
+
+def describe_staleness(path):
+    """Yield how many slots were top-1 in no snapshot of the second half of training, the stale
+    slots of results/study.md. Yields nothing for fewer than two snapshots."""
+    if len(list(Run(path).folder.glob("usage/step_*.npz"))) < 2:
+        return
+    records = slot_staleness(path)
+    number = len(records[0]["slots"]) - 1
+    first_half = number // 2
+    stale = {record["layer"]: sum(list(record["slots"].values())[:first_half + 1])
+             for record in records}  # "never", and the snapshots of the first half
+    yield (f"Stale slots, top-1 in none of the last {number - first_half} of {number} snapshots, "
+           f"are {in_layers(stale)}.")
+
+
+def advise(settings, evaluations):
+    """Yield what to try next, if something looks wrong."""
+    drifted, used = worst_fall(evaluations)[0] >= DRIFT, lowest_usage(evaluations) >= USED
+    again = "try the command that trained it with --out=out/NAME"
+    lower = f"{again} --lr={settings['lr'] / 4:g}"
+    quarter = settings["first_step"] + QUARTER * settings["max_steps"]
+    start = evaluations[0]["perplexity"]
+    if not settings["init_checkpoint"] and (drifted or not used):
+        yield (f"More slots are used where a memory is added to a trained model: {again} "
+               "--init_from=RUN.")
+    elif drifted:
+        slower_keys = f"{again} --keys_lr=0.1"
+        yield f"Against the drift {slower_keys if settings['keys_lr'] > 0.1 else lower}."
+    elif any(e["step"] >= quarter and e["perplexity"] > start for e in evaluations):
+        yield ("Perplexity was above its start after a quarter of the steps: if the initial "
+               f"model was trained to its end, {lower}.")
+    elif not settings["alpha"]:
+        yield f"In the study a memory beside the FFN ended lower: {again} --alpha=1."
