@@ -23,8 +23,12 @@ MASK = torch.arange(6) < torch.tensor([[6], [2], [4], [1]])
 
 
 def train_with_mask(call, memory, steps=3):
-    """Train a memory on padded batches. Returns all that masks could change."""
+    """Train a memory on padded batches. Returns all that masks could change. All rows have a
+    momentum first, by which padding could move them."""
     optimizer, results = LazyAdam([memory.values], lr=0.1), []
+    memory(torch.randn(400, 6, dtype=torch.float64)).square().sum().backward()
+    optimizer.step()
+    memory.zero_grad()
     for step in range(steps):
         x, weight = torch.randn(2, 4, 6, 6, dtype=torch.float64,
                                 generator=torch.Generator().manual_seed(step))
@@ -130,6 +134,15 @@ def test_threads_with_masks_of_their_own():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_batch_norm_in_evaluation_mode_stays():
+    """Keep its statistics, as fine-tuning with frozen norms does, while the memory trains."""
+    memory, x = small_memory(), torch.randn(5, 6, dtype=torch.float64)
+    expected = memory.eval()(x)
+    memory.train().query_norm.eval()
+    assert torch.equal(memory(x), expected)
+    assert not memory.query_norm.running_mean.any()
 
 
 def test_a_mask_changes_no_real_token_in_evaluation():

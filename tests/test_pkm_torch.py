@@ -5,6 +5,8 @@ This is compilation, export, copies, half precision, activation checkpointing, c
 """
 import copy
 import io
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -438,3 +440,20 @@ def test_tables_that_share_storage_are_one():
 
 def test_a_model_without_memory_has_nothing_to_update():
     LazyAdam([]).step()
+
+
+def test_a_reloaded_module_keeps_live_tables():
+    """Reload values.py, as notebooks do, between building a memory and training it."""
+    code = ("import importlib, torch, pkm, values; memory = pkm.PKM(8, 8, topk=4, key_dim=8); "
+            "optimizer = pkm.LazyAdam([memory.values]); before = memory.values.weight.clone(); "
+            "importlib.reload(values); memory(torch.randn(5, 8)).sum().backward(); "
+            "optimizer.step(); assert (memory.values.weight != before).any()")
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_strictly_exported_values_train_as_any_parameter():
+    memory, x = small_memory().eval(), torch.randn(5, 6, dtype=torch.float64)
+    exported = torch.export.export(memory, (x,), strict=True).module()
+    exported(x).sum().backward()
+    if values.TELLS_EXPORTING:
+        assert exported.get_parameter("values.weight").grad.any()
