@@ -270,14 +270,18 @@ def test_padding_changes_no_real_token_and_no_value():
             torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-9)
 
 
-def test_tokens_that_the_loss_does_not_see_move_no_row():
-    """Give all rows a momentum first, by which unseen reads could move theirs."""
+@pytest.mark.parametrize("why", ["unseen by the loss", "weight 0, as of padding"])
+def test_tokens_that_do_not_count_move_no_row(why):
+    """Give all rows a momentum first, by which reads without a gradient could move theirs."""
     values = ValueTable(6, 4)
     optimizer, weights = LazyAdam([values], lr=0.1), torch.ones(3, 1, 2)
     values(torch.arange(6).view(3, 1, 2), weights).sum().backward()
     optimizer.step()
     before = values.weight.detach().clone()
-    values(torch.arange(6).view(3, 1, 2), weights)[:2].sum().backward()
+    if why.startswith("weight"):
+        weights[2] = 0
+    out = values(torch.arange(6).view(3, 1, 2), weights)
+    (out if why.startswith("weight") else out[:2]).sum().backward()
     optimizer.step()
     assert torch.equal((values.weight != before).any(1), torch.arange(6) < 4)
 
