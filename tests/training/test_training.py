@@ -250,7 +250,7 @@ def test_seeds_share_no_random_pooler(plain_run):
         model = SpanReader(sizes)
         origin = init_from(model, before)
         reader = save_model(initial.parent / f"squad_{trained}", model)
-        Run(reader.parent).begin(pretrain.Config(), vocab, origin)
+        Run(reader.parent).begin(pretrain.Config(), vocab, origin, {})
         shutil.rmtree(before)  # a run knows it without its ancestors
         assert torch.equal(pooler(0, reader), pooler(1, reader)) == trained
 

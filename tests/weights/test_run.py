@@ -129,12 +129,12 @@ def test_a_damaged_log_is_named_with_its_line(place):
 def test_a_run_goes_on_under_the_same_settings(place, capsys):
     run, config = Run("run"), pretrain.Config(max_steps=5)
     run.begin(config, Path("tiny.txt"), {"init_checkpoint": "", "first_step": 0,
-                                         "pooler_trained": False})
-    run.check_settings(config)
+                                         "pooler_trained": False}, {})
+    run.check_settings(config, {})
     assert not capsys.readouterr().out
-    run.check_settings(pretrain.Config(max_steps=9, log_interval=1))
+    run.check_settings(pretrain.Config(max_steps=9, log_interval=1), {})
     assert capsys.readouterr().out == (
         "log_interval was 10, is now 1\nmax_steps was 5, is now 9; the learning rate now reaches 0 "
         "at the new max_steps (it rises again first)\n")
     with pytest.raises(UserError, match=r"run was trained with memory_layers = \[\], not \[2\]"):
-        run.check_settings(pretrain.Config(max_steps=5, memory_layers=(2,)))
+        run.check_settings(pretrain.Config(max_steps=5, memory_layers=(2,)), {})
