@@ -45,7 +45,7 @@ from lib.tasks.task_data import TaskData, TrainingBatches
 from lib.training.trainer import State, Trainer, catch_signals, status_after
 from lib.weights import checkpoint
 from lib.weights.run import Run
-from model import BertConfig, build_model, value_tables
+from model import build_model, value_tables
 
 
 @dataclass
@@ -196,8 +196,8 @@ def main(argv):
     set_timeout(config.rank_timeout)
     my_micro_batches(config.accumulation)  # raises before anything is read
     initial, vocab = checkpoint.find_weights(config.init_from)
-    sizes = BertConfig(**{**checkpoint.read_weights(initial)["config"], "dropout": config.dropout})
-    checkpoint.check_objective(initial, vars(sizes), causal=False)
+    sizes = replace(checkpoint.read_weights(initial)["config"], dropout=config.dropout)
+    checkpoint.check_objective(initial, sizes, causal=False)
     if config.max_len > sizes.max_len:
         raise UserError(f"max_len = {config.max_len}: there are {sizes.max_len} positions")
 

@@ -26,7 +26,7 @@ def training_text(path):
     if (folder / "model.pt").is_file():
         settings = Run(folder.parent).settings(["seq_len", "dataset"])
         return settings["seq_len"], settings["dataset"]
-    return read_weights(path)["config"]["max_len"], None
+    return read_weights(path)["config"].max_len, None
 
 
 def open_corpus(name, *paths):

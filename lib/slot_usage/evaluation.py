@@ -78,7 +78,7 @@ def evaluate_runs(paths, corpora, device, dtype, batch_size, sequences=None, mas
     sequences of each split are read, of the shortest length that a model was trained on. Windows of
     causal models overlap by half, and each token is predicted once. Returns (sequence length,
     records for JSON)."""
-    causal = read_weights(paths[0])["config"].get("causal", False)
+    causal = read_weights(paths[0])["config"].causal
     if causal and maskings > 1:
         raise UserError(f"--repeats {maskings}: a causal model has no maskings to repeat")
     for path in paths:  # report mistakes before the long work starts

@@ -45,12 +45,14 @@ def find_weights(path):
 
 
 def read_weights(path):
-    """Read the weights that `path` names (see find_weights), as model_file() returns them. A
-    Hugging Face folder gives the weights that it has, under our names."""
+    """Read the weights that `path` names (see find_weights), as model_file() returns them, but
+    the config as a BertConfig. A Hugging Face folder gives the weights that it has, under our
+    names."""
     folder, _ = find_weights(path)
-    if (folder / "model.pt").is_file():
-        return load_file(folder / "model.pt", mmap=True)
-    return read_folder(folder)
+    if not (folder / "model.pt").is_file():
+        return read_folder(folder)
+    saved = load_file(folder / "model.pt", mmap=True)
+    return saved | {"config": BertConfig.from_dict(saved["config"], folder / "model.pt")}
 
 
 def load_model(path):
@@ -63,7 +65,7 @@ def load_model(path):
     if not head and "bert.words.weight" in weights and "bias" not in weights:
         raise UserError(f"{path}: an encoder without a masked-LM head, which cannot predict words: "
                         "fine-tune it, or pretrain with --init_from, which makes a random head")
-    model = build_model(BertConfig(**saved["config"]), head, saved.get("labels", ()))
+    model = build_model(saved["config"], head, saved.get("labels", ()))
     # Hugging Face leaves the pooler out if the head does not need it
     spare = {name: w for name, w in model.state_dict().items()
              if "pooler" in name and head != "classifier"}
@@ -78,8 +80,8 @@ def load_run(path):
 
 
 def check_objective(path, config, causal):
-    """Raise UserError if the model at `path`, whose settings are `config`, is not as expected."""
-    if config["causal"] != causal:
+    """Raise UserError if the model at `path`, whose BertConfig is `config`, is not as expected."""
+    if config.causal != causal:
         found, expected = ("masked", "causal") if causal else ("causal", "masked")
         raise UserError(f"{path} is a {found} language model, expected a {expected} one")
 
