@@ -6,17 +6,20 @@ def find_warnings(evaluations, max_steps, initialized):
 
     evaluations: the log's records of evaluations, of all steps so far. initialized: whether the run
     began with a trained model. Then its perplexity should be below its start after a quarter of
-    the steps. A layer's top-1 usage should not fall by a third from its best.
+    the steps. A layer's top-1 usage should not fall by a third from its best. A model that began at
+    random first uses few slots, so its first quarter does not count.
     """
     first, last = evaluations[0], evaluations[-1]
     found, step = {}, last["step"]
-    if initialized and 4 * step >= max_steps and last["perplexity"] > first["perplexity"]:
+    late = [e for e in evaluations if 4 * e["step"] >= max_steps]
+    if initialized and late and last["perplexity"] > first["perplexity"]:
         found["perplexity"] = (
             f"after {step:,} of {max_steps:,} steps the perplexity, {last['perplexity']:.2f}, is "
-            f"above the initial model's, {first['perplexity']:.2f}: a lower lr undoes less of what "
-            "was learned")
-    for layer, usage in last["layers"].items():
-        best = max(evaluations, key=lambda e, layer=layer: e["layers"][layer]["top1_mu"])
+            f"still above the initial model's, {first['perplexity']:.2f}: it may fall with the "
+            "rate; a lower lr undoes less of what was learned")
+    counted = evaluations if initialized else late
+    for layer, usage in last["layers"].items() if counted else ():
+        best = max(counted, key=lambda e, layer=layer: e["layers"][layer]["top1_mu"])
         highest = best["layers"][layer]["top1_mu"]
         if usage["top1_mu"] < 2 / 3 * highest:
             found[f"layer {layer}"] = (
