@@ -111,12 +111,12 @@ def load_weights(model, weights, source, partial=False, assign=False):
     """Copy a state dict into the model. Returns the names that were copied. Names and shapes must
     be the model's; with `partial` some may be missing, or unknown. With `assign` the model takes
     the tensors themselves. Error messages name `source`."""
-    expected = model.state_dict()
+    expected = {name: w.shape for name, w in model.state_dict().items()}
     shared = expected.keys() & weights.keys()
     for name in sorted(shared):
-        if expected[name].shape != weights[name].shape:
+        if expected[name] != weights[name].shape:
             raise UserError(f"{source}: {name} has shape {tuple(weights[name].shape)}, here it is "
-                            f"{tuple(expected[name].shape)}: use the sizes that these weights were "
+                            f"{tuple(expected[name])}: use the sizes that these weights were "
                             "trained with")
     if not partial and expected.keys() != weights.keys():
         name = min(expected.keys() ^ weights.keys())
