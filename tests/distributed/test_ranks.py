@@ -216,9 +216,9 @@ def test_a_mistake_is_one_line(compared, monkeypatch):
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_all_ranks_save_when_the_clock_of_one_says_so(place, late):
-    finish(on_ranks((2, "float32", "one_late", late, *PRETRAIN[1:], "--max_steps=6", "--out=out/late",
-                     "--checkpoint_minutes=1", "--checkpoint_interval=99", "--rank_timeout=20",
-                     "--eval_interval=99", "--log_interval=99")))
+    finish(on_ranks((2, "float32", "one_late", late, *PRETRAIN[1:], "--max_steps=6",
+                     "--out=out/late", "--checkpoint_minutes=1", "--checkpoint_interval=99",
+                     "--rank_timeout=60", "--eval_interval=99", "--log_interval=99")))
     saved = [int(path.name[5:]) for path in Run("out/late").checkpoints()]
     assert len(saved) == 4 and saved[-1] == 6
 
