@@ -211,7 +211,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
           for more in ("abc", [*pre_tokenizers.ByteLevel.alphabet(), "\u5317"])],
         ("squad --from .", lambda: [squad_file(Path(name)) and halved(name)()
                                     for name in prepare_data.SQUAD_FILES],
-         "dev-v1.1.json: not a file of SQuAD 1.1"),
+         "dev-v1.1.json: not readable"),
         ("wikipedia --from wiki --vocab vocab.txt", parquet(lambda whole: whole[:-100]),
          "wiki/a.parquet: damaged"),
         ("wikipedia --from wiki --vocab vocab.txt", parquet(lambda whole: b""),
