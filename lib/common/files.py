@@ -112,7 +112,7 @@ def read_json(path):
     """Read a JSON file that holds an object; UserError if it is damaged."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: not readable ({error})") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: not readable (no JSON object)")
