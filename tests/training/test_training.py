@@ -250,7 +250,7 @@ def test_seeds_share_no_random_pooler(plain_run):
         model = SpanReader(sizes)
         origin = init_from(model, before)
         reader = save_model(initial.parent / f"squad_{trained}", model)
-        Run(reader.parent).begin(pretrain.Config(), vocab, origin)
+        Run(reader.parent).begin(pretrain.Config(), vocab, origin, {})
         shutil.rmtree(before)  # a run knows it without its ancestors
         assert torch.equal(pooler(0, reader), pooler(1, reader)) == trained
 
@@ -275,7 +275,8 @@ def test_loading_a_model_keeps_one_copy(tmp_path):
 
 
 def test_a_run_leaves_what_it_promises(place, capsys):
-    assert train("--checkpoint_interval=3") == 0
+    args = ["--checkpoint_interval=3", "--warmup_steps=4"]
+    assert train(*args) == 0
     run, records = Path("out/tiny"), log()
     assert [r["step"] for r in records if "grad_norm" in r] == [3, 6, 9, 12]
     evaluations = [r for r in records if "perplexity" in r]
@@ -293,8 +294,8 @@ def test_a_run_leaves_what_it_promises(place, capsys):
         topk = 4 if name.endswith("read") else 1
         assert counts.shape == (64,) and counts.sum() == 8 * 16 * 2 * topk  # tokens, heads
     before = files()
-    assert train("--checkpoint_interval=3") == 0 and files() == before  # the end was reached
-    assert train("--checkpoint_interval=3", "--eval_only=True") == 0 and files() == before
+    assert train(*args) == 0 and files() == before  # the end was reached
+    assert train(*args, "--eval_only=True") == 0 and files() == before
     assert f"perplexity {evaluations[-1]['perplexity']:.2f}" in capsys.readouterr().out
     assert train("--out=out/new", "--dry_run=True") == 0 and files() == before
     assert train("--out=out/new", "--eval_only=True") == 0 and files() == before
@@ -325,8 +326,9 @@ def test_accumulation_is_one_larger_batch(place, monkeypatch):
 
 
 def test_a_logged_loss_is_the_mean_since_the_last(place):
-    every = losses("--max_steps=9")
-    train("--max_steps=9")
+    args = "--max_steps=9", "--warmup_steps=4"
+    every = losses(*args)
+    train(*args)
     means = [r["loss"] for r in log() if "grad_norm" in r]
     assert means == pytest.approx(every.reshape(3, 3).mean(1))
     lrs = [r["lr"] for r in log("out/losses") if "grad_norm" in r]
