@@ -75,9 +75,9 @@ def numbered(folder, prefix, suffix=""):
 
 def drop(folder):
     """Delete a folder of weights. A link stays, and a folder that has files of other programs."""
-    if first_rank() and not folder.is_symlink() and folder.is_dir():
-        if set(os.listdir(folder)) <= FILES:
-            discard(folder)
+    mine = first_rank() and not folder.is_symlink() and folder.is_dir()
+    if mine and set(os.listdir(folder)) <= FILES:
+        discard(folder)
 
 
 def brief(fact):
