@@ -114,13 +114,13 @@ def _rows(path, between):
             for batch in file.iter_batches(1000, columns=["text"]):
                 for text in batch["text"].to_pylist():
                     if not isinstance(text, str | None):
-                        raise UserError(f"{path}: no texts in the column 'text'")
+                        raise TypeError("no texts in the column 'text'")
                     for line in filter(str.strip, (text or "").split("\n")):
                         yield f"{line}\n".replace("\r\n", "\n")
                     yield from between
     except KeyError:
         raise UserError(f"{path}: no column 'text' in it") from None
-    except (ValueError, OSError) as error:  # pyarrow's own errors are one or the other
+    except (TypeError, ValueError, OSError) as error:  # pyarrow's own are of the last two
         raise damaged(path, str(error).splitlines()[0]) from None
 
 
