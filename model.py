@@ -253,7 +253,8 @@ class MaskedLM(nn.Module):
             last = torch.full((1, 1), window_ids.shape[1] - 1, device=window_ids.device)
             logits = self(window_ids, positions=last)[0, 0].cpu()
             best = logits.topk(min(top_k, len(logits)) if temperature else 1)
-            chances = (best.values / (temperature or 1)).softmax(0)
+            scores = (best.values - best.values[0]).double()  # at most 0, at any temperature
+            chances = (scores / (temperature or 1)).softmax(0).float()
             ids.append(best.indices[chances.multinomial(1, generator=generator)].item())
         return ids
 

@@ -64,10 +64,11 @@ def check_language_model(path, causal):
 
 def check_same_text(paths):
     """Return the corpus of pretrained runs; UserError if their perplexities are of other texts."""
-    first = Run(paths[0]).settings(["dataset"])
+    keys = "tokenizer_hash", "dataset", "objective"
+    first = Run(paths[0]).settings(keys)
     for path in paths:
-        settings = Run(path).settings(["dataset"])
-        if any(settings[key] != first[key] for key in ("tokenizer_hash", "dataset", "objective")):
+        settings = Run(path).settings(keys)
+        if any(settings[key] != first[key] for key in keys):
             raise UserError(f"{path} has another vocabulary, corpus or objective than {paths[0]}: "
                             "their perplexities cannot be compared")
     return first["dataset"]
