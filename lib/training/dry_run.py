@@ -57,9 +57,10 @@ def try_steps(trainer):
         loss, norm = (x.item() for x in trainer.step(step))  # waits for the device
         seconds.append(time.perf_counter() - start)
     whole = timedelta(seconds=round(seconds[1] * config.max_steps))
+    compiling = " with compiling" if trainer.compiled is not trainer.model else ""
     print(f"loss {loss:.4f}, gradient norm {norm:.2f}\n"
-          f"{seconds[1]:.3g} s a step, {batches.size / seconds[1]:,.0f} tokens/s (the first step, "
-          f"which compiles, took {seconds[0]:.3g} s)\n"
+          f"{seconds[1]:.3g} s a step, {batches.size / seconds[1]:,.0f} tokens/s (the first step "
+          f"took {seconds[0]:.3g} s{compiling})\n"
           f"{config.max_steps:,} steps take {whole}, and evaluations and checkpoints come on top")
     rank = f" of each of {get_world_size()} ranks" if get_world_size() > 1 else ""
     print(f"peak memory{rank}: {peak_bytes(trainer.device) / 1e9:.2f} GB on {trainer.device}\n"
