@@ -145,15 +145,13 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     newest = run.newest_checkpoint()
     if newest:
         checkpoint.load_weights(model, checkpoint.read_weights(newest)["weights"], newest)
+        origin = run.settings()
     else:
         origin = checkpoint.init_from(model, initial)
     batches = TrainingBatches(data.train, config)
     trainer = Trainer(config, model, batches, device, dtype, labels=task.labels)
-    if newest:
-        state = trainer.restore(newest)
-    else:
-        state = State()
-        run.begin(config, vocab, origin, known)
+    state = trainer.restore(newest) if newest else State()
+    run.begin(config, vocab, origin, known)
     run.open(state.step, state.best and state.best["epoch"], config.tensorboard)
     train_epochs(trainer, run, state, data, signals)
     if any_signalled(signals):

@@ -17,8 +17,7 @@ def process_facts():
 def git_commit(root=ROOT):
     """Return the commit of a checkout. It ends in "-dirty" if tracked files differ from it. Without
     git, or outside a checkout, return "unknown"."""
-    if not (root / ".git").exists():  # git would look for a checkout around this folder
-        return "unknown"
+    # with --git-dir git looks for no other checkout around this folder
     command = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}", "describe", "--always",
                "--dirty", "--abbrev=40", "--exclude=*"]
     try:
