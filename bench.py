@@ -174,9 +174,10 @@ def causal(args):
     configs = {f"{n} layers": {"n_layer": n}, f"{2 * n} layers": {"n_layer": 2 * n},
                f"{n} layers, memory": {"n_layer": n, "memory_layers": (n // 2,)}}
     if args.runs:
-        configs = {run: read_weights(run)["config"] for run in args.runs}
-        for run, config in configs.items():
+        read = {run: read_weights(run)["config"] for run in args.runs}
+        for run, config in read.items():
             check_objective(run, config, causal=True)
+        configs = {run: vars(config) for run, config in read.items()}
     models = {name: build(args, None, args.size, **{**config, "causal": True})
               for name, config in configs.items()}
     runs = {name: torch.compile(m) if args.compile else m for name, m in models.items()}

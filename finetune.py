@@ -29,6 +29,7 @@ from lib.common.device import use_device
 from lib.common.errors import UserError, need
 from lib.common.files import lock
 from lib.common.settings import DTYPES, ON_OFF, load_settings, setting
+from lib.corpus.download import file_sha256
 from lib.corpus.vocabulary import text_tokenizer
 from lib.distributed.processes import (
     any_signalled,
@@ -41,10 +42,10 @@ from lib.distributed.processes import (
 from lib.tasks.glue import find_task
 from lib.tasks.predict import score_dev, write_dev_predictions, write_submissions
 from lib.tasks.task_data import TaskData, TrainingBatches
-from lib.training.trainer import State, Trainer, catch_signals
+from lib.training.trainer import State, Trainer, catch_signals, status_after
 from lib.weights import checkpoint
 from lib.weights.run import Run
-from model import BertConfig, build_model, value_tables
+from model import build_model, value_tables
 
 
 @dataclass
@@ -75,6 +76,8 @@ class Config:
     log_interval: int = setting(100, "steps between log records", least=1, may_change=True,
                                 group="watching")
     checkpoint_interval: int = setting(1000, "and after each epoch", least=1, may_change=True)
+    checkpoint_minutes: float = setting(0.0, "also save when so many minutes passed; 0: never",
+                                        least=0, may_change=True)
     tensorboard: bool = setting(False, "curves: tensorboard --logdir out", may_change=True)
     device: str = setting("auto", "auto, cuda, mps or cpu", may_change=True, group="machine")
     dtype: str = setting("auto", "of matrix products", choices=DTYPES)
@@ -125,8 +128,9 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
 
     sizes: the BertConfig of the weights `initial`; vocab: the path of their vocab.txt.
     """
+    known = identify_data(data.task)
     if run.settings():
-        run.check_settings(config)
+        run.check_settings(config, known)
     if run.results():
         print(f"{run.folder} is done: --out=out/NAME starts anew")
         return
@@ -140,15 +144,13 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     newest = run.newest_checkpoint()
     if newest:
         checkpoint.load_weights(model, checkpoint.read_weights(newest)["weights"], newest)
+        origin = run.settings()
     else:
         origin = checkpoint.init_from(model, initial)
     batches = TrainingBatches(data.train, config)
     trainer = Trainer(config, model, batches, device, dtype, labels=task.labels)
-    if newest:
-        state = trainer.restore(newest)
-    else:
-        state = State()
-        run.begin(config, vocab, origin)
+    state = trainer.restore(newest) if newest else State()
+    run.begin(config, vocab, origin, known)
     run.open(state.step, state.best and state.best["epoch"], config.tensorboard)
     train_epochs(trainer, run, state, data, signals)
     if any_signalled(signals):
@@ -159,6 +161,15 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     results = {f"eval_{key}": number for key, number in state.best.items()}
     results |= {f"last_{key}": number for key, number in state.last.items()}
     run.write_results(results)  # last: now the seed is done
+
+
+def identify_data(task):
+    """Return what tells other data from these: the SHA-256 of the files of train and dev, and the
+    labels."""
+    files = {task.file(split) for split in ("train", *task.dev.values())}
+    files |= {task.folder / name for name in task.archives}  # MRPC's dev split is a list of ids
+    return {file.name: file_sha256(file) for file in files if file.is_file()} | {
+        "labels": list(task.labels)}
 
 
 def write_medians(task, out, results):
@@ -177,11 +188,13 @@ def main(argv):
     if not config.init_from:
         raise UserError("init_from is empty, which model? --init_from=RUN, or a recipe: "
                         "python finetune.py configs/demo_finetune.py starts from out/demo")
+    if config.warmup > 1:
+        raise UserError(f"warmup = {config.warmup}: expected a share of the steps, 0 to 1")
     set_timeout(config.rank_timeout)
     my_micro_batches(config.accumulation)  # raises before anything is read
     initial, vocab = checkpoint.find_weights(config.init_from)
-    sizes = BertConfig(**{**checkpoint.read_weights(initial)["config"], "dropout": config.dropout})
-    checkpoint.check_objective(initial, vars(sizes), causal=False)
+    sizes = replace(checkpoint.read_weights(initial)["config"], dropout=config.dropout)
+    checkpoint.check_objective(initial, sizes, causal=False)
     if config.max_len > sizes.max_len:
         raise UserError(f"max_len = {config.max_len}: there are {sizes.max_len} positions")
 
@@ -207,7 +220,7 @@ def main(argv):
             fine_tune(replace(config, seed=seed), run, data, sizes, initial, vocab, signals)
             if any_signalled(signals):
                 print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
-                return 128 + signals[0]
+                return status_after(signals)
             max_over_ranks()  # wait until the first rank has written the results
             results[seed] = run.results()
         write_medians(task, out, results)

@@ -19,6 +19,7 @@ it writes NAME.html, for predict NAME.tsv.
 """
 import contextlib
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -193,8 +194,8 @@ def fill(args):
 
 def sample(args):
     """Continue a text; show first the likeliest next tokens and the slots read for them."""
-    if not args.temperature >= 0:
-        raise UserError(f"--temperature {args.temperature}: expected 0 or more")
+    if not 0 <= args.temperature < float("inf"):
+        raise UserError(f"--temperature {args.temperature}: expected a number, 0 or more")
     model, tokenizer, checkpoint, corpus = open_language_model(args, causal=True)
     start = special_tokens(tokenizer.get_vocab()).sep  # a document begins
     ids, window = tokenizer.encode(start + args.text).ids, training_text(args.run)[0]
@@ -267,7 +268,8 @@ def main(argv=None):
     option("sample", "--samples", **number, default=1, help="(1)")
     option("sample", "--temperature", type=float, default=0.8, help="0: the likeliest token (0.8)")
     option("sample", "--top_k", **number, default=50, help="draw from the N likeliest (50)")
-    option("sample", "--seed", type=int, default=0, help="(0)")
+    option("sample", "--seed", type=partial(whole_number, least=0), default=0, metavar="N",
+           help="(0)")
     option("table", "--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it")
     option(readers, "--data", metavar="NAME", help="data/NAME, not the run's corpus")
     option("table by_class", "--sequences", **number, help="a quick look at N, evenly spread (all)")

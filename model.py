@@ -11,7 +11,10 @@ memory's queries takes its statistics from all tokens of a batch, as in XLM.
 >>> model = MaskedLM(BertConfig(**SIZES["base"], memory_layers=(4, 8)))  # 515M parameters
 >>> logits = model(ids)                             # (batch, time) -> (batch, time, vocab_size)
 """
-from dataclasses import dataclass
+import os
+import reprlib
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -53,18 +56,72 @@ class BertConfig:
     query_norm: bool = True  # batch norm on the memory's queries
 
     def __post_init__(self):
+        if flaw := find_flaw(vars(self)):
+            raise UserError(" = ".join(flaw))
         self.memory_layers = tuple(self.memory_layers)
-        if self.d_model % self.n_head:
-            raise UserError(f"d_model = {self.d_model} is no multiple of n_head = {self.n_head}")
-        if self.alpha == self.beta == 0:
-            raise UserError("alpha = beta = 0: memory layers would have neither FFN nor memory")
-        if self.memory_heads < 1:
-            raise UserError(f"memory_heads = {self.memory_heads}: expected at least 1")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout = {self.dropout}: expected 0 to less than 1")
-        if bad := [n for n in self.memory_layers if not 1 <= n <= self.n_layer]:
-            raise UserError(f"memory_layers = {self.memory_layers}: there is no layer {bad[0]}, "
-                            f"layers are counted from 1 to {self.n_layer}")
+
+    @classmethod
+    def from_dict(cls, settings, where, names=None):
+        """Make a BertConfig from a dict of settings that someone else may have written.
+
+        where: the file, for messages. names: the file's names of settings that it names otherwise,
+        {ours: theirs}. UserError for missing and unknown settings, for values that no model can
+        have, and for a model that is larger than this machine's memory."""
+        if not isinstance(settings, dict):
+            raise UserError(f"{where}: expected a model's settings, found {reprlib.repr(settings)}")
+        names = {field.name: field.name for field in fields(cls)} | (names or {})
+        if wrong := sorted(settings.keys() ^ set(names.values()), key=str):
+            has = "an unknown" if wrong[0] in settings else "no"
+            raise UserError(f"{where}: it has {has} setting {wrong[0]}")
+        ours = {name: settings[theirs] for name, theirs in names.items()}
+        if flaw := find_flaw(ours):
+            name, what = flaw
+            raise UserError(f"{where}: {names[name]} = {what}")
+        config, memory = cls(**ours), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if (size := config.bytes()) > memory:
+            raise UserError(f"{where}: its sizes make a model of {size / 1e9:,.0f} GB, this machine "
+                            f"has {memory / 1e9:,.0f} GB of memory")
+        return config
+
+    def bytes(self):
+        """Return the bytes of all matrices and value tables in float32."""
+        d, keys = self.d_model, self.memory_heads * self.key_dim
+        words, layer = (self.vocab_size + self.max_len) * d, (4 * d + 2 * self.d_ff) * d
+        memory = self.n_keys**2 * d + keys * (d + self.n_keys)
+        return 4 * (words + self.n_layer * layer + len(self.memory_layers) * memory)
+
+
+KINDS = {int: ([int], "a whole number"), float: ([int, float], "a number"),
+         bool: ([bool], "true or false"), tuple: ([tuple, list], "a list of layers")}
+
+
+def find_flaw(settings):
+    """Find a setting that no model can have: its name, and its value with what was expected. None
+    if there is none. settings: those of BertConfig, by name."""
+    for field in fields(BertConfig):
+        value, (kinds, expected) = settings[field.name], KINDS[field.type]
+        if type(value) not in kinds:
+            return field.name, f"{reprlib.repr(value)}: expected {expected}"
+        if field.type is int and not (field.name != "type_vocab") <= value < 2**31:
+            return field.name, f"{value}: expected a whole number, at least 1"
+    at = SimpleNamespace(**settings)
+    layers = at.memory_layers
+    rules = {
+        "n_layer": (at.n_layer <= 1000, "at most 1,000"),
+        "n_head": (at.d_model % at.n_head == 0, f"a divisor of the width {at.d_model}"),
+        "dropout": (0 <= at.dropout < 1, "0 to less than 1"),
+        "init_std": (0 <= at.init_std < 1e6, "at least 0"),
+        "memory_layers": (all(type(n) is int and 1 <= n <= at.n_layer for n in layers)
+                          and len(set(layers)) == len(layers),
+                          f"different layers, counted from 1 to {at.n_layer}"),
+        "alpha": (abs(at.alpha) < 1e6, "a finite number"),  # nan is not less
+        "beta": (abs(at.beta) < 1e6 and (at.alpha or at.beta),
+                 "a finite number, and not 0 beside alpha = 0: a layer needs an FFN or a memory"),
+        "n_keys": (at.n_keys**2 < 2**31, "at most 46,340: slots have numbers of 32 bits"),
+        "topk": (at.topk <= at.n_keys, f"at most n_keys = {at.n_keys}"),
+        "key_dim": (at.key_dim % 2 == 0, "an even number, for two halves")}
+    return next(((name, f"{reprlib.repr(settings[name])}: expected {expected}")
+                 for name, (holds, expected) in rules.items() if not holds), None)
 
 
 class Layer(nn.Module):
@@ -87,11 +144,8 @@ class Layer(nn.Module):
         """Build the memory of a memory layer. Memories are built last, so the encoder's other
         weights get the same random numbers as without memory."""
         if self.beta:
-            try:
-                self.memory = PKM(config.d_model, config.n_keys, config.memory_heads, config.topk,
-                                  config.key_dim, query_norm=config.query_norm)
-            except ValueError as error:
-                raise UserError(str(error)) from None
+            self.memory = PKM(config.d_model, config.n_keys, config.memory_heads, config.topk,
+                              config.key_dim, query_norm=config.query_norm)
 
     def forward(self, x, mask=None):
         """x: (batch, time, d_model). mask: (batch, time) bool, or None. Returns x's shape."""
@@ -199,7 +253,8 @@ class MaskedLM(nn.Module):
             last = torch.full((1, 1), window_ids.shape[1] - 1, device=window_ids.device)
             logits = self(window_ids, positions=last)[0, 0].cpu()
             best = logits.topk(min(top_k, len(logits)) if temperature else 1)
-            chances = (best.values / (temperature or 1)).softmax(0)
+            scores = (best.values - best.values[0]).double()  # at most 0, at any temperature
+            chances = (scores / (temperature or 1)).softmax(0).float()
             ids.append(best.indices[chances.multinomial(1, generator=generator)].item())
         return ids
 

@@ -33,6 +33,7 @@ PAPER = {  # the paper's corpora: (name, where documents end, official split)
     "bookcorpus": [("bookcorpus", "sentences", None)],
     "wikibooks": [("wikipedia", "blank", None), ("bookcorpus", "sentences", None)],
     "pg19": [("pg19", "file", "test")]}
+NO_CORPUS = {"weights", "downloads", "glue", "squad", "docs_task"}  # other folders of data/
 GLUE_ARCHIVES = {task.title: task.archives for task in GLUE.values()}
 SQUAD_FILES = SQUAD.archives
 
@@ -74,6 +75,8 @@ def parse_arguments():
     text.add_argument("paths", nargs="+", metavar="PATH", help="a text file or a folder of *.txt")
     text.add_argument("--encoding", default="utf-8", metavar="NAME",
                       help="of the files: %(default)s, another, or auto: UTF-8, else Windows-1252")
+    text.add_argument("--skip_unreadable", action="store_true",
+                      help="leave out the files that are not text of this encoding")
     text.add_argument("--split", choices=("blank", "file"), default="blank",
                       help="documents end at blank lines (default) or with their file")
     for name, corpora in PAPER.items():
@@ -112,9 +115,10 @@ def prepare_text(args):
     """Prepare text files, and folders of *.txt."""
     vocab = choose_vocab(args, 8192)
     files = dict.fromkeys(file for path in args.paths for file in find_files(Path(path), ".txt"))
-    codecs = find_codecs(files, args.encoding)
-    sources = [Source(file, partial(stream, file, args.split, codecs[file])) for file in files]
-    origin = f"{len(files)} text files: {' '.join(args.paths)}"
+    codecs = find_codecs(files, args.encoding, args.skip_unreadable)
+    sources = [Source(file, partial(stream, file, args.split, codec))
+               for file, codec in codecs.items()]
+    origin = f"{len(sources)} text files: {' '.join(args.paths)}"
     write_corpus(args.name, origin, sources, vocab, args.val_every)
 
 
@@ -158,7 +162,7 @@ def prepare_wikitext(args):
     for split, stem in zip(SPLITS, ("train", "valid", "test")):
         names = (f"wiki.{stem}.{'raw' if args.raw else 'tokens'}", f"{stem}.txt")
         files = [file for name in names for where in (name, f"*/{name}")
-                 for file in sorted(folder.glob(where))]
+                 for file in sorted(folder.glob(where)) if file.is_file()]
         if not files:
             raise UserError(f"{path}: no {' or '.join(names)} in it")
         sources.append(Source(files[0], partial(stream, files[0], "wikitext"), split))
@@ -228,8 +232,11 @@ def main():
     if args.prepare in (check, prepare_glue, prepare_squad, prepare_weights):
         return args.prepare(args)
     name = args.command + "_raw" * args.raw if args.name is None else args.name
-    if Path(name).name != name or name[:1] in ("", "."):
-        raise UserError(f"{name}: a corpus's name is a folder's name, without / or a leading .")
+    if Path(name).name != name or name[:1] in ("", ".", "-") or not name.isprintable():
+        raise UserError(f"{name!r}: a corpus's name is a folder's name, without / or a leading . "
+                        "or -")
+    if name in NO_CORPUS and name != args.command:
+        raise UserError(f"{name}: data/{name} is for other things: give the corpus another name")
     args.name, folder = name, Path("data", name)
     with lock(folder, "prepares it", wait=args.if_missing):
         if folder.exists() and args.if_missing:

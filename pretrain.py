@@ -21,12 +21,14 @@ from lib.common.errors import UserError, need, run_script
 from lib.common.files import lock
 from lib.common.settings import DTYPES, ON_OFF, load_settings, setting
 from lib.corpus.batches import CausalBatches, MaskedBatches, causal_heldout, masked_heldout
-from lib.distributed.processes import first_rank_first, run_ranks, set_timeout
+from lib.distributed.processes import first_rank_first, my_micro_batches, run_ranks, set_timeout
 from lib.distributed.sharded_values import count_parameters
 from lib.slot_usage.contexts import open_corpus
 from lib.slot_usage.evaluation import describe_evaluation, evaluate_language_model
+from lib.training.dry_run import RandomBatches, try_steps
 from lib.training.flops import flops_per_token
-from lib.training.trainer import State, Trainer, catch_signals
+from lib.training.trainer import State, Trainer, catch_signals, status_after
+from lib.training.warn import warn
 from lib.weights.checkpoint import init_from, load_weights, read_weights
 from lib.weights.run import Run
 from model import SIZES, BertConfig, MaskedLM, value_tables
@@ -76,9 +78,12 @@ class Config:
     usage_interval: int = setting(100_000, "steps between snapshots of slot usage; 0: none",
                                   least=0, may_change=True)
     checkpoint_interval: int = setting(1000, "steps between checkpoints", least=1, may_change=True)
+    checkpoint_minutes: float = setting(0.0, "also save when so many minutes passed; 0: never",
+                                        least=0, may_change=True)
     keep_checkpoints: int = setting(2, "only the newest ones stay", least=1, may_change=True)
     tensorboard: bool = setting(False, "curves: tensorboard --logdir out", may_change=True)
-    dry_run: bool = setting(False, "make one step, write nothing", may_change=True)
+    dry_run: bool = setting(False, "make two steps of random tokens: memory, time; write nothing",
+                            may_change=True)
     eval_only: bool = setting(False, "only evaluate the newest checkpoint", may_change=True)
     device: str = setting("auto", "auto, cuda, mps or cpu", may_change=True, group="machine")
     dtype: str = setting("auto", "of matrix products", choices=DTYPES)
@@ -94,25 +99,38 @@ def main(argv):
     set_timeout(config.rank_timeout)
     names = [Path(arg).stem for arg in argv if arg.endswith(".py") and not arg.startswith("--")]
     run = Run(config.out or f"out/{(names or ['pretrain'])[0]}")
-    if config.dry_run or config.eval_only:  # nothing is written
+    if config.dry_run:
+        return dry_run(config)
+    if config.eval_only:  # nothing is written
         return prepare_and_train(config, run, argv)
     with lock(run.folder, "trains there"):
         return prepare_and_train(config, run, argv)
 
 
+def dry_run(config):
+    """Make two steps, and print what they tell about the whole run. Returns the exit status."""
+    device, dtype = use_device(config.device, config.dtype)
+    batches = RandomBatches(config)
+    model = MaskedLM(BertConfig(**model_sizes(config), vocab_size=batches.vocab_size))
+    trainer = Trainer(config, model, batches, device, dtype)
+    try_steps(trainer)
+    return 0
+
+
 def prepare_and_train(config, run, argv):
-    """Prepare corpus, model and trainer, then train or try. Returns the exit status."""
+    """Prepare corpus, model and trainer, then train or evaluate. Returns the exit status."""
     device, dtype = use_device(config.device, config.dtype)
     torch.manual_seed(config.seed)  # of the weights
     config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."))
     with first_rank_first():
         if config.dataset == "docs" and not Path("data/docs").exists():
             run_script("prepare_data.py", "docs", "--if_missing")
-    checkpoint = None if config.dry_run else run.newest_checkpoint()
+    checkpoint = run.newest_checkpoint()
     start = run.folder if checkpoint else config.init_from
     corpus = open_corpus(config.dataset, *([start] if start else []))
+    data = corpus.meta["sha256"]
     if checkpoint:
-        run.check_settings(config)
+        run.check_settings(config, data)
     model, origin = make_model(config, corpus, checkpoint)
     causal = config.objective == "causal"
     make_batches = CausalBatches if causal else MaskedBatches
@@ -123,10 +141,7 @@ def prepare_and_train(config, run, argv):
                       flops_per_token(model, config.seq_len), keep=config.keep_checkpoints)
     print_sizes(config, corpus, trainer)
 
-    if config.dry_run:
-        loss, norm = trainer.step(0)
-        print(f"dry run: one step, loss {loss.item():.4f}, gradient norm {norm.item():.2f}")
-    if config.dry_run or config.eval_only:
+    if config.eval_only:
         results, _ = evaluate_language_model(model, held_out, device, dtype)
         print("\n  ".join(describe_evaluation(results)))
         return 0
@@ -136,12 +151,12 @@ def prepare_and_train(config, run, argv):
               "--max_steps=N goes on, --out=out/NAME starts anew")
         return 0
     run.open(state.step, tensorboard=config.tensorboard)
-    run.begin(config, corpus.folder / "vocab.txt", origin)
+    run.begin(config, corpus.folder / "vocab.txt", origin, data)
     signals = catch_signals()
     train(config, run, trainer, held_out, state, signals)
     if signals and state.step < config.max_steps:
         print(f"saved {run.newest_checkpoint()}; go on with: python pretrain.py {shlex.join(argv)}")
-        return 128 + signals[0]
+        return status_after(signals)
     print(f"done, {timedelta(seconds=round(state.elapsed))} of training: {run.newest_checkpoint()}")
     return 0
 
@@ -166,6 +181,7 @@ def train(config, run, trainer, held_out, state, signals):
                                                   trainer.dtype)
         run.log({"step": step, **results})
         print(f"step {step:,}: " + "\n  ".join(describe_evaluation(results)), flush=True)
+        warn(run, config.max_steps)
         if step and is_due(usage_interval, step):
             run.write_usage(step, counts)
 
@@ -201,6 +217,11 @@ def check_config(config):
     """Raise UserError for settings that do not fit together, before anything is written."""
     if config.reinit_ffn and not config.init_from:
         raise UserError("reinit_ffn = True needs init_from: without it every FFN is new")
+    if config.warmup_steps > config.max_steps:
+        raise UserError(f"warmup_steps = {config.warmup_steps} is longer than max_steps = "
+                        f"{config.max_steps}: the rate would rise to the end: add "
+                        f"--warmup_steps={config.max_steps // 10}, or take more steps")
+    my_micro_batches(config.accumulation, config.batch_size)  # raises if ranks cannot share them
     with torch.device("meta"):  # costs nothing, and finds sizes that do not fit together
         max_len = MaskedLM(BertConfig(**model_sizes(config))).bert.config.max_len
     if config.seq_len > max_len:

@@ -71,7 +71,7 @@ class Settings:
 TINY = {
     "dataset": "tiny", "model": "demo", "memory_layers": (2, 3), "n_keys": 8, "memory_heads": 2,
     "topk": 4, "key_dim": 16, "seq_len": 16, "batch_size": 2, "accumulation": 2, "dropout": 0.1,
-    "max_steps": 12, "warmup_steps": 4, "lr": 3e-3, "log_interval": 3, "eval_interval": 6,
+    "max_steps": 12, "warmup_steps": 1, "lr": 3e-3, "log_interval": 3, "eval_interval": 6,
     "eval_sequences": 8, "usage_interval": 6, "checkpoint_interval": 5, "device": "cpu",
 }
 

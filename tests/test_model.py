@@ -1,8 +1,10 @@
 """
 The layers and heads of the network, against formulas, closed forms and Hugging Face's logits.
 """
+import dataclasses
 import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -56,13 +58,57 @@ def test_sizes_are_the_published_ones():
 
 
 @pytest.mark.parametrize("settings, word", [
-    ({"alpha": 0.0, "beta": 0.0}, "alpha = beta = 0"), ({"dropout": 1.0}, "dropout = 1.0"),
+    ({"alpha": 0.0, "beta": 0.0}, "not 0 beside alpha = 0"), ({"dropout": 1.0}, "dropout = 1.0"),
     ({"dropout": -0.1}, "dropout"), ({"memory_heads": 0}, "memory_heads"),
-    ({"memory_layers": (0,)}, "no layer 0"), ({"memory_layers": (13,)}, "no layer 13"),
+    ({"memory_layers": (0,)}, "counted from 1 to 12"), ({"memory_layers": (13,)}, "counted from 1 to 12"),
     ({"n_head": 7}, "n_head = 7")])
 def test_sizes_that_cannot_be(settings, word):
     with pytest.raises(UserError, match=word):
         BertConfig(**settings)
+
+
+@pytest.mark.parametrize("key, value, expected", [
+    ("n_layer", "3", "'3': expected a whole number"), ("n_head", True, "True: expected a whole"),
+    ("d_model", 8.0, "8.0: expected a whole number"), ("d_ff", None, "None: expected a whole"),
+    ("d_model", -16, "-16: expected a whole number, at least 1"), ("n_head", 0, "0: expected"),
+    ("vocab_size", 2**31, "2147483648: expected"), ("n_layer", 10**6, "1000000: expected at most"),
+    ("alpha", None, "None: expected a number"), ("alpha", "1", "'1': expected a number"),
+    ("alpha", float("nan"), "nan: expected a finite number"), ("beta", 1e400, "inf: expected"),
+    ("init_std", float("nan"), "nan: expected"), ("dropout", float("nan"), "nan: expected"),
+    ("causal", 1, "1: expected true or false"), ("topk", 4.0, "4.0: expected a whole number"),
+    ("topk", 5, "5: expected at most n_keys = 4"), ("n_keys", 46341, "46341: expected at most"),
+    ("memory_layers", 2, "2: expected a list"), ("memory_layers", [2, 2], "[2, 2]: expected diff"),
+    ("memory_layers", [True], "[True]: expected"), ("memory_layers", [4], "[4]: expected"),
+    ("memory_layers", [[1]], "[[1]]: expected"), ("memory_layers", "2", "'2': expected a list")])
+def test_a_config_that_lies(key, value, expected):
+    """It is refused with the file, the key as the file has it, and what was expected."""
+    settings = {**dataclasses.asdict(tiny_bert().bert.config), "memory_layers": [2, 3]}
+    assert BertConfig.from_dict(settings, "config.json").memory_layers == (2, 3)
+    with pytest.raises(UserError, match=re.escape(f"config.json: {key} = {expected}")):
+        BertConfig.from_dict({**settings, key: value}, "config.json")
+    theirs = {f"their_{key}" if name == key else name: v for name, v in settings.items()}
+    with pytest.raises(UserError, match=f"config.json: their_{key} = "):
+        BertConfig.from_dict({**theirs, f"their_{key}": value}, "config.json", {key: f"their_{key}"})
+
+
+def test_a_config_with_other_settings():
+    settings = dataclasses.asdict(tiny_bert().bert.config)
+    for wrong, words in ((settings | {"n_experts": 8}, "an unknown setting n_experts"),
+                         ({k: v for k, v in settings.items() if k != "alpha"}, "no setting alpha"),
+                         (["alpha"], "expected a model's settings, found ['alpha']")):
+        with pytest.raises(UserError, match=re.escape(words)):
+            BertConfig.from_dict(wrong, "config.json")
+
+
+def test_a_model_larger_than_this_machine_is_not_built():
+    """Its size is that of the tensors, except for biases and norms."""
+    settings = dataclasses.asdict(BertConfig(n_keys=46340, d_model=2**16, n_head=16,
+                                             memory_layers=(4, 8)))
+    with pytest.raises(UserError, match=r"config.json: its sizes make a model of 1,12\d,\d+ GB"):
+        BertConfig.from_dict(settings, "config.json")
+    model = tiny_bert(d_model=64, d_ff=128, vocab_size=3000, n_keys=30, memory_layers=(2, 3))
+    assert model.bert.config.bytes() == pytest.approx(
+        sum(4 * w.numel() for w in model.state_dict().values() if w.dim() > 1), rel=0.1)
 
 
 @pytest.mark.parametrize("head", [None, "classifier", "span"])

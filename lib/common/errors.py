@@ -22,7 +22,8 @@ def run_main(main):
     """Call main() and end the process with its exit status.
 
     An error becomes one line on stderr and a status: 2 for a UserError, 130 for Ctrl-C, 1 for a
-    Failure or an OSError (such as a full disk). Other errors keep their traceback.
+    Failure, an OSError (such as a full disk) or text that a terminal or a file cannot take. Other
+    errors keep their traceback.
     """
     try:
         try:
@@ -35,6 +36,10 @@ def run_main(main):
     except (UserError, Failure, OSError, KeyboardInterrupt) as error:
         print(f"error: {error}" if str(error) else "interrupted", file=sys.stderr)
         sys.exit({UserError: 2, KeyboardInterrupt: 130}.get(type(error), 1))
+    except UnicodeError as error:
+        print(f"error: {error}: set PYTHONIOENCODING=utf-8 if the terminal or the file that you "
+              "write to is UTF-8", file=sys.stderr)
+        sys.exit(1)
     except RuntimeError as error:
         if not out_of_memory(error):
             raise

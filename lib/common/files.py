@@ -4,6 +4,7 @@ Write files that are whole or absent, lock folders, read damaged files without h
 import contextlib
 import fcntl
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -49,16 +50,23 @@ def lock(path, work, wait=False):
     `work` is what the process does: "trains there". A second process gets a UserError that names
     the first and its work, or waits for it if `wait`. The lock is flock's, on a file beside the
     folder. It ends with its process, even after a kill. Under torchrun the first rank takes it.
+    A folder may be a link to another one. UserError for a path that can be no folder.
     """
     if not first_rank():
         yield
         return
-    path = Path(path).resolve()
+    if os.path.islink(path) and not os.path.exists(path):
+        raise UserError(f"{path}: a link to {os.readlink(path)}, which is not there")
+    path = Path(os.path.realpath(path))
+    if not path.name or path.exists() and not path.is_dir():
+        raise UserError(f"{path}: expected the path of a folder, a new one or an earlier run's")
     file = path.with_name(f".lock_{path.name}")
     new_folders = [folder for folder in path.parents if not folder.exists()]
     while True:
         with contextlib.suppress(FileExistsError):
             file.parent.mkdir(parents=True)
+        if file.is_symlink():
+            raise UserError(f"{file}: a link in place of a lock file: remove it")
         with contextlib.suppress(FileNotFoundError):  # the last holder removes file and folder
             handle = os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
             _lock_file(handle, path, work, wait)
@@ -103,16 +111,34 @@ def load_file(path, mmap=False, hint="remove its folder to use an older checkpoi
         return content
     except UserError:
         raise
+    except UnicodeEncodeError:
+        raise UserError(f"{path}: torch reads no path that is not UTF-8: rename it") from None
     except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
         raise UserError(f"{path}: truncated, damaged or no file of tensors "
                         f"({type(error).__name__}; nothing in it was run): {hint}") from None
 
 
-def read_json(path):
+def to_json(content, indent=None):
+    """Format as JSON. It knows only finite numbers, so nan and infinity become null."""
+    def finite(value):
+        if isinstance(value, dict):
+            return {key: finite(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(finite(content), indent=indent)
+
+
+def null_to_nan(content):
+    """Turn the null values of a JSON object into nan; for json's `object_hook`."""
+    return {key: math.nan if value is None else value for key, value in content.items()}
+
+
+def read_json(path, object_hook=None):
     """Read a JSON file that holds an object; UserError if it is damaged."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(Path(path).read_text(encoding="utf-8"), object_hook=object_hook)
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not readable ({error})") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: not readable (no JSON object)")

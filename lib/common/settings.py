@@ -28,6 +28,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} ({self.prog} --help)")
 
+    def parse_known_args(self, args=None, namespace=None):
+        args = sys.argv[1:] if args is None else args
+        try:
+            "".join(args).encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{' '.join(args)!a}: names and texts must be UTF-8") from None
+        return super().parse_known_args(args, namespace)
+
     def commands(self, *functions):
         """Make each function a command of the same name; args.call is the function then. Returns
         option("NAME NAME", ...), which is add_argument(...) for all the named commands."""
@@ -45,7 +53,7 @@ class Parser(argparse.ArgumentParser):
 
 def whole_number(text, least=1):
     """Return the whole number in a text; for argparse's `type`."""
-    if not text.isdecimal() or int(text) < least:
+    if not text.isdecimal() or not least <= int(text) < 2**63:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least {least}")
     return int(text)
 

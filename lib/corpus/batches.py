@@ -39,7 +39,7 @@ class Corpus:
             raise UserError(f"{self.folder}: no such corpus: python prepare_data.py {command}")
         facts = vocab_facts(read_vocab(self.folder))
         self.meta = read_json(file)
-        if not (facts.items() <= self.meta.items() and {"tokens", "sha256"} <= self.meta.keys()):
+        if not (facts.items() <= self.meta.items() and _counts_and_hashes(self.meta)):
             raise UserError(f"{file}: damaged, or made with another vocabulary than the vocab.txt "
                             "beside it: prepare the corpus again")
         self.vocab_size, self.tokenizer_hash = facts["vocab_size"], facts["tokenizer_hash"]
@@ -64,6 +64,14 @@ class Corpus:
             raise UserError(f"{file}: id {ids[at]} at position {at}, but the vocabulary has "
                             f"{self.vocab_size} tokens: prepare it again")
         return ids
+
+
+def _counts_and_hashes(meta):
+    """Tell whether a meta.json has what depends on the text, each in its type."""
+    tokens, hashes = meta.get("tokens"), meta.get("sha256")
+    return (isinstance(tokens, dict) and all(type(tokens.get(split)) is int for split in SPLITS)
+            and isinstance(hashes, dict) and all(type(hashes.get(split)) is str for split in SPLITS)
+            and (not tokens["train"] or type(meta.get("unigram_perplexity")) is float))
 
 
 def mask_tokens(ids, rng, vocab_size, special_ids):
@@ -112,6 +120,9 @@ class MaskedBatches:
                             f"for sequences of {config.seq_len}: shorter seq_len, or more text")
         self.unit = "tokens"
         self.size = config.accumulation * config.batch_size * config.seq_len  # tokens a step
+        if self.size > 2**36:
+            raise UserError(f"{config.batch_size:,} x {config.accumulation:,} sequences of "
+                            f"{config.seq_len} a step: lower batch_size or accumulation")
         self.epoch = self.order = self.text = None
 
     def epochs(self, steps):

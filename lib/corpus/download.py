@@ -224,7 +224,7 @@ def fetch_weights(name, files=WEIGHTS):
     the first name that exists on the hub is fetched. UserError for an unknown name or another kind
     of model.
     """
-    if name not in PRETRAINED and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+    if name not in PRETRAINED and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise unknown_weights(name)
     folder = Path("data/weights", name)
     for choices in files:

@@ -7,6 +7,7 @@ Read text as a stream: lines with line breaks, and None where a document ends.
 >>> source, packages = docstrings()                 # of the installed Python, torch and numpy
 """
 import ast
+import collections
 import importlib.util
 import inspect
 import itertools
@@ -27,40 +28,63 @@ BETWEEN_WORDS = re.compile(r"(?<=\w) (?=\w)")
 
 
 def find_files(path, *suffixes):
-    """Return [path], or the files in the folder `path` that end in one of `suffixes`."""
-    files = [path] if path.is_file() else sorted(
-        inside for inside in path.rglob("*") if inside.suffix in suffixes)
+    """Return [path], or the files in the folder `path` that end in one of `suffixes`. Print how
+    many others are in the folder, by suffix."""
+    inside = [path] if path.is_file() else sorted(filter(Path.is_file, path.rglob("*")))
+    files = [file for file in inside if file.suffix.lower() in suffixes or file == path]
+    others = collections.Counter(file.suffix or "without suffix" for file in set(inside) - set(files))
     if not files:
         raise UserError(f"{path}: no such file, or a folder without *{' or *'.join(suffixes)}")
+    if others:
+        counts = ", ".join(f"{count:,} {suffix}" for suffix, count in others.most_common(5))
+        print(f"{path}: left out: {counts} (of a folder, only *{' and *'.join(suffixes)} is read: "
+              "name other files)")
     return files
 
 
-def find_codecs(files, encoding):
-    """Return {file: codec} of text files. encoding: a codec for all files, or 'auto', which reads
-    them to tell UTF-8 from Windows-1252 and prints how many are which."""
-    if encoding != "auto":
-        try:
-            "".encode(encoding)
-        except (LookupError, ValueError):
-            raise UserError(f"--encoding={encoding}: expected auto or an encoding that Python "
-                            "knows, such as utf-8, cp1252, utf-16") from None
-        return dict.fromkeys(files, encoding)
-    codecs_of = {}
+def find_codecs(files, encoding, skip_unreadable=False):
+    """Read text files to the end to find the codec of each: {file: codec}. Print their numbers.
+
+    encoding: a codec for all files, or 'auto': UTF-8, else Windows-1252. UserError that names the
+    files that cannot be read so. With skip_unreadable they are left out and printed."""
+    codecs = ["utf-8", "cp1252"] if encoding == "auto" else [encoding]
+    try:
+        "".encode(codecs[0])
+    except (LookupError, ValueError):
+        raise UserError(f"--encoding={encoding}: expected auto or an encoding that Python knows, "
+                        "such as utf-8, cp1252, utf-16") from None
+    codec_of, flaws = {}, []
     for file in Progress(files, desc="finding encodings", unit=" files"):
-        try:
-            codecs_of[file] = "utf-8"
-            for _ in _lines(file, "utf-8"):
-                pass
-        except UserError:
-            codecs_of[file] = "cp1252"
-    windows = list(codecs_of.values()).count("cp1252")
-    print(f"encodings: {len(files) - windows:,} files are UTF-8, {windows:,} are Windows-1252")
-    return codecs_of
+        why = {codec: _flaw(file, codec) for codec in codecs}
+        if readable := [codec for codec, flaw in why.items() if not flaw]:
+            codec_of[file] = readable[0]
+        else:
+            flaws.append(why[codecs[-1]])
+    count = f"{len(flaws):,} of {len(files):,} files"
+    if flaws and not (skip_unreadable and codec_of):
+        more = f"; and {len(flaws) - 10:,} more" if len(flaws) > 10 else ""
+        raise UserError(f"{'; '.join(flaws[:10])}{more}: {count} cannot be read: --encoding auto "
+                        "takes what is not UTF-8 as Windows-1252, --encoding NAME is for others, "
+                        "--skip_unreadable leaves them out")
+    for flaw in flaws:
+        print(f"left out: {flaw}")
+    numbers = collections.Counter(codec_of.values()).items()
+    print(f"encodings: {', '.join(f'{number:,} files are {codec}' for codec, number in numbers)}"
+          + (f"; {count} left out" if flaws else ""))
+    return codec_of
+
+
+def _flaw(file, codec):
+    """Return why a file is no text in this encoding, or None."""
+    try:
+        collections.deque(_lines(file, codec), maxlen=0)  # read it and keep nothing
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _lines(path, codec):
     """Yield the lines of a text file; a very long one in pieces that end between two words."""
-    hint = "prepare_data.py text has --encoding NAME for other files, and --encoding auto"
     rest = ""
     with path.open(encoding=codec, newline="\n") as file:
         try:
@@ -75,9 +99,9 @@ def _lines(path, codec):
                 yield line if line[-1] == "\n" or rest else f"{line}\n"
         except UnicodeDecodeError as error:
             byte = file.buffer.tell() - len(error.object) + error.start
-            raise UserError(f"{path}: byte {byte} is not {codec} text: {hint}") from None
+            raise UserError(f"{path}: byte {byte} is not {codec} text") from None
         except UnicodeError as error:
-            raise UserError(f"{path}: not {codec} text ({error}): {hint}") from None
+            raise UserError(f"{path}: not {codec} text ({error})") from None
     if rest:
         yield f"{rest}\n"
 
@@ -89,12 +113,14 @@ def _rows(path, between):
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(1000, columns=["text"]):
                 for text in batch["text"].to_pylist():
+                    if not isinstance(text, str | None):
+                        raise TypeError("no texts in the column 'text'")
                     for line in filter(str.strip, (text or "").split("\n")):
                         yield f"{line}\n".replace("\r\n", "\n")
                     yield from between
     except KeyError:
         raise UserError(f"{path}: no column 'text' in it") from None
-    except (ValueError, OSError) as error:  # pyarrow's own errors are one or the other
+    except (TypeError, ValueError, OSError) as error:  # pyarrow's own are of the last two
         raise damaged(path, str(error).splitlines()[0]) from None
 
 

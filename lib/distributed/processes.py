@@ -11,9 +11,12 @@ Each rank has all dense weights, and adds up their gradients with the others (gr
 has some columns of every value table (sharded_values.py). Files are the same as one process's.
 """
 import contextlib
+import json
 import os
 import sys
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -67,19 +70,30 @@ def _run_as_rank(main):
         status = main()
         dist.destroy_process_group()
         return status
-    except UserError:  # the lowest rank that met one prints it
+    except UserError as error:  # the lowest rank that met one prints it
         code = MISTAKE + world_size - rank
         with contextlib.suppress(RuntimeError):  # the others may be gone
             if _all_reduce_max(code, timedelta(seconds=30)) > code:
                 sys.exit(2)
+        tell_torchrun(error)
         raise
     except RuntimeError as error:
         if local_rank and isinstance(error, Failure):
             sys.exit(1)
-        if not lost_rank(error):
-            raise
-        raise Failure(f"rank {rank} lost another one, or waited longer than rank_timeout for it "
-                      f"({str(error).splitlines()[0]})") from None
+        if lost_rank(error):
+            error = Failure(f"rank {rank} lost another one, or waited longer than rank_timeout for "
+                            f"it ({str(error).splitlines()[0]})")
+        if isinstance(error, Failure):
+            tell_torchrun(error)
+        raise error from None
+
+
+def tell_torchrun(error):
+    """Leave an error's line for torchrun. Its own report of twenty lines then ends with it."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        line = f"error: {error}"
+        more = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": more}}))
 
 
 def lost_rank(error):
@@ -105,9 +119,17 @@ def max_over_ranks(value=0):
 
 def any_signalled(signals):
     """Tell whether any rank has a signal in its list; then every rank gets one."""
-    if (signal := max_over_ranks(max(signals, default=0))) and not signals:
+    stop, _ = stop_or_save(signals, False)
+    return stop
+
+
+def stop_or_save(signals, save):
+    """Agree with the other ranks on what follows a step, in one exchange. Returns (any rank has a
+    signal in its list, any rank wants to save). If one has a signal, every rank gets it."""
+    signal, save = divmod(max_over_ranks(2 * max(signals, default=0) + save), 2)
+    if signal and not signals:
         signals.append(signal)
-    return bool(signal)
+    return bool(signal), bool(save)
 
 
 def _all_reduce_max(value, timeout=None):
@@ -147,12 +169,18 @@ def deal_batches(batches):
         yield batch[:0] if isinstance(batch, np.ndarray) else {k: v[:0] for k, v in batch.items()}
 
 
-def my_micro_batches(accumulation):
-    """List this rank's micro-batches of a step; UserError if the ranks cannot share them evenly."""
+def my_micro_batches(accumulation, batch_size=0):
+    """List this rank's micro-batches of a step; UserError if the ranks cannot share them evenly.
+    Given the sequences of a micro-batch, the error names settings with as many in a step."""
     world_size = get_world_size()
-    if rest := accumulation % world_size:
-        below = accumulation - rest
-        nearest = f"{below} or {below + world_size}" if below else world_size
+    if accumulation % world_size:
+        sequences = accumulation * batch_size
+        more = range(accumulation - accumulation % world_size + world_size, sequences + 1)
+        same = [n for n in more if n % world_size == 0 and sequences % n == 0]
+        flags = f"--accumulation={more.start}"
+        if same:
+            flags = (f"--batch_size={sequences // same[0]} --accumulation={same[0]}, which keep "
+                     f"{sequences} sequences a step")
         raise UserError(f"accumulation = {accumulation} is not a multiple of the {world_size} "
-                        f"ranks that torchrun started: use --accumulation={nearest}")
+                        f"ranks that torchrun started: use {flags}")
     return range(get_rank(), accumulation, world_size)

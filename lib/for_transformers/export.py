@@ -25,7 +25,6 @@ from lib.slot_usage.evaluation import describe_evaluation
 from lib.weights.checkpoint import find_weights, pooler_is_trained, read_weights
 from lib.weights.huggingface import ARCHITECTURES, MEMORY_ACT, SETTINGS, to_huggingface
 from lib.weights.run import Run
-from model import BertConfig
 
 CODE = ("pkm.py", "values.py", "lib/for_transformers/add_memory.py",
         "lib/for_transformers/modeling_pkm.py")  # beside the weights of a model with memory
@@ -41,7 +40,7 @@ def export(path, folder):
         raise UserError(f"{folder} exists already: name a new folder")
     source, vocab_file = find_weights(path)
     saved, vocab = read_weights(source), read_vocab(vocab_file)
-    config, head = BertConfig(**saved["config"]), saved.get("head")
+    config, head = saved["config"], saved.get("head")
     has_memory = bool(config.memory_layers) and (config.alpha, config.beta) != (1, 0)
     if config.causal and has_memory:
         raise UserError(f"{path} is a causal language model with memory: transformers has none")

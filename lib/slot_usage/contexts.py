@@ -25,8 +25,11 @@ def training_text(path):
     folder, _ = find_weights(path)
     if (folder / "model.pt").is_file():
         settings = Run(folder.parent).settings(["seq_len", "dataset"])
+        if settings["seq_len"] < 3:
+            raise UserError(f"{folder.parent}/config.json: seq_len = {settings['seq_len']}: "
+                            "expected at least 3")
         return settings["seq_len"], settings["dataset"]
-    return read_weights(path)["config"]["max_len"], None
+    return read_weights(path)["config"].max_len, None
 
 
 def open_corpus(name, *paths):

@@ -64,10 +64,11 @@ def check_language_model(path, causal):
 
 def check_same_text(paths):
     """Return the corpus of pretrained runs; UserError if their perplexities are of other texts."""
-    first = Run(paths[0]).settings(["dataset"])
+    keys = "tokenizer_hash", "dataset", "objective"
+    first = Run(paths[0]).settings(keys)
     for path in paths:
-        settings = Run(path).settings(["dataset"])
-        if any(settings[key] != first[key] for key in ("tokenizer_hash", "dataset", "objective")):
+        settings = Run(path).settings(keys)
+        if any(settings[key] != first[key] for key in keys):
             raise UserError(f"{path} has another vocabulary, corpus or objective than {paths[0]}: "
                             "their perplexities cannot be compared")
     return first["dataset"]
@@ -78,7 +79,7 @@ def evaluate_runs(paths, corpora, device, dtype, batch_size, sequences=None, mas
     sequences of each split are read, of the shortest length that a model was trained on. Windows of
     causal models overlap by half, and each token is predicted once. Returns (sequence length,
     records for JSON)."""
-    causal = read_weights(paths[0])["config"].get("causal", False)
+    causal = read_weights(paths[0])["config"].causal
     if causal and maskings > 1:
         raise UserError(f"--repeats {maskings}: a causal model has no maskings to repeat")
     for path in paths:  # report mistakes before the long work starts

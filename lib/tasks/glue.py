@@ -132,7 +132,7 @@ def parse_label(text, classes):
     """Return the number of a class, or a score if there are no classes; ValueError otherwise."""
     if text in classes:
         return classes.index(text)
-    if not classes and np.isfinite(float(text)):
+    if not classes and abs(float(text)) < 1e30:  # float32 goes up to 3e38; nan is not less
         return float(text)
     raise ValueError(f"label {text!r}: expected {', '.join(classes) or 'a number'}")
 
@@ -189,6 +189,8 @@ def find_columns(path, columns, choices):
     """Find the first of `choices`, tuples of names, among a file's columns: their places."""
     for names in choices:
         if set(names) <= set(columns):
+            if twice := [name for name in names if columns.count(name) > 1]:
+                raise UserError(f"{path}:1: there are {columns.count(twice[0])} columns {twice[0]}")
             return [columns.index(name) for name in names]
     expected = ", or ".join(" and ".join(names) for names in choices)
     raise UserError(f"{path}:1: columns {columns}: expected a header with {expected}")

@@ -134,7 +134,10 @@ def predict_file(run, file, device):
         raise UserError(f"{run}: not a fine-tuned model: python finetune.py makes one")
     model, tokenizer = load_model(folder).to(device), text_tokenizer(vocab)
     settings = Run(folder.parent).settings() if (folder / "model.pt").is_file() else {}
-    max_len = settings.get("max_len", min(384, model.bert.config.max_len))
+    most = model.bert.config.max_len
+    max_len = settings.get("max_len", min(384, most))
+    if not 8 <= max_len <= most:
+        raise UserError(f"{folder.parent}/config.json: max_len = {max_len}: expected 8 to {most}")
 
     if saved["head"] == "span":
         header, rows, questions = read_questions(file)

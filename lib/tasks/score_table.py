@@ -25,7 +25,7 @@ def group_seeds(paths):
         if not finished:
             print(f"{path} is left out: not fine-tuned, or not done")
         for run in finished:
-            settings = run.settings()
+            settings = run.settings(["init_from", "update_memory", "task", "seed"])
             key = settings["init_from"], settings["update_memory"], task_name(settings["task"])
             by_task.setdefault(key, {})[run.folder.resolve()] = run, settings
     if not by_task:

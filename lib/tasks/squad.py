@@ -1,13 +1,13 @@
 """
 Read SQuAD 1.1, cut its paragraphs into windows, and turn predicted spans into answers.
 """
-import json
+import collections
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from lib.common.errors import UserError
+from lib.common.files import read_json
 from lib.corpus.vocabulary import special_ids, tokenize
 from lib.tasks.examples import Examples
 
@@ -22,26 +22,38 @@ class Question:
 
 def read_squad(path, answered=True):
     """Read the Questions of a SQuAD 1.1 file; UserError if it is none. With `answered` each has
-    answers, at their places in the paragraph."""
+    answers, at their places in the paragraph. No two have the same id."""
+    articles = read_json(path).get("data")
     try:
-        articles = json.loads(Path(path).read_text(encoding="utf-8"))["data"]
         questions = [Question(qa["id"], qa["question"], paragraph["context"],
                               [(answer["answer_start"], answer["text"])
                                for answer in (qa["answers"] if answered else ())])
                      for article in articles for paragraph in article["paragraphs"]
                      for qa in paragraph["qas"]]
         for question in questions:
-            context, answers = question.context, question.answers
-            if not (isinstance(question.text, str) and isinstance(context, str)):
-                raise TypeError(f"question {question.id}: not a text")
-            found = [context[start:start + len(text)] == text for start, text in answers]
-            if answered and not (found and all(found)):
-                raise ValueError(f"question {question.id} has no answer in its paragraph")
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path}: not a file of SQuAD 1.1: {error!r}") from None
+            check_question(question, answered)
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{path}: not a file of SQuAD 1.1: {type(error).__name__}: "
+                        f"{error}") from None
     if not questions:
         raise UserError(f"{path}: no question in it")
+    [(shared, count)] = collections.Counter(question.id for question in questions).most_common(1)
+    if count > 1:
+        raise UserError(f"{path}: {count} questions have the id {shared!r}: an answer is told by "
+                        "its id, so give each question another one")
     return questions
+
+
+def check_question(question, answered):
+    """Raise an error for what is no text, or for a question without an answer in its paragraph."""
+    for text in (question.id, question.text, question.context):
+        if not isinstance(text, str):
+            raise TypeError(f"question {question.id!a}: {text!a:.40} is no text")
+        text.encode()  # raises if there is half a character in it
+    found = [type(start) is int and start >= 0 and text and question.context.startswith(text, start)
+             for start, text in question.answers]
+    if answered and not (found and all(found)):
+        raise ValueError(f"question {question.id} has no answer in its paragraph")
 
 
 @dataclass

@@ -18,14 +18,15 @@ from lib.common.random_streams import DROPOUT
 from lib.common.torchrun import under_torchrun
 from lib.distributed.gradients import distribute, sum_gradients
 from lib.distributed.processes import (
-    any_signalled,
     get_world_size,
     my_micro_batches,
+    stop_or_save,
     sum_over_ranks,
 )
 from lib.distributed.sharded_values import cut_moments, mark_moments
 from lib.training.flops import peak_flops
 from lib.weights.checkpoint import model_file
+from lib.weights.run import read_state
 from model import value_tables
 from values import LazyAdam
 
@@ -43,7 +44,7 @@ class State:
 
 
 class Trainer:
-    """Train a model. `config` has the settings of optimization, seed and compile.
+    """Train a model. `config` has the settings of optimization, seed, compile, checkpoint_minutes.
 
     `batches.get(step, micro)` returns a micro-batch: a dict of arrays by argument name of the
     model's forward().
@@ -109,12 +110,13 @@ class Trainer:
         `due(step)` is what to do after `step` updates: a set of 'log', 'evaluate' and 'save'.
         `evaluate(step)` may change the State, which is then saved."""
         new, start = [], time.perf_counter()  # new: (loss, norm), still on the device
-        stopped = False
+        stopped, saved, wait = False, start, 60 * self.config.checkpoint_minutes or math.inf
         while state.step < self.config.max_steps and not stopped:
             new.append(self.step(state.step))
             state.step += 1
-            stopped = any_signalled(signals)
-            todo = due(state.step) | ({"save"} if stopped else set())
+            # the ranks' clocks differ; any one that says so lets all of them save
+            stopped, late = stop_or_save(signals, time.perf_counter() - saved >= wait)
+            todo = due(state.step) | ({"save"} if stopped or late else set())
             if not todo:
                 continue
             new = [(loss.item(), norm.item()) for loss, norm in new]  # waits for the device
@@ -127,6 +129,7 @@ class Trainer:
                 evaluate(state.step)
             if "save" in todo:
                 self.save(run, state)
+                saved = time.perf_counter()
             new, start = [], time.perf_counter()
 
     def log(self, run, state, norm):
@@ -160,13 +163,18 @@ class Trainer:
                     "is too high, or the warm-up too short. --init_from=RUN --out=out/NAME starts "
                     "from the last checkpoint")
 
-    def save(self, run, state):
-        """Save a checkpoint: the model, both optimizers' moments, the state with the scaler."""
+    def checkpoint_files(self, state):
+        """Return what a checkpoint consists of, {name of the file: content}: the model, both
+        optimizers' moments, the state with the scaler."""
         values = mark_moments(self.value_optimizer.state_dict())
-        files = {"model": model_file(self.model, self.labels),
-                 "optimizer": {"dense": self.dense_optimizer.state_dict(), "values": values},
-                 "state": {**asdict(state), "scaler": self.scaler.state_dict()}}
-        run.save_checkpoint(state.step, files, self.keep, state.best and state.best["epoch"])
+        return {"model": model_file(self.model, self.labels),
+                "optimizer": {"dense": self.dense_optimizer.state_dict(), "values": values},
+                "state": {**asdict(state), "scaler": self.scaler.state_dict()}}
+
+    def save(self, run, state):
+        """Save a checkpoint."""
+        best_epoch = state.best and state.best["epoch"]
+        run.save_checkpoint(state.step, self.checkpoint_files(state), self.keep, best_epoch)
 
     def restore(self, checkpoint):
         """Load both optimizers and the scaler, but not the weights. Returns the State."""
@@ -175,15 +183,20 @@ class Trainer:
             # the copy is in memory, not mapped from the file
             self.dense_optimizer.load_state_dict(copy.deepcopy(moments["dense"]))
             self.value_optimizer.load_state_dict(cut_moments(moments["values"]))
-        except ValueError as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(f"{checkpoint}/optimizer.pt does not belong to the model.pt beside it "
                             f"({error})") from None
-        saved = load_file(checkpoint / "state.pt")
-        self.scaler.load_state_dict(saved.pop("scaler"))
+        saved = read_state(checkpoint)
+        try:
+            self.scaler.load_state_dict(saved.pop("scaler"))
+            state = State(**saved)
+        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+            raise UserError(f"{checkpoint}/state.pt: damaged ({error}): remove its folder to use "
+                            "an older checkpoint") from None
         if sum_over_ranks(saved["step"]) != get_world_size() * saved["step"]:
             raise Failure(f"{checkpoint}: other ranks see another one: is the folder shared?")
         print(f"going on from {checkpoint}")
-        return State(**saved)
+        return state
 
 
 def optimizer_groups(model, weight_decay, keys_lr=1.0):
@@ -214,17 +227,22 @@ def autocast(device, dtype):
 
 
 def catch_signals():
-    """Return a list to which SIGINT and SIGTERM are added from now on. A second signal ends the
-    process at once, except under torchrun, where a Ctrl-C reaches each rank twice."""
+    """Return a list to which SIGINT, SIGTERM and SIGUSR1 are added from now on. A second Ctrl-C
+    ends the process at once, except under torchrun, where a Ctrl-C reaches each rank twice."""
     def on_signal(number, frame):
         signals.append(number)
         if not under_torchrun():
             os.write(1, b"\nfinishing the step, then saving; "
-                        b"a second signal quits at once without saving\n")
-            for caught in both:
-                signal.signal(caught, signal.SIG_DFL)
+                        b"Ctrl-C quits at once without saving\n")
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    signals, both = [], (signal.SIGINT, signal.SIGTERM)
-    for caught in both:
+    signals = []
+    for caught in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(caught, on_signal)
     return signals
+
+
+def status_after(signals):
+    """Return the exit status of a run that a signal stopped, after it saved: 128 + the signal.
+    Under torchrun it is 0, because torchrun would restart ranks that fail."""
+    return 0 if under_torchrun() else 128 + signals[0]

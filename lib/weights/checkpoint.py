@@ -8,13 +8,15 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from lib.common.errors import UserError
 from lib.common.files import load_file
 from lib.corpus.download import PRETRAINED, unknown_weights
 from lib.corpus.vocabulary import full_tokenizer
 from lib.distributed.sharded_values import mark_weights
 from lib.weights.huggingface import FILES, read_folder
-from lib.weights.run import Run
+from lib.weights.run import Run, read_state
 from model import HEADS, BertConfig, Classifier, build_model
 
 
@@ -45,12 +47,33 @@ def find_weights(path):
 
 
 def read_weights(path):
-    """Read the weights that `path` names (see find_weights), as model_file() returns them. A
-    Hugging Face folder gives the weights that it has, under our names."""
+    """Read the weights that `path` names (see find_weights), as model_file() returns them, but
+    the config as a BertConfig. A Hugging Face folder gives the weights that it has, under our
+    names."""
     folder, _ = find_weights(path)
-    if (folder / "model.pt").is_file():
-        return load_file(folder / "model.pt", mmap=True)
-    return read_folder(folder)
+    if not (folder / "model.pt").is_file():
+        return read_folder(folder)
+    saved = load_file(folder / "model.pt", mmap=True)
+    saved |= {"config": BertConfig.from_dict(saved["config"], folder / "model.pt")}
+    check_model_file(saved, folder / "model.pt")
+    return saved
+
+
+def check_model_file(saved, file):
+    """Raise UserError unless the content of a model.pt is what model_file() makes for its config:
+    a head and labels that exist, and the weights of this model, no more and no less."""
+    head, labels, weights = saved.get("head"), saved.get("labels", []), saved["weights"]
+    if not (head is None or isinstance(head, str)) or head not in HEADS:
+        raise UserError(f"{file}: head = {head!r}: expected classifier, span or none")
+    if not (isinstance(labels, list) and all(isinstance(label, str) for label in labels)):
+        raise UserError(f"{file}: labels = {labels!r}: expected a list of texts")
+    if not (isinstance(weights, dict) and all(map(torch.is_tensor, weights.values()))):
+        raise UserError(f"{file}: its weights are no dict of tensors")
+    with torch.device("meta"):  # only the names are needed
+        expected = build_model(saved["config"], head, labels).state_dict()
+    if wrong := sorted(expected.keys() ^ weights.keys(), key=str):
+        has = "no" if wrong[0] in expected else "an unknown"
+        raise UserError(f"{file}: it has {has} {wrong[0]}: its config is another model's")
 
 
 def load_model(path):
@@ -63,7 +86,7 @@ def load_model(path):
     if not head and "bert.words.weight" in weights and "bias" not in weights:
         raise UserError(f"{path}: an encoder without a masked-LM head, which cannot predict words: "
                         "fine-tune it, or pretrain with --init_from, which makes a random head")
-    model = build_model(BertConfig(**saved["config"]), head, saved.get("labels", ()))
+    model = build_model(saved["config"], head, saved.get("labels", ()))
     # Hugging Face leaves the pooler out if the head does not need it
     spare = {name: w for name, w in model.state_dict().items()
              if "pooler" in name and head != "classifier"}
@@ -78,8 +101,8 @@ def load_run(path):
 
 
 def check_objective(path, config, causal):
-    """Raise UserError if the model at `path`, whose settings are `config`, is not as expected."""
-    if config["causal"] != causal:
+    """Raise UserError if the model at `path`, whose BertConfig is `config`, is not as expected."""
+    if config.causal != causal:
         found, expected = ("masked", "causal") if causal else ("causal", "masked")
         raise UserError(f"{path} is a {found} language model, expected a {expected} one")
 
@@ -88,18 +111,22 @@ def load_weights(model, weights, source, partial=False, assign=False):
     """Copy a state dict into the model. Returns the names that were copied. Names and shapes must
     be the model's; with `partial` some may be missing, or unknown. With `assign` the model takes
     the tensors themselves. Error messages name `source`."""
-    expected = model.state_dict()
+    expected = {name: w.shape for name, w in model.state_dict().items()}
     shared = expected.keys() & weights.keys()
     for name in sorted(shared):
-        if expected[name].shape != weights[name].shape:
+        if expected[name] != weights[name].shape:
             raise UserError(f"{source}: {name} has shape {tuple(weights[name].shape)}, here it is "
-                            f"{tuple(expected[name].shape)}: use the sizes that these weights were "
+                            f"{tuple(expected[name])}: use the sizes that these weights were "
                             "trained with")
     if not partial and expected.keys() != weights.keys():
         name = min(expected.keys() ^ weights.keys())
         has = "no" if name in expected else "an unknown"
         raise UserError(f"{source}: it has {has} {name}: this is another kind of model")
     model.load_state_dict(weights, strict=False, assign=assign)
+    for name, w in model.state_dict().items():
+        if name in shared and not w.sum(dtype=torch.float32).isfinite():  # needs no copy of w
+            raise UserError(f"{source}: {name} has numbers that are not finite: use an older "
+                            "checkpoint")
     return shared
 
 
@@ -125,7 +152,7 @@ def init_from(model, path, reinit_ffn=False):
     print(f"init_from {source}:")
     _print_loaded(model, saved["weights"], loaded)
     if (source / "state.pt").is_file():
-        settings, steps = Run(source.parent).settings(), load_file(source / "state.pt")["step"]
+        settings, steps = Run(source.parent).settings(), read_state(source)["step"]
         first_step = settings.get("first_step", 0) + steps
         if steps < settings.get("max_steps", 0):
             print(f"warning: {source} is of an unfinished run: {steps:,} of "

@@ -3,6 +3,7 @@ Hugging Face's BERT and DistilBERT: their weights under our names, ours under th
 
 >>> saved = read_folder(Path("data/weights/bert-base-uncased"))   # {"config": ..., "weights": ...}
 """
+import itertools
 import re
 from dataclasses import asdict
 
@@ -37,10 +38,12 @@ SETTINGS = {  # config.json's names for BertConfig's settings
     "bert": {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
              "d_model": "hidden_size", "d_ff": "intermediate_size", "vocab_size": "vocab_size",
              "max_len": "max_position_embeddings", "type_vocab": "type_vocab_size",
-             "dropout": "hidden_dropout_prob", "init_std": "initializer_range"},
+             "dropout": "hidden_dropout_prob", "init_std": "initializer_range",
+             "causal": "is_decoder"},
     "distilbert": {"n_layer": "n_layers", "n_head": "n_heads", "d_model": "dim",
                    "d_ff": "hidden_dim", "vocab_size": "vocab_size", "dropout": "dropout",
-                   "max_len": "max_position_embeddings", "init_std": "initializer_range"}}
+                   "max_len": "max_position_embeddings", "init_std": "initializer_range",
+                   "causal": "is_decoder"}}
 # an exported memory's settings keep their names
 SETTINGS["pkm-bert"] = {name: name for name in asdict(BertConfig())} | SETTINGS["bert"]
 # The hidden_act of a model with memory. transformers' own BERT would load the folder and leave the
@@ -74,10 +77,11 @@ def to_huggingface(weights, head=None):
     return renamed
 
 
-def from_huggingface(weights, config, head=None):
+def from_huggingface(weights, config, head=None, source="the weights"):
     """Rename the tensors of Hugging Face's BERT or DistilBERT as ours; their prefix is optional.
     Tensors that only one side has are left out: our pooler where theirs has none, their tied
-    decoder, BERT's head for next-sentence prediction."""
+    decoder, BERT's head for next-sentence prediction. UserError with `source` if a layer has a
+    tensor of theirs that we do not have, such as a memory's."""
     theirs = {}
     for name, w in weights.items():
         name = re.sub(r"^(distil)?bert\.", "", name)
@@ -87,6 +91,9 @@ def from_huggingface(weights, config, head=None):
     with torch.device("meta"):  # only its names are needed
         ours = build_model(config, head).state_dict()
     names = {name: their_names(name, head) for name in ours}
+    unknown = theirs.keys() - set(itertools.chain.from_iterable(names.values()))
+    if unknown := sorted(name for name in unknown if name.startswith("encoder.layer.")):
+        raise UserError(f"{source}: {unknown[0]} is no part of the model that config.json describes")
     return {name: torch.cat([theirs[n] for n in parts]) if len(parts) > 1 else theirs[parts[0]]
             for name, parts in names.items() if all(n in theirs for n in parts)}
 
@@ -108,7 +115,7 @@ def read_folder(folder):
         tokens, expected = len(read_vocab(vocab)), config.vocab_size
         if tokens != expected:
             raise UserError(f"{vocab}: {tokens:,} tokens do not fit weights for {expected:,}")
-    saved = {"config": asdict(config), "weights": from_huggingface(weights, config, head)}
+    saved = {"config": config, "weights": from_huggingface(weights, config, head, file)}
     if head:
         saved["head"] = head
     if head == "classifier":
@@ -125,12 +132,11 @@ def read_config(file):
         raise unknown_weights(f"{file.parent}: {kind}")
     if kind not in SETTINGS:
         raise UserError(f"{file}: model_type = {kind!r}: expected bert or distilbert")
-    try:
-        known = {ours: settings[theirs] for ours, theirs in SETTINGS[kind].items()}
-        config = BertConfig(**{"type_vocab": 0, "causal": settings.get("is_decoder", False),
-                               **known})
-    except (LookupError, TypeError) as error:
-        raise UserError(f"{file}: damaged ({type(error).__name__}: {error})") from None
+    names = SETTINGS[kind]
+    unnamed = {name: value for name, value in asdict(BertConfig(type_vocab=0)).items()
+               if name not in names}
+    known = {name: settings[name] for name in names.values() if name in settings}
+    config = BertConfig.from_dict({"is_decoder": False} | unnamed | known, file, names)
     for key, ours in (("hidden_act", "gelu"), ("activation", "gelu"), ("layer_norm_eps", 1e-12),
                       ("position_embedding_type", "absolute"), ("tie_word_embeddings", True)):
         if settings.get(key, ours) not in (ours, MEMORY_ACT):

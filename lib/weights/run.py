@@ -21,11 +21,31 @@ from pathlib import Path
 import numpy as np
 
 from lib.common.errors import Failure, UserError, need
-from lib.common.files import atomic, discard, load_file, read_json, write_text
+from lib.common.files import (
+    atomic,
+    discard,
+    load_file,
+    null_to_nan,
+    read_json,
+    to_json,
+    write_text,
+)
+from lib.common.provenance import process_facts
 from lib.common.torchrun import first_rank
 from lib.corpus.vocabulary import read_vocab, vocab_hash
-from lib.distributed.processes import first_rank_first, lost_rank, max_over_ranks
+from lib.distributed.processes import (
+    first_rank_first,
+    get_world_size,
+    lost_rank,
+    max_over_ranks,
+)
 from lib.distributed.sharded_values import save_whole
+
+FILES = {"model.pt", "optimizer.pt", "state.pt"}  # of a checkpoint; best/ has the first one only
+TYPES = {  # of what other programs read from config.json
+    "max_steps": int, "seed": int, "first_step": int, "seq_len": int, "max_len": int,
+    "doc_stride": int, "init_checkpoint": str, "dataset": str, "objective": str,
+    "tokenizer_hash": str, "memory_layers": list, "pooler_trained": bool, "data": dict}
 
 
 def save_files(folder, files):
@@ -46,10 +66,32 @@ def save_files(folder, files):
 def numbered(folder, prefix, suffix=""):
     """Find <folder>/<prefix><number><suffix>. Returns {number: path}, the lowest number first."""
     paths = {}
+    pattern = rf"{re.escape(prefix)}(\d+(\.\d+)?(e-\d+)?){re.escape(suffix)}"
     for path in folder.glob(f"{prefix}*{suffix}"):
-        if match := re.fullmatch(rf"{prefix}(\d+(\.\d+)?){suffix}", path.name):
+        if match := re.fullmatch(pattern, path.name):
             paths[float(match[1])] = path
     return dict(sorted(paths.items()))
+
+
+def drop(folder):
+    """Delete a folder of weights. A link stays, and a folder that has files of other programs."""
+    mine = first_rank() and not folder.is_symlink() and folder.is_dir()
+    if mine and set(os.listdir(folder)) <= FILES:
+        discard(folder)
+
+
+def brief(fact):
+    """Shorten a SHA-256, or a commit that may end in -dirty, to 12 digits."""
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,}", r"\1", str(fact))
+
+
+def read_state(checkpoint):
+    """Read a checkpoint's state.pt; UserError if it does not say which step it is of."""
+    state = load_file(checkpoint / "state.pt")
+    if type(state["step"]) is not int:
+        raise UserError(f"{checkpoint}/state.pt: step = {state['step']!r}: damaged, remove its "
+                        "folder to use an older checkpoint")
+    return state
 
 
 class Run:
@@ -60,27 +102,34 @@ class Run:
         self.folder = Path(folder)
         self.log_file = self.curves = None
 
-    def begin(self, config, vocab, origin):
+    def begin(self, config, vocab, origin, data):
         """Write config.json and the tokenizer's files. `config` is a dataclass, `vocab` the path of
-        a vocab.txt. `origin` is what init_from() returned, or a continued run's old settings()."""
+        a vocab.txt. `origin` is what init_from() returned, or a continued run's old settings().
+        `data` tells other data from these: {name: SHA-256, or a list of labels}."""
         for file in (vocab, vocab.with_name("tokenizer.json")):  # the run works without its corpus
             if file.exists():
                 with atomic(self.folder / file.name) as temporary:
                     shutil.copyfile(file, temporary)
-        settings = {**origin, **asdict(config), "tokenizer_hash": vocab_hash(read_vocab(vocab))}
-        write_text(self.folder / "config.json", json.dumps(settings, indent=1))
+        settings = {**origin, **asdict(config), "tokenizer_hash": vocab_hash(read_vocab(vocab)),
+                    "data": data, **process_facts(), "ranks": get_world_size()}
+        write_text(self.folder / "config.json", to_json(settings, indent=1))
 
     def settings(self, needed=()):
         """Read config.json: a dict of the settings and the origin, {} if there is none. UserError
         if a key of `needed` is missing: a fine-tuned run has no settings of pretraining."""
         path = self.folder / "config.json"
         settings = read_json(path) if path.is_file() else {}
+        for key, kind in TYPES.items():
+            if type(settings.get(key, kind())) is not kind:
+                raise UserError(f"{path}: {key} = {settings[key]!r}: expected {kind.__name__}, as "
+                                "the run wrote it")
         if missing := [key for key in needed if key not in settings]:
             raise UserError(f"{path}: no {missing[0]}: expected a run of pretrain.py")
         return settings
 
-    def check_settings(self, config):
-        """Print which settings changed since the run began; UserError if one must not change."""
+    def check_settings(self, config, data):
+        """Print what changed since the run began; UserError if a setting must not change, or if the
+        `data` did (see begin)."""
         may_change = {field.name for field in fields(config) if field.metadata["may_change"]}
         before, now = self.settings(["first_step"]), json.loads(json.dumps(asdict(config)))
         for key in sorted(key for key in now if now[key] != before.get(key)):
@@ -91,21 +140,36 @@ class Run:
                     if key == "max_steps" else "")
             note += " (it rises again first)" if note and now[key] > before[key] else ""
             print(f"{key} was {before.get(key)!r}, is now {now[key]!r}{note}")
+        old = before.get("data", {})
+        for name in sorted(old.keys() | data.keys()):
+            if old.get(name) != data.get(name):
+                raise UserError(f"{self.folder} was trained on other data: {name} was "
+                                f"{brief(old.get(name))}, is now {brief(data.get(name))}: put the "
+                                "old data back, or begin anew with --out=out/NAME")
+        facts = {**process_facts(), "ranks": get_world_size()}
+        changed = [f"{key} {brief(before.get(key))} -> {brief(value)}"
+                   for key, value in facts.items() if before.get(key) != value]
+        if changed:
+            print(f"changed since the last start: {', '.join(changed)}; results may differ from "
+                  "those of an uninterrupted run")
 
     def open(self, step, best_epoch=None, tensorboard=False):
         """Open the log. Remove what a killed process wrote after the checkpoint of `step`: half
         files, records, usage snapshots, and the weights of epochs other than `best_epoch`."""
-        for place in (".", "usage", "submission"):
-            for temporary in Path(self.folder, place).glob(".tmp_*"):
-                discard(temporary)
-        for number, snapshot in numbered(self.folder / "usage", "step_", ".npz").items():
-            if number > step:
-                discard(snapshot)
+        half = [*numbered(self.folder, ".tmp_step_").values(), self.folder / ".tmp_best",
+                *numbered(self.folder, ".tmp_best_epoch_").values()]
+        for folder in half:
+            drop(folder)
+        usage = self.folder / "usage"
+        later = [snapshot for number, snapshot in numbered(usage, "step_", ".npz").items()
+                 if number > step]
+        for file in [*numbered(usage, ".tmp_step_", ".npz").values(), *later]:
+            discard(file)
         self._drop_epochs_but(best_epoch)
         if first_rank():
             path = self.folder / "log.jsonl"
             records = self.records() if step and path.exists() else []
-            kept = [json.dumps(record) for record in records if record["step"] <= step]
+            kept = [to_json(record) for record in records if record["step"] <= step]
             write_text(path, "".join(f"{record}\n" for record in kept))
             self.log_file = path.open("a", buffering=1)
             if tensorboard:
@@ -115,8 +179,8 @@ class Run:
     def log(self, record):
         """Add a record, a dict with `step`, to log.jsonl and to TensorBoard's curves."""
         if self.log_file:  # only the first rank writes
-            print(json.dumps(record), file=self.log_file)
-        if self.curves:
+            print(to_json(record), file=self.log_file)
+        if self.curves and "warning" not in record:
             groups = {f"layer {n}": usage for n, usage in record.get("layers", {}).items()}
             groups["train" if "lr" in record else "eval"] = record
             for group, numbers in groups.items():
@@ -129,19 +193,20 @@ class Run:
         path, records = self.folder / "log.jsonl", []
         try:
             for line in path.read_text(errors="replace").split("\n")[:-1]:
-                record = json.loads(line)
-                record["step"]  # raises if it is no record
+                record = json.loads(line, object_hook=null_to_nan)
+                if type(record["step"]) is not int:
+                    raise ValueError
                 records.append(record)
         except OSError as error:
             raise UserError(f"{path}: not readable ({error})") from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             number = len(records) + 1
             raise UserError(f"{path}:{number}: not a record: remove the line") from None
         return records
 
     def evaluations(self, checkpoint=None):
         """Read the log's evaluations, up to a checkpoint. Steps include the initial model's."""
-        last = load_file(checkpoint / "state.pt")["step"] if checkpoint else math.inf
+        last = read_state(checkpoint)["step"] if checkpoint else math.inf
         first = self.settings(["first_step"])["first_step"]
         evaluations = [{**record, "step": first + record["step"]} for record in self.records()
                        if "perplexity" in record and record["step"] <= last]
@@ -169,13 +234,13 @@ class Run:
     def save_checkpoint(self, step, files, keep, best_epoch=None):
         """Write a checkpoint of {name: content}, whole or not at all. Returns its path. Then it
         deletes all checkpoints but the `keep` newest, and the weights of all epochs but
-        `best_epoch`."""
+        `best_epoch` (see drop)."""
         if self.log_file:
             os.fsync(self.log_file.fileno())  # no checkpoint is newer than its log
         folder = self.folder / f"step_{step:06d}"
         save_files(folder, files)
         for old in self.checkpoints()[:-keep]:
-            discard(old)
+            drop(old)
         self._drop_epochs_but(best_epoch)
         return folder
 
@@ -185,8 +250,8 @@ class Run:
         weights in Hugging Face layout do not tell."""
         if not (checkpoint / "state.pt").is_file():
             return {"steps": "?", "seed": "?"}
-        settings = self.settings(["max_steps", "seed"])
-        step, last = load_file(checkpoint / "state.pt")["step"], settings["max_steps"]
+        settings = self.settings(["max_steps", "seed", "init_checkpoint", "first_step"])
+        step, last = read_state(checkpoint)["step"], settings["max_steps"]
         steps = f"{step:,} of {last:,}" if step < last else f"{step:,}"
         if settings["init_checkpoint"]:
             first = settings["first_step"]  # 0 for an initial model in Hugging Face layout
@@ -229,19 +294,19 @@ class Run:
         named, best = self.folder / f"best_epoch_{epoch:g}", self.folder / "best"
         with first_rank_first():
             if named.exists():  # else a killed process has renamed it
-                discard(best)
+                drop(best)
                 named.rename(best)
         return best
 
     def _drop_epochs_but(self, epoch):
-        for folder in self.folder.glob("best_epoch_*"):
+        for folder in numbered(self.folder, "best_epoch_").values():
             if epoch is None or folder.name != f"best_epoch_{epoch:g}":
-                discard(folder)
+                drop(folder)
 
     def results(self):
         """Read the scores of fine-tuning, a dict, or {} if it is not done."""
         path = self.folder / "eval_results.json"
-        return read_json(path) if path.is_file() else {}
+        return read_json(path, null_to_nan) if path.is_file() else {}
 
     def write_results(self, results):
-        write_text(self.folder / "eval_results.json", json.dumps(results, indent=1))
+        write_text(self.folder / "eval_results.json", to_json(results, indent=1))

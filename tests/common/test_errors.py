@@ -36,3 +36,11 @@ def test_a_full_disk_under_the_output_is_one_line():
         done = end("print(1)", stdout=full)
     assert done.returncode == 1 and done.stderr.startswith("error: [Errno 28]")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_terminal_that_cannot_show_a_text_is_one_line(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = end("print('caf' + chr(233))", stdout=subprocess.DEVNULL)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: 'ascii' codec can't encode character '\\xe9' in position")
+    assert "PYTHONIOENCODING=utf-8" in done.stderr

@@ -3,6 +3,8 @@ Files that are whole or absent, and locks.
 """
 import errno
 import fcntl
+import json
+import math
 import os
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import time
 import pytest
 
 from lib.common.errors import UserError
-from lib.common.files import atomic, discard, lock
+from lib.common.files import atomic, discard, lock, null_to_nan, read_json, to_json
 from tests.helpers import ROOT
 
 
@@ -46,10 +48,50 @@ def test_links_are_not_followed(tmp_path):
     (tmp_path / "run").symlink_to("mine")
     (tmp_path / ".lock_other").symlink_to("mine/file")
     discard(tmp_path / "run")
-    with pytest.raises(OSError), lock(tmp_path / "other", "trains there"):
+    with pytest.raises(UserError, match=".lock_other: a link in place of a lock file: remove it"), \
+            lock(tmp_path / "other", "trains there"):
         pass
     assert not (tmp_path / "run").is_symlink()
     assert (tmp_path / "mine" / "file").read_text() == "precious"
+
+
+def test_a_folder_may_be_a_link_to_another(tmp_path):
+    """Both names share one lock. A link to nothing, to itself, or to a file is refused."""
+    (tmp_path / "big/run").mkdir(parents=True)
+    (tmp_path / "run").symlink_to("big/run")
+    with lock(tmp_path / "run", "trains there"):
+        assert (tmp_path / "big/.lock_run").exists()
+        with pytest.raises(UserError, match="one process"), lock(tmp_path / "big/run", "x"):
+            pass
+    (tmp_path / "gone").symlink_to("nowhere")
+    (tmp_path / "round").symlink_to("round")
+    (tmp_path / "file").touch()
+    (tmp_path / "to_file").symlink_to("file")
+    for name, words in {"gone": "gone: a link to nowhere, which is not there",
+                        "round": "round: a link to round, which is not there",
+                        "file": "expected the path of a folder",
+                        "to_file": "expected the path of a folder"}.items():
+        with pytest.raises(UserError, match=words), lock(tmp_path / name, "x"):
+            pass
+    with pytest.raises(UserError, match="^/: expected the path of a folder"), lock("/", "x"):
+        pass
+    assert not list(tmp_path.rglob(".lock_*"))
+
+
+def test_json_has_no_nan(tmp_path):
+    """What is not finite is null in the file, and nan again for who reads it."""
+    content = {"a": math.nan, "b": [1.5, math.inf, {"c": -math.inf}], "d": (True, "NaN", 3, None)}
+    text = to_json(content)
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "a": None, "b": [1.5, None, {"c": None}], "d": [True, "NaN", 3, None]}
+    assert to_json({"a": 0.1}) == json.dumps({"a": 0.1})
+    (tmp_path / "file").write_text('{"a": null, "b": {"c": null}, "d": 2}')
+    found = read_json(tmp_path / "file", null_to_nan)
+    assert math.isnan(found["a"]) and math.isnan(found["b"]["c"]) and found["d"] == 2
+    assert read_json(tmp_path / "file")["a"] is None
+    (tmp_path / "file").write_text('{"a": ' + "[" * 100_000)
+    with pytest.raises(UserError, match="file: not readable"):
+        read_json(tmp_path / "file")
 
 
 def test_a_lock_names_its_process_and_leaves_nothing(tmp_path):

@@ -72,5 +72,5 @@ def test_sizes_are_settings(capsys):
                                            "--d_ff=384", "--seq_len=64"])
     sizes = pretrain.model_sizes(config)
     assert [sizes[name] for name in ("n_layer", "n_head", "d_model", "d_ff")] == [3, 4, 96, 384]
-    with pytest.raises(UserError, match="no multiple of n_head"):
+    with pytest.raises(UserError, match="n_head = 5: expected a divisor of the width 96"):
         pretrain.check_config(dataclasses.replace(config, n_head=5))

@@ -273,11 +273,11 @@ def test_encodings(workdir, capsys):
         codec = "cp1252" if n in (1, 3) else "utf-8"
         Path(f"t/{n}.txt").write_bytes(f"{'mat ' * n}{LATIN}".encode(codec))
     before = files()
-    with pytest.raises(UserError, match="^t/1.txt: byte 7 is not utf-8 text: .*--enc") as error:
+    with pytest.raises(UserError, match="^t/1.txt: byte 7 is not utf-8 text; t/3.txt: byte 15 .*: 2 of 5 files ") as error:
         prepare("text", "t", "t", "--vocab", "vocab.txt")
     assert "\n" not in str(error.value) and files() == before
     prepare("text", "t", "t", "--encoding", "auto", "--vocab", "vocab.txt")
-    assert "3 files are UTF-8, 2 are Windows-1252" in capsys.readouterr().out
+    assert "encodings: 3 files are utf-8, 2 files are cp1252\n" in capsys.readouterr().out
     for n in range(5):
         Path(f"t/{n}.txt").write_text(f"{'mat ' * n}{LATIN}", encoding="utf-8")
     prepare("text", "u", "t", "--vocab", "vocab.txt")
@@ -287,6 +287,7 @@ def test_encodings(workdir, capsys):
     for name in "uw":
         assert Path(f"data/{name}/train.bin").read_bytes() == Path("data/t/train.bin").read_bytes()
     Path("u").mkdir()
+    Path("u/notes.md").write_text("not read")
     Path("u/9.txt").write_bytes(b"cat\x81")  # no Windows-1252 either
     for folder, encoding, words in (
             ("u", "auto", "u/9.txt: byte 3 is not cp1252 text: .*--encoding NAME"),
@@ -296,6 +297,18 @@ def test_encodings(workdir, capsys):
         with pytest.raises(UserError, match=words) as error:
             prepare("text", "x", folder, "--vocab", "vocab.txt", "--encoding", encoding)
         assert "\n" not in str(error.value) and not Path("data/x").exists()
+    for n in range(12):
+        Path(f"u/{n:02}.txt").write_bytes(b"cat\x81")
+    with pytest.raises(UserError, match="09.txt: .*; and 3 more: 13 of 13 .*--skip_unreadable"):
+        prepare("text", "x", "u", "--vocab", "vocab.txt", "--skip_unreadable")  # nothing is left
+    shutil.copytree("t", "u/t")
+    capsys.readouterr()
+    prepare("text", "x", "u", "--vocab", "vocab.txt", "--skip_unreadable", "--encoding", "utf-16")
+    output = capsys.readouterr().out
+    assert "left out: u/9.txt: not utf-16 text" in output
+    assert "encodings: 5 files are utf-16; 13 of 18 files left out" in output
+    assert "u: left out: 1 .md (of a folder, only *.txt is read: name other files)" in output
+    assert Path("data/x/train.bin").read_bytes() == Path("data/t/train.bin").read_bytes()
 
 
 def test_a_byte_that_is_no_text_is_found(workdir):

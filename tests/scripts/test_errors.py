@@ -87,6 +87,17 @@ def foreign_id(name, at, number):
     return spoil
 
 
+def changed(name, **settings):
+    def spoil():
+        Path(name).write_text(json.dumps({**json.loads(Path(name).read_text()), **settings}))
+    return spoil
+
+
+def same_ids():
+    path = Path("data/squad/train-v1.1.json")
+    path.write_text(path.read_text().replace('"q1"', '"q0"'))
+
+
 def sample(change):
     """A corpus, data/sample, and change() to its folder."""
     def spoil():
@@ -185,6 +196,10 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("text new sample.txt --vocab_size 255", None, "255"),
         ("text new sample.txt --val_every 2", None, "--val_every", "at least 3"),
         ("pg19 --vocab_size 300", None, "pg19 has no training split"),
+        ("text weights sample.txt", None, "data/weights is for other things"),
+        ("text 'a\nb' sample.txt", None, "a corpus's name is a folder's name"),
+        ("text new \udcff.txt", None, r"text new \udcff.txt", "must be UTF-8"),
+        ("weights a/..", None, "a/..: no weights there"),
         ("glue rte", None, "rte: no task of GLUE", "RTE"),
         ("text new sample.txt --vocab missing", None, "missing"),
         ("wikitext2 --from nothing", lambda: Path("nothing").mkdir(), "wiki.train.tokens"),
@@ -211,7 +226,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
           for more in ("abc", [*pre_tokenizers.ByteLevel.alphabet(), "\u5317"])],
         ("squad --from .", lambda: [squad_file(Path(name)) and halved(name)()
                                     for name in prepare_data.SQUAD_FILES],
-         "dev-v1.1.json: not a file of SQuAD 1.1"),
+         "dev-v1.1.json: not readable"),
         ("wikipedia --from wiki --vocab vocab.txt", parquet(lambda whole: whole[:-100]),
          "wiki/a.parquet: damaged"),
         ("wikipedia --from wiki --vocab vocab.txt", parquet(lambda whole: b""),
@@ -219,6 +234,8 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("wikipedia --from wiki --vocab vocab.txt",
          parquet(lambda whole: whole[:4] + b"\xff" * 56 + whole[60:]), "wiki/a.parquet: damaged"),
         ("wikipedia --from wiki --vocab vocab.txt", parquet(column="body"), "no column 'text'"),
+        ("wikipedia --from wiki --vocab vocab.txt",
+         lambda: write_parquet("wiki/a.parquet", [1, 2, 3]), "no texts in the column 'text'"),
         ("wikipedia --from nowhere --vocab vocab.txt", None, "nowhere: no such file")],
     ("workdir", "Corpus"): [
         ("mine", None, "data/mine: no such corpus", "prepare_data.py text mine PATH...\n"),
@@ -230,6 +247,10 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("sample", sample(written("data/sample/meta.json", "[]")), "meta.json: not readable"),
         ("sample", meta(lambda found: found.pop("tokens")), "meta.json: damaged"),
         ("sample", meta(lambda found: found.update(mask_id=5)), "meta.json: damaged"),
+        ("sample", meta(lambda found: found.update(sha256=["0"])), "meta.json: damaged"),
+        ("sample", meta(lambda found: found["tokens"].update(val="9")), "meta.json: damaged"),
+        ("sample", meta(lambda found: found.update(unigram_perplexity=None)), "meta.json: damaged"),
+        ("sample", sample(written("data/sample/meta.json", "[" * 100_000)), "not readable"),
         ("sample", sample(written("data/sample/vocab.txt", "\n".join([*PIECES[:-1], "!"]) + "\n")),
          "vocab.txt"),
         ("sample", sample(written("data/sample/train.bin", bytes(22))),
@@ -258,6 +279,10 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
          "error: own/train.tsv:3: not UTF-8"),
         ("train", tsv("train", "sentence\tscore\na\t1\nb\tnan\nc\thigh\n"),
          "error: own/train.tsv:3: label 'nan': expected a number (2 of 3"),
+        ("train", tsv("train", "sentence\tscore\na\t1e39\nb\t1\n"),
+         "error: own/train.tsv:2: label '1e39': expected a number"),
+        ("train", tsv("train", "sentence\tsentence\tlabel\na\tb\tx\na\tb\ty\n"),
+         "error: own/train.tsv:1: there are 2 columns sentence"),
         ("dev", tsv("dev", "sentence\tlabel\na\tx\n\t\nb\tz\n"),
          "error: own/dev.tsv:3: label '': expected x, y (2 of 3"),
         ("dev", tsv("dev", "sentence\tlabel\na\tx\n\nb\ty\n"),
@@ -289,14 +314,22 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("fill hf [MASK]", weights("model.safetensors", b"half"), "truncated"),
         ("fill hf [MASK]", weights("config.json", b"{"), "config.json: not readable"),
         ("fill hf [MASK]", weights("config.json", b"[]"), "config.json: not readable"),
-        ("fill hf [MASK]", weights("config.json", {"hidden_size": None}), "config.json: damaged"),
+        ("fill hf [MASK]", weights("config.json", {"hidden_size": None}),
+         "config.json: it has no setting hidden_size"),
         ("fill hf [MASK]", weights("config.json", {"model_type": "gpt2"}), "'gpt2': expected bert"),
         ("fill hf [MASK]", weights("config.json", {"model_type": "roberta"}), "RoBERTa's weights"),
         ("fill hf [MASK]", weights("config.json", {"hidden_act": "gelu_new"}), "gelu_new"),
         ("fill hf [MASK]", weights("config.json", {"vocab_size": 41}),
          "40 tokens do not fit weights for 41"),
-        ("fill hf [MASK]", weights("config.json", {"num_attention_heads": 3}), "multiple"),
-        ("fill hf [MASK]", weights("config.json", {"hidden_size": "wide"}), "config.json: damaged"),
+        ("fill hf [MASK]", weights("config.json", {"num_attention_heads": 3}),
+         "config.json: num_attention_heads = 3: expected a divisor of the width 4"),
+        ("fill hf [MASK]", weights("config.json", {"hidden_size": "wide"}), "hidden_size = 'wide': expected a"),
+        ("fill hf [MASK]", weights("config.json", {"num_attention_heads": 0}), "at least 1"),
+        ("fill hf [MASK]", weights("config.json", {"hidden_size": 4.0}), "hidden_size = 4.0: expec"),
+        ("fill hf [MASK]", weights("config.json", {"hidden_size": 2**30}), "this machine has"),
+        ("fill hf [MASK]", weights("config.json", {"is_decoder": "no"}), "is_decoder = 'no'"),
+        ("fill hf [MASK]", weights("config.json", {"model_type": "pkm-bert", "alpha": None}),
+         "it has no setting alpha"),
         ("fill hf [MASK]", weights("vocab.txt", b"[PAD]\n"), "not a vocabulary")],
     ("two_runs", "measure.py"): [
         ("table out/none --data tiny", None, "out/none", "no weights"),
@@ -324,6 +357,11 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("fill out/tiny 'no mask'", None, "no [MASK]"), ("fill out/none [MASK]", None, "out/none"),
         ("fill out/tiny [MASK] --data nowhere", None, "data/nowhere"),
         ("sample out/tiny the", None, "out/tiny is a masked language model, expected a causal one"),
+        ("sample out/tiny the --temperature nan", None, "--temperature nan: expected a number"),
+        (f"sample out/tiny the --seed {10**23}", None, "--seed", "expected a whole number"),
+        ("fill out/tiny '\udcff [MASK]'", None, "must be UTF-8"),
+        ("table out/tiny --data tiny", changed("out/tiny/config.json", seq_len=1), "seq_len = 1"),
+        ("curves out/tiny", changed("out/tiny/config.json", objective=None), "objective"),
         (f"fill out/tiny '{'[MASK] ' * 500}'", None, "positions")],
     ("place", "pretrain.py"): [
         ("tiny.py --batchsize=4", None, "'batchsize'", "did you mean batch_size"),
@@ -336,7 +374,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("tiny.py --dtype=float16", None, "float16"),
         ("tiny.py --device=abacus", None, "device", "abacus"),
         ("tiny.py --topk=9", None, "topk", "9"), ("tiny.py --key_dim=15", None, "key_dim", "15"),
-        ("tiny.py --memory_layers=5", None, "memory_layers", "layer 5"),
+        ("tiny.py --memory_layers=5", None, "memory_layers = (5,)", "1 to 4"),
         ("tiny.py --seq_len=129", None, "seq_len", "129", "128"),
         ("tiny.py --dataset=nowhere", None, "data/nowhere"),
         ("tiny.py --init_from=out/base", None, "out/base", "python pretrain.py configs/base.py"),
@@ -372,6 +410,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
          "vocabulary")],
     ("tuned", "finetune.py"): [
         ("tune.py --task=", None, "expected docs"),
+        ("tune.py --task=squad", same_ids, "train-v1.1.json: 2 questions have the id 'q0'"),
         ("tune.py --task=nothing", None, "nothing", "expected docs, squad"),
         ("tune.py --task=rte", None, "data/glue/RTE", "prepare_data.py glue RTE"),
         ("tune.py --init_from=", None, "init_from", "python finetune.py configs/demo_finetune.py"),
@@ -394,7 +433,8 @@ def trained(prepared, tmp_path_factory):
     """A copy of `prepared` with out/tiny, and out/foreign without memory and on other words."""
     folder = tmp_path_factory.mktemp("trained")
     shutil.copytree(prepared, folder, dirs_exist_ok=True)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    caught = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+    handlers = {number: signal.getsignal(number) for number in caught}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         train("--max_steps=2")

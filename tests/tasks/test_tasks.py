@@ -236,11 +236,18 @@ def test_a_malformed_squad_file(tmp_path):
     data = squad_file(path)
     text, question = path.read_text(), data["data"][0]["paragraphs"][0]["qas"][1]
     cases = [(text[:300], f"line {text[:300].count(chr(10)) + 1} column"),
-             ("[]", "not a file of SQuAD 1.1"), ("\xff", "not a file of SQuAD 1.1")]
+             ("[]", "no JSON object"), ("\xff", "not readable"),
+             ("[" * 100_000, "not readable")]
     for good, bad in (('"answer_start": 4', '"answer_start": "4"'), ('"no cat ?"', "null"),
                       ('"text": "cat"', '"text": 5'), ('"context": "', '"context": ["a"], "b": "')):
-        cases.append((text.replace(good, bad), "not a file of SQuAD 1.1: TypeError"))
-    cases += [(text.replace('"answer_start": 4', '"answer_start": 5'), "question q0 has no answer"),
+        cases.append((text.replace(good, bad), "not a file of SQuAD 1.1: "))
+    cases += [(text.replace('"answer_start": 4', f'"answer_start": {start}'),
+               "question q0 has no answer in its paragraph") for start in (5, -128, 10**30)]
+    cases += [(text.replace('"q0"', wrong), f"not a file of SQuAD 1.1: {words}") for wrong, words in
+              (("5", "TypeError: question 5: 5 is no text"), ('["q"]', "TypeError: question ['q']"),
+               (r'"\ud800"', "UnicodeEncodeError: "))]
+    cases += [(text.replace('"text": "cat"', '"text": ""'), "question q0 has no answer"),
+              (text.replace('"q0"', '"q1"'), "2 questions have the id 'q1'"),
               ('{"data": []}', "no question in it")]
     for change, message in [(lambda: question.update(answers=[]), "question q1 has no answer"),
                             (lambda: question.pop("answers"), "not a file of SQuAD 1.1: KeyError")]:

@@ -250,7 +250,7 @@ def test_seeds_share_no_random_pooler(plain_run):
         model = SpanReader(sizes)
         origin = init_from(model, before)
         reader = save_model(initial.parent / f"squad_{trained}", model)
-        Run(reader.parent).begin(pretrain.Config(), vocab, origin)
+        Run(reader.parent).begin(pretrain.Config(), vocab, origin, {})
         shutil.rmtree(before)  # a run knows it without its ancestors
         assert torch.equal(pooler(0, reader), pooler(1, reader)) == trained
 
@@ -275,7 +275,8 @@ def test_loading_a_model_keeps_one_copy(tmp_path):
 
 
 def test_a_run_leaves_what_it_promises(place, capsys):
-    assert train("--checkpoint_interval=3") == 0
+    args = ["--checkpoint_interval=3", "--warmup_steps=4"]
+    assert train(*args) == 0
     run, records = Path("out/tiny"), log()
     assert [r["step"] for r in records if "grad_norm" in r] == [3, 6, 9, 12]
     evaluations = [r for r in records if "perplexity" in r]
@@ -293,8 +294,8 @@ def test_a_run_leaves_what_it_promises(place, capsys):
         topk = 4 if name.endswith("read") else 1
         assert counts.shape == (64,) and counts.sum() == 8 * 16 * 2 * topk  # tokens, heads
     before = files()
-    assert train("--checkpoint_interval=3") == 0 and files() == before  # the end was reached
-    assert train("--checkpoint_interval=3", "--eval_only=True") == 0 and files() == before
+    assert train(*args) == 0 and files() == before  # the end was reached
+    assert train(*args, "--eval_only=True") == 0 and files() == before
     assert f"perplexity {evaluations[-1]['perplexity']:.2f}" in capsys.readouterr().out
     assert train("--out=out/new", "--dry_run=True") == 0 and files() == before
     assert train("--out=out/new", "--eval_only=True") == 0 and files() == before
@@ -325,8 +326,9 @@ def test_accumulation_is_one_larger_batch(place, monkeypatch):
 
 
 def test_a_logged_loss_is_the_mean_since_the_last(place):
-    every = losses("--max_steps=9")
-    train("--max_steps=9")
+    args = "--max_steps=9", "--warmup_steps=4"
+    every = losses(*args)
+    train(*args)
     means = [r["loss"] for r in log() if "grad_norm" in r]
     assert means == pytest.approx(every.reshape(3, 3).mean(1))
     lrs = [r["lr"] for r in log("out/losses") if "grad_norm" in r]
@@ -462,9 +464,9 @@ def test_a_killed_run_ends_as_if_it_had_not_been(place):
     assert not list(run.rglob(".tmp_*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("at, objective", [(1, "masked"), (8, "masked"), (8, "causal"),
-                                           (12, "masked")])
+@pytest.mark.parametrize("number, at, objective", [
+    (signal.SIGINT, 1, "masked"), (signal.SIGTERM, 1, "masked"), (signal.SIGINT, 8, "masked"),
+    (signal.SIGTERM, 8, "causal"), (signal.SIGUSR1, 8, "masked"), (signal.SIGUSR1, 12, "masked")])
 def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, at, objective):
     step = Trainer.step
 
@@ -483,6 +485,21 @@ def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, 
     assert train("--out=out/a b", f"--objective={objective}") == 0
     assert train("--out=out/whole", f"--objective={objective}") == 0
     assert_same_run("out/a b", "out/whole")
+
+
+def test_a_second_signal_of_a_scheduler_does_not_stop_the_saving(place, monkeypatch):
+    """SLURM may send SIGUSR1 and then SIGTERM; only Ctrl-C quits at once."""
+    save = Trainer.save
+
+    def interrupted(trainer, *args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+        return save(trainer, *args)
+
+    monkeypatch.setattr(Trainer, "save", interrupted)
+    monkeypatch.setattr(Trainer, "step", lambda self, n, step=Trainer.step: (
+        os.kill(os.getpid(), signal.SIGUSR1), step(self, n))[1])
+    assert train() == 128 + signal.SIGUSR1 and steps_saved("out/tiny") == 1
 
 
 def test_a_loss_that_is_no_number_stops_the_run(place, monkeypatch):

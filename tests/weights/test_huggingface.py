@@ -14,6 +14,7 @@ import measure
 from lib.common.errors import UserError
 from lib.corpus.batches import Corpus, masked_heldout
 from lib.corpus.vocabulary import SPECIALS, load_tokenizer
+from lib.for_transformers.export import export
 from lib.training.trainer import to_device
 from lib.weights.checkpoint import init_from, load_model, read_weights
 from model import BertConfig, Classifier, MaskedLM, SpanReader, build_model
@@ -187,3 +188,17 @@ def test_a_run_starts_from_hugging_faces_weights(place, capsys):
     shutil.copy("other.txt", "data/weights/bert-base-uncased/vocab.txt")
     assert_one_line(capsys, "tiny.py", "--init_from=bert-base-uncased", "--dataset=other",
                     words=["26 tokens do not fit weights for 25"])
+
+
+@pytest.mark.parametrize("lie, name", [({"num_hidden_layers": 1}, "encoder.layer.1"),
+                                       ({"model_type": "bert"}, "encoder.layer.1.memory")])
+def test_a_tensor_that_config_json_does_not_describe_is_refused(tmp_path, lie, name):
+    """A layer or a memory would be left out without a word."""
+    pytest.importorskip("safetensors")
+    model = tiny_head(None, memory_layers=(2,), n_layer=2)
+    export(saved_run(tmp_path, model), tmp_path / "hf")
+    file = tmp_path / "hf/config.json"
+    settings = {**json.loads(file.read_text()), "hidden_act": "gelu"}
+    file.write_text(json.dumps({**settings, "memory_layers": [1], **lie}))
+    with pytest.raises(UserError, match=f"model.safetensors: {name}.* is no part of the model"):
+        load_model(tmp_path / "hf")

@@ -81,7 +81,13 @@ def test_what_a_killed_process_wrote_after_its_checkpoint_goes(tmp_path):
     (run.folder / "usage/step_000009 (copy).npz").write_text("of a person")
     for name in ("", "usage/", "notes/"):
         Path(run.folder, name).mkdir(exist_ok=True)
-        Path(run.folder, name, ".tmp_half").write_text("half")
+        Path(run.folder, name, ".tmp_half").write_text("of a person")
+    for name in (".tmp_step_000009", ".tmp_best_epoch_4", ".tmp_best", "best_epoch_notes",
+                 "best_epoch_7"):
+        (run.folder / name).mkdir()
+        (run.folder / name / "model.pt").write_text("half")
+    (run.folder / "best_epoch_7/thesis.txt").write_text("of a person")
+    (run.folder / "usage/.tmp_step_000009.npz").write_text("half")
     with run.folder.joinpath("log.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
     again = Run(run.folder)
@@ -89,7 +95,30 @@ def test_what_a_killed_process_wrote_after_its_checkpoint_goes(tmp_path):
     assert again.records() == [{"step": 3, "loss": 1.0}]
     left = {str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file()}
     assert left == {"log.jsonl", "usage/step_000003.npz", "best_epoch_1.5/model.pt",
-                    "usage/step_000009 (copy).npz", "notes/.tmp_half"}
+                    "usage/step_000009 (copy).npz", "notes/.tmp_half", ".tmp_half",
+                    "usage/.tmp_half", "best_epoch_notes/model.pt", "best_epoch_7/model.pt",
+                    "best_epoch_7/thesis.txt"}
+
+
+def test_only_what_a_run_wrote_is_deleted(tmp_path):
+    """A checkpoint that is a link stays, and one to which somebody added a file."""
+    run = Run(tmp_path / "run")
+    for step in (1, 2):
+        save_model(run.folder, tiny_bert(), step=step)
+    (run.folder / "step_000001").rename(tmp_path / "elsewhere")
+    (run.folder / "step_000001").symlink_to(tmp_path / "elsewhere")
+    (run.folder / "step_000002/notes.txt").touch()
+    for step in (3, 4, 5):
+        save_model(run.folder, tiny_bert(), step=step)
+    assert [int(path.name[5:]) for path in run.checkpoints()] == [1, 2, 4, 5]
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 3
+    assert len(list((run.folder / "step_000002").iterdir())) == 4
+
+
+def test_the_best_of_a_short_training_is_found(tmp_path):
+    """One step of a hundred thousand is epoch 1e-05."""
+    Run(tmp_path).save_best(1e-5, {"weights": 1})
+    assert Run(tmp_path).weights_folder() == tmp_path / "best_epoch_1e-05"
 
 
 def test_the_newest_checkpoints_stay_by_number(tmp_path):
@@ -129,12 +158,54 @@ def test_a_damaged_log_is_named_with_its_line(place):
 def test_a_run_goes_on_under_the_same_settings(place, capsys):
     run, config = Run("run"), pretrain.Config(max_steps=5)
     run.begin(config, Path("tiny.txt"), {"init_checkpoint": "", "first_step": 0,
-                                         "pooler_trained": False})
-    run.check_settings(config)
+                                         "pooler_trained": False}, {})
+    run.check_settings(config, {})
     assert not capsys.readouterr().out
-    run.check_settings(pretrain.Config(max_steps=9, log_interval=1))
+    run.check_settings(pretrain.Config(max_steps=9, log_interval=1), {})
     assert capsys.readouterr().out == (
         "log_interval was 10, is now 1\nmax_steps was 5, is now 9; the learning rate now reaches 0 "
         "at the new max_steps (it rises again first)\n")
     with pytest.raises(UserError, match=r"run was trained with memory_layers = \[\], not \[2\]"):
-        run.check_settings(pretrain.Config(max_steps=5, memory_layers=(2,)))
+        run.check_settings(pretrain.Config(max_steps=5, memory_layers=(2,)), {})
+
+
+def test_a_run_knows_what_its_numbers_depend_on(place, capsys, monkeypatch):
+    """Another machine is one line; other data are refused."""
+    facts, data = {"threads": 1, "torch": "2.13.0", "commit": "a" * 40}, {"train": "b" * 64}
+    monkeypatch.setattr("lib.weights.run.process_facts", lambda: facts)
+    run, config = Run("run"), pretrain.Config()
+    run.begin(config, Path("tiny.txt"), {"first_step": 0}, {**data, "labels": ["x", "y"]})
+    assert run.settings().items() >= {**facts, "ranks": 1}.items()
+    run.check_settings(config, {**data, "labels": ["x", "y"]})
+    assert not capsys.readouterr().out
+    facts |= {"threads": 2, "commit": "c" * 40 + "-dirty"}
+    run.check_settings(config, {**data, "labels": ["x", "y"]})
+    assert capsys.readouterr().out == (
+        "changed since the last start: threads 1 -> 2, commit aaaaaaaaaaaa -> cccccccccccc-dirty; "
+        "results may differ from those of an uninterrupted run\n")
+    for other, words in [({**data, "labels": ["x", "z"]}, r"labels was \['x', 'y'\], is now"),
+                         ({"train": "d" * 64, "labels": ["x", "y"]},
+                          "train was bbbbbbbbbbbb, is now dddddddddddd: put the old data back, or"),
+                         (data, "is now None")]:
+        with pytest.raises(UserError, match=f"^run was trained on other data: .*{words}"):
+            run.check_settings(config, other)
+
+
+@pytest.mark.parametrize("key, value", [("max_steps", "12"), ("max_steps", None), ("seed", 1.5),
+                                        ("init_checkpoint", None), ("memory_layers", 2),
+                                        ("data", []), ("first_step", True)])
+def test_a_config_that_lies_is_named(tmp_path, key, value):
+    (tmp_path / "config.json").write_text(json.dumps({"seed": 1, key: value}))
+    with pytest.raises(UserError, match=f"config.json: {key} = .*: expected "):
+        Run(tmp_path).settings()
+
+
+def test_a_score_that_is_no_number_is_null(tmp_path):
+    run = Run(tmp_path)
+    run.write_results({"eval_pearson": float("nan"), "epoch": 1.0})
+    assert json.loads((tmp_path / "eval_results.json").read_text())["eval_pearson"] is None
+    assert np.isnan(run.results()["eval_pearson"]) and run.results()["epoch"] == 1.0
+    run.open(0)
+    run.log({"step": 1, "pearson": float("nan")})
+    assert (tmp_path / "log.jsonl").read_text() == '{"step": 1, "pearson": null}\n'
+    assert np.isnan(run.records()[0]["pearson"])
