@@ -42,7 +42,8 @@ def prepared(tmp_path_factory):
 @pytest.fixture
 def place(prepared, tmp_path, monkeypatch):
     """The working directory: a copy of `prepared`. Signal handlers are put back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    caught = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+    handlers = {number: signal.getsignal(number) for number in caught}
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     yield tmp_path

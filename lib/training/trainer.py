@@ -190,8 +190,8 @@ class Trainer:
             self.scaler.load_state_dict(saved.pop("scaler"))
             state = State(**saved)
         except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-            raise UserError(f"{checkpoint}/state.pt: damaged ({error}): remove its folder to use an "
-                            "older checkpoint") from None
+            raise UserError(f"{checkpoint}/state.pt: damaged ({error}): remove its folder to use "
+                            "an older checkpoint") from None
         if sum_over_ranks(saved["step"]) != get_world_size() * saved["step"]:
             raise Failure(f"{checkpoint}: other ranks see another one: is the folder shared?")
         print(f"going on from {checkpoint}")

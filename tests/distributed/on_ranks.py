@@ -107,6 +107,14 @@ def one_signalled(args):
     assert any_signalled(signals) and signals == [15] and not any_signalled([])
 
 
+def one_late(args):
+    """Pretrain with checkpoints by the clock. The clock of the rank args[0] gains 30 seconds each
+    time it is read, the others' a millisecond."""
+    readings = itertools.count(0, 30 if get_rank() == int(args[0]) else 1e-3)
+    time.perf_counter = lambda: next(readings)
+    return pretrain.main(args[1:])
+
+
 def hang(args):
     """Let the last rank stay away for longer than the others wait."""
     set_timeout(1)
@@ -125,7 +133,7 @@ def rewind(args):
 
 MAINS = {"pretrain.py": pretrain.main, "finetune.py": finetune.main, "measure.py": measure.main,
          "values": values, "one_mistaken": one_mistaken, "one_signalled": one_signalled,
-         "hang": hang, "rewind": rewind}
+         "one_late": one_late, "hang": hang, "rewind": rewind}
 
 
 def call(dtype, script, args):

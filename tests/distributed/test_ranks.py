@@ -194,8 +194,8 @@ def test_a_mistake_is_one_line(compared, monkeypatch):
     monkeypatch.chdir(compared)
     before = set(Path().rglob("*"))
     new = "pretrain.py", "tiny.py", "--out=out/new"
-    mistakes = {(*new, "--accumulation=5"): "2 ranks that torchrun started: use "
-                                            "--accumulation=4 or 6",
+    mistakes = {(*new, "--accumulation=5"): "2 ranks that torchrun started: use --batch_size=1 "
+                                            "--accumulation=10, which keep 10 sequences a step",
                 (*new, "--accumulation=2", "--d_model=21", "--n_head=3"): "21 cannot be cut",
                 (*new, "--acumulation=4"): "did you mean accumulation",
                 ("finetune.py", "tune.py", "--init_from=out/resm_0"): "use --accumulation=2"}
@@ -212,6 +212,50 @@ def test_a_mistake_is_one_line(compared, monkeypatch):
     for line, word in zip(lines, words, strict=True):
         assert line.startswith("error: ") and word in line
     assert set(Path().rglob("*")) == before
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_all_ranks_save_when_the_clock_of_one_says_so(place, late):
+    finish(on_ranks((2, "float32", "one_late", late, *PRETRAIN[1:], "--max_steps=6",
+                     "--out=out/late", "--checkpoint_minutes=1", "--checkpoint_interval=99",
+                     "--rank_timeout=60", "--eval_interval=99", "--log_interval=99")))
+    saved = [int(path.name[5:]) for path in Run("out/late").checkpoints()]
+    assert len(saved) == 4 and saved[-1] == 6
+
+
+def torchrun(*args, **settings):
+    """Start torchrun with two ranks, as a person does."""
+    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                             "--nproc_per_node=2", *args], env=ENVIRONMENT, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **settings)
+
+
+def test_torchruns_report_ends_with_our_line(place):
+    with torchrun(ROOT / "pretrain.py", "tiny.py", "--accumulation=1", "--batch_size=4") as process:
+        output, _ = process.communicate()
+    assert process.returncode == 1
+    *_, line, rule = output.splitlines()
+    assert "error: accumulation = 1 is not a multiple" in line and set(rule) == {"="}
+    assert line.endswith("use --batch_size=2 --accumulation=2, which keep 4 sequences a step")
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads Linux's /proc")
+def test_sigusr1_lets_the_ranks_save_and_end(place):
+    """The signal reaches torchrun, which was started with SIGUSR1 ignored, and one rank. torchrun
+    neither dies nor starts the ranks again: status 0."""
+    command = [ROOT / PRETRAIN[0], *PRETRAIN[1:], "--max_steps=99999", "--checkpoint_interval=1",
+               "--eval_interval=99999", "--out=out/run"]
+    with torchrun("--max-restarts=3", *command, preexec_fn=lambda: signal.signal(
+            signal.SIGUSR1, signal.SIG_IGN)) as process:
+        while not steps_saved("out/run"):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGUSR1)
+        os.kill(children(process.pid)[1], signal.SIGUSR1)
+        output, _ = process.communicate()
+    assert process.returncode == 0, output
+    assert output.count(f"saved out/run/step_{steps_saved('out/run'):06d}; go on with: python") == 1
+    assert "going on from" not in output
 
 
 def children(pid):

@@ -433,7 +433,8 @@ def trained(prepared, tmp_path_factory):
     """A copy of `prepared` with out/tiny, and out/foreign without memory and on other words."""
     folder = tmp_path_factory.mktemp("trained")
     shutil.copytree(prepared, folder, dirs_exist_ok=True)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    caught = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+    handlers = {number: signal.getsignal(number) for number in caught}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         train("--max_steps=2")

@@ -2,6 +2,8 @@
 Fine-tuning: what it leaves, what it learns, and that no kill or signal changes it.
 """
 import collections
+import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -26,14 +28,14 @@ from lib.common.settings import load_settings
 from lib.corpus.vocabulary import load_tokenizer
 from lib.for_transformers.export import export
 from lib.tasks import predict
-from lib.tasks.glue import find_task
+from lib.tasks.glue import TASKS, find_task
 from lib.tasks.predict import best_spans, predict_examples
 from lib.tasks.task_data import TaskData, TrainingBatches
 from lib.training.trainer import Trainer
 from lib.weights.checkpoint import find_weights, load_model, read_weights
 from lib.weights.run import Run
 from model import BertConfig, Classifier, SpanReader
-from tests.helpers import KILLS, ROOT, assert_same, files, log, steps_saved, tune
+from tests.helpers import KILLS, ROOT, assert_one_line, assert_same, files, log, steps_saved, tune
 
 
 def scores(run):
@@ -448,6 +450,45 @@ def test_other_settings_are_another_fine_tuning(tuned):
     assert tune("--max_steps=2") == 0
     with pytest.raises(UserError, match="lr = 0.005, not 0.002"):
         tune("--max_steps=2", "--lr=2e-3")
+
+
+def test_a_resumed_fine_tuning_has_the_same_data(tuned, capsys):
+    """The same number of classes under other names, or another text in dev, is another task."""
+    assert tune("--max_steps=2", "--train_examples=16") == 0
+    saved = Run("out/tiny_own/seed0").settings()["data"]
+    assert saved == {"labels": ["animal", "none"], **{
+        f"{split}.tsv": hashlib.sha256(Path(f"own/{split}.tsv").read_bytes()).hexdigest()
+        for split in ("train", "dev")}}
+    for split, names in {"[td]*": ("none", "plant"), "dev": ("cat", "dog")}.items():
+        before = {path: path.read_text() for path in Path("own").glob(f"{split}.tsv")}
+        for path, text in before.items():
+            path.write_text(text.replace(*names))
+        assert_one_line(capsys, "tune.py", "--max_steps=2", "--train_examples=16",
+                        main=finetune.main, words=["out/tiny_own/seed0 was trained on other data: ",
+                                                   "--out=out/NAME"])
+        for path, text in before.items():
+            path.write_text(text)
+    assert tune("--max_steps=2", "--train_examples=16") == 0
+
+
+def test_a_warm_up_is_at_most_the_whole_run(tuned, capsys):
+    assert_one_line(capsys, "tune.py", "--warmup=6", main=finetune.main,
+                    words=["warmup = 6.0: expected a share of the steps, 0 to 1"])
+
+
+def test_what_identifies_a_task(tmp_path):
+    """MRPC's dev split is a list of ids beside its texts."""
+    task = dataclasses.replace(TASKS["mrpc"], name="mrpc", folder=tmp_path)
+    for name in task.archives:
+        (tmp_path / name).write_text(name)
+    known = finetune.identify_data(task)
+    assert known.keys() >= {"msr_paraphrase_train.txt", "mrpc_dev_ids.tsv", "labels"}
+    (tmp_path / "mrpc_dev_ids.tsv").write_text("others")
+    assert finetune.identify_data(task) != known
+    squad = dataclasses.replace(TASKS["squad"], name="squad", folder=tmp_path)
+    for split in ("train", "dev"):
+        (tmp_path / f"{split}-v1.1.json").touch()
+    assert finetune.identify_data(squad).keys() == {"train-v1.1.json", "dev-v1.1.json", "labels"}
 
 
 def test_the_weights_become_those_of_transformers_trainer(tuned):

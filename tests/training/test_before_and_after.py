@@ -28,6 +28,24 @@ def test_a_warm_up_longer_than_the_run_is_refused(place, capsys):
     assert train("--warmup_steps=12", "--eval_interval=100") == 0
 
 
+@pytest.mark.parametrize("out, words", [
+    ("/", "/: expected the path of a folder"), ("tiny.txt", "tiny.txt: expected the path of a"),
+    ("out", "out: a link to nowhere, which is not there")])
+def test_a_place_where_no_run_can_be(place, capsys, out, words):
+    Path("out").symlink_to("nowhere")
+    assert_one_line(capsys, "tiny.py", f"--out={out}", words=[words])
+
+
+def test_a_run_in_a_folder_that_is_a_link(place):
+    """The link is followed: by the lock, by checkpoints, by a resumed run."""
+    Path("scratch").mkdir()
+    Path("out").mkdir()
+    Path("out/tiny").symlink_to("../scratch")
+    assert train("--max_steps=2") == 0 and train("--max_steps=4") == 0
+    assert Path("out/tiny").is_symlink() and steps_saved("scratch") == 4
+    assert train("--max_steps=4", "--out=scratch") == 0
+
+
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/**/*.py")), ids=lambda path: path.stem)
 def test_the_settings_of_each_config_fit_together(path, capsys):
     if "finetune" not in path.stem:

@@ -464,9 +464,9 @@ def test_a_killed_run_ends_as_if_it_had_not_been(place):
     assert not list(run.rglob(".tmp_*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("at, objective", [(1, "masked"), (8, "masked"), (8, "causal"),
-                                           (12, "masked")])
+@pytest.mark.parametrize("number, at, objective", [
+    (signal.SIGINT, 1, "masked"), (signal.SIGTERM, 1, "masked"), (signal.SIGINT, 8, "masked"),
+    (signal.SIGTERM, 8, "causal"), (signal.SIGUSR1, 8, "masked"), (signal.SIGUSR1, 12, "masked")])
 def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, at, objective):
     step = Trainer.step
 
@@ -485,6 +485,21 @@ def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, 
     assert train("--out=out/a b", f"--objective={objective}") == 0
     assert train("--out=out/whole", f"--objective={objective}") == 0
     assert_same_run("out/a b", "out/whole")
+
+
+def test_a_second_signal_of_a_scheduler_does_not_stop_the_saving(place, monkeypatch):
+    """SLURM may send SIGUSR1 and then SIGTERM; only Ctrl-C quits at once."""
+    save = Trainer.save
+
+    def interrupted(trainer, *args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+        return save(trainer, *args)
+
+    monkeypatch.setattr(Trainer, "save", interrupted)
+    monkeypatch.setattr(Trainer, "step", lambda self, n, step=Trainer.step: (
+        os.kill(os.getpid(), signal.SIGUSR1), step(self, n))[1])
+    assert train() == 128 + signal.SIGUSR1 and steps_saved("out/tiny") == 1
 
 
 def test_a_loss_that_is_no_number_stops_the_run(place, monkeypatch):
