@@ -192,6 +192,7 @@ class Trainer:
             for kept in fields(state):
                 if not isinstance(getattr(state, kept.name), kept.type):
                     raise TypeError(f"{kept.name} = {getattr(state, kept.name)!r}")
+            sum([*(state.best or {}).values(), *(state.last or {}).values()])  # raises: no numbers
             if checkpoint.name != f"step_{state.step:06d}":
                 raise ValueError(f"step = {state.step}")
         except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:

@@ -95,11 +95,13 @@ def from_huggingface(weights, config, head=None, source="the weights"):
     if unknown := sorted(name for name in unknown if name.startswith("encoder.layer.")):
         raise UserError(f"{source}: {unknown[0]} is no part of the model that config.json describes")
     found = {name: parts for name, parts in names.items() if all(n in theirs for n in parts)}
-    for name, parts in found.items():  # a head's size is not in our config
+    for name, parts in found.items():
         expected = ours[name].chunk(len(parts))[0] if len(parts) > 1 else ours[name]
-        if wrong := [n for n in parts if theirs[n].shape != expected.shape and name[:5] != "head."]:
-            raise UserError(f"{source}: {wrong[0]} has shape {tuple(theirs[wrong[0]].shape)}, the "
-                            f"sizes in config.json make it {tuple(expected.shape)}")
+        for n in parts if name.startswith("bert.") else ():
+            w = theirs[n]
+            if w.shape != expected.shape or w.is_floating_point() != expected.is_floating_point():
+                raise UserError(f"{source}: {n} has shape {tuple(w.shape)} and {w.dtype}: "
+                                f"config.json describes {tuple(expected.shape)}")
     return {name: torch.cat([theirs[n] for n in parts]) if len(parts) > 1 else theirs[parts[0]]
             for name, parts in found.items()}
 
