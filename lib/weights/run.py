@@ -85,6 +85,11 @@ def brief(fact):
     return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,}", r"\1", str(fact))
 
 
+def usage_key(layer, counts):
+    """Return the name of a layer's counts, "read" or "top1", in a usage snapshot."""
+    return f"layer{layer}_{counts}"
+
+
 def read_state(checkpoint):
     """Read a checkpoint's state.pt; UserError if it does not say which step it is of."""
     state = load_file(checkpoint / "state.pt")
@@ -264,7 +269,7 @@ class Run:
     def write_usage(self, step, counts):
         """Write a usage snapshot of count_reads()'s counts, {layer: {"read": ..., "top1": ...}}.
         The file has layer<n>_read and layer<n>_top1, int32 (n_slots,)."""
-        arrays = {f"layer{n}_{name}": sums[name].astype(np.int32)
+        arrays = {usage_key(n, name): sums[name].astype(np.int32)
                   for n, sums in counts.items() for name in ("read", "top1")}
         with atomic(self.folder / "usage" / f"step_{step:06d}.npz") as temporary:
             np.savez_compressed(temporary, **arrays)
@@ -275,7 +280,7 @@ class Run:
         for step, path in numbered(self.folder / "usage", "step_", ".npz").items():
             try:
                 file = np.load(path)
-                found = {f"layer{n}_top1": file[f"layer{n}_top1"] for n in layers}
+                found = {key: file[key] for key in (usage_key(n, "top1") for n in layers)}
                 first = next(iter(snapshots.values()), found)
                 for name, counts in found.items():
                     [n_slots] = first[name].shape
