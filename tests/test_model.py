@@ -349,7 +349,7 @@ def test_a_low_temperature_samples_the_likeliest_token():
         generator = torch.Generator().manual_seed(0)
         return model.generate([1, 2], 20, 8, temperature, top_k=10, generator=generator)
 
-    assert sample(1e-3) == sample(0) != sample(5.0)
+    assert sample(1e-3) == sample(1e-40) == sample(5e-324) == sample(0) != sample(5.0)
 
 
 def test_a_span_readers_mask_may_be_numbers():

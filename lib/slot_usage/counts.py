@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from lib.distributed.processes import sum_over_ranks
+from lib.weights.run import usage_key
 from model import value_tables
 
 
@@ -93,5 +94,5 @@ def usage_metrics(read, top1, weight, topk, effective_k):
 def last_used(snapshots, layer):
     """Return the number of the last snapshot in which each slot was top-1. (n_slots,), counted from
     1; 0 if there is none. snapshots: what Run.usage_snapshots() returns."""
-    top1 = [arrays[f"layer{layer}_top1"] for arrays in snapshots.values()]
+    top1 = [arrays[usage_key(layer, "top1")] for arrays in snapshots.values()]
     return np.max([(counts > 0) * n for n, counts in enumerate(top1, 1)], axis=0)

@@ -11,8 +11,8 @@ from lib.weights.run import Run
 
 TABLE_4 = list(TASKS)[:6]  # its columns; its average leaves SQuAD out
 # Not part of a recipe: settings that change no score, and the seeds
-NO_RECIPE = {"out", "log_interval", "checkpoint_interval", "device", "compile", "tensorboard",
-             "rank_timeout", "seed", "seeds"}
+NO_RECIPE = {"out", "log_interval", "checkpoint_interval", "checkpoint_minutes", "device",
+             "compile", "tensorboard", "rank_timeout", "seed", "seeds"}
 
 
 def group_seeds(paths):
@@ -74,4 +74,6 @@ def median_scores(task, seeds):
     if task in TASKS:
         metrics, scale = TASKS[task].table_metrics, TASKS[task].scale
     values = [[scores.get(f"eval_{metric}") for scores in seeds] for metric in metrics]
+    if wrong := [x for of_metric in values for x in of_metric if not isinstance(x, float | None)]:
+        raise UserError(f"eval_results.json of {task}: a score is {wrong[0]!r}")
     return [scale * float(np.median(of_metric)) for of_metric in values if None not in of_metric]

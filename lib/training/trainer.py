@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 
 import numpy as np
@@ -190,6 +190,12 @@ class Trainer:
         try:
             self.scaler.load_state_dict(saved.pop("scaler"))
             state = State(**saved)
+            for kept in fields(state):
+                if not isinstance(getattr(state, kept.name), kept.type):
+                    raise TypeError(f"{kept.name} = {getattr(state, kept.name)!r}")
+            sum([*(state.best or {}).values(), *(state.last or {}).values()])  # raises: no numbers
+            if checkpoint.name != f"step_{state.step:06d}":
+                raise ValueError(f"step = {state.step}")
         except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
             raise UserError(f"{checkpoint}/state.pt: damaged ({error}): remove its folder to use "
                             "an older checkpoint") from None

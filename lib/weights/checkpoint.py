@@ -67,13 +67,23 @@ def check_model_file(saved, file):
         raise UserError(f"{file}: head = {head!r}: expected classifier, span or none")
     if not (isinstance(labels, list) and all(isinstance(label, str) for label in labels)):
         raise UserError(f"{file}: labels = {labels!r}: expected a list of texts")
-    if not (isinstance(weights, dict) and all(map(torch.is_tensor, weights.values()))):
+    if not (isinstance(weights, dict) and all(map(is_dense, weights.values()))):
         raise UserError(f"{file}: its weights are no dict of tensors")
     with torch.device("meta"):  # only the names are needed
         expected = build_model(saved["config"], head, labels).state_dict()
     if wrong := sorted(expected.keys() ^ weights.keys(), key=str):
         has = "no" if wrong[0] in expected else "an unknown"
         raise UserError(f"{file}: it has {has} {wrong[0]}: its config is another model's")
+    for name in expected.keys() - {"head.weight", "head.bias"}:  # their size is not in the config
+        found, w = weights[name], expected[name]
+        if found.shape != w.shape or found.is_floating_point() != w.is_floating_point():
+            raise UserError(f"{file}: {name} has shape {tuple(found.shape)} and {found.dtype}: its "
+                            f"config describes {tuple(w.shape)}")
+
+
+def is_dense(value):
+    """Tell whether a value is an ordinary tensor."""
+    return torch.is_tensor(value) and value.layout == torch.strided
 
 
 def load_model(path):

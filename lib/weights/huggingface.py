@@ -94,8 +94,16 @@ def from_huggingface(weights, config, head=None, source="the weights"):
     unknown = theirs.keys() - set(itertools.chain.from_iterable(names.values()))
     if unknown := sorted(name for name in unknown if name.startswith("encoder.layer.")):
         raise UserError(f"{source}: {unknown[0]} is no part of the model that config.json describes")
+    found = {name: parts for name, parts in names.items() if all(n in theirs for n in parts)}
+    for name, parts in found.items():
+        expected = ours[name].chunk(len(parts))[0] if len(parts) > 1 else ours[name]
+        for n in parts if name.startswith("bert.") else ():
+            w = theirs[n]
+            if w.shape != expected.shape or w.is_floating_point() != expected.is_floating_point():
+                raise UserError(f"{source}: {n} has shape {tuple(w.shape)} and {w.dtype}: "
+                                f"config.json describes {tuple(expected.shape)}")
     return {name: torch.cat([theirs[n] for n in parts]) if len(parts) > 1 else theirs[parts[0]]
-            for name, parts in names.items() if all(n in theirs for n in parts)}
+            for name, parts in found.items()}
 
 
 def read_folder(folder):
@@ -107,7 +115,8 @@ def read_folder(folder):
     settings, config = read_config(folder / "config.json")
     file = next(folder / name for name in FILES if (folder / name).is_file())
     weights = load_file(file, hint="fetch it again")
-    if not (isinstance(weights, dict) and all(map(torch.is_tensor, weights.values()))):
+    if not (isinstance(weights, dict) and all(map(torch.is_tensor, weights.values()))
+            and all(isinstance(name, str) for name in weights)):
         raise UserError(f"{file}: no state dict: expected names and tensors")
     head = next((head for head, name in HEAD_NAMES.items() if f"{name}.weight" in weights), None)
     vocab = folder / "vocab.txt"
@@ -119,7 +128,9 @@ def read_folder(folder):
     if head:
         saved["head"] = head
     if head == "classifier":
-        count, names = len(weights["classifier.weight"]), settings.get("id2label") or {}
+        count, names = len(saved["weights"]["head.weight"]), settings.get("id2label") or {}
+        if not isinstance(names, dict) or not all(isinstance(x, str) for x in names.values()):
+            raise UserError(f"{folder}/config.json: id2label: expected the names of classes")
         saved["labels"] = [names.get(str(n), f"LABEL_{n}") for n in range(count) if count > 1]
     return saved
 

@@ -43,8 +43,8 @@ from lib.distributed.sharded_values import save_whole
 
 FILES = {"model.pt", "optimizer.pt", "state.pt"}  # of a checkpoint; best/ has the first one only
 TYPES = {  # of what other programs read from config.json
-    "max_steps": int, "seed": int, "first_step": int, "seq_len": int, "max_len": int,
-    "doc_stride": int, "init_checkpoint": str, "dataset": str, "objective": str,
+    "max_steps": int, "seed": int, "first_step": int, "seq_len": int, "max_len": int, "task": str,
+    "init_from": str, "doc_stride": int, "init_checkpoint": str, "dataset": str, "objective": str,
     "tokenizer_hash": str, "memory_layers": list, "pooler_trained": bool, "data": dict}
 
 
@@ -85,10 +85,15 @@ def brief(fact):
     return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,}", r"\1", str(fact))
 
 
+def usage_key(layer, counts):
+    """Return the name of a layer's counts, "read" or "top1", in a usage snapshot."""
+    return f"layer{layer}_{counts}"
+
+
 def read_state(checkpoint):
     """Read a checkpoint's state.pt; UserError if it does not say which step it is of."""
     state = load_file(checkpoint / "state.pt")
-    if type(state["step"]) is not int:
+    if type(state["step"]) is not int or state["step"] < 0:
         raise UserError(f"{checkpoint}/state.pt: step = {state['step']!r}: damaged, remove its "
                         "folder to use an older checkpoint")
     return state
@@ -196,10 +201,13 @@ class Run:
                 record = json.loads(line, object_hook=null_to_nan)
                 if type(record["step"]) is not int:
                     raise ValueError
+                if "perplexity" in record:
+                    usage = [metrics["top1_mu"] for metrics in record["layers"].values()]
+                    sum([record["perplexity"], record["accuracy"], *usage])  # raises: no numbers
                 records.append(record)
         except OSError as error:
             raise UserError(f"{path}: not readable ({error})") from None
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             number = len(records) + 1
             raise UserError(f"{path}:{number}: not a record: remove the line") from None
         return records
@@ -261,7 +269,7 @@ class Run:
     def write_usage(self, step, counts):
         """Write a usage snapshot of count_reads()'s counts, {layer: {"read": ..., "top1": ...}}.
         The file has layer<n>_read and layer<n>_top1, int32 (n_slots,)."""
-        arrays = {f"layer{n}_{name}": sums[name].astype(np.int32)
+        arrays = {usage_key(n, name): sums[name].astype(np.int32)
                   for n, sums in counts.items() for name in ("read", "top1")}
         with atomic(self.folder / "usage" / f"step_{step:06d}.npz") as temporary:
             np.savez_compressed(temporary, **arrays)
@@ -272,7 +280,13 @@ class Run:
         for step, path in numbered(self.folder / "usage", "step_", ".npz").items():
             try:
                 file = np.load(path)
-                snapshots[int(step)] = {f"layer{n}_top1": file[f"layer{n}_top1"] for n in layers}
+                found = {key: file[key] for key in (usage_key(n, "top1") for n in layers)}
+                first = next(iter(snapshots.values()), found)
+                for name, counts in found.items():
+                    [n_slots] = first[name].shape
+                    if counts.shape != (n_slots,) or counts.dtype.kind != "i" or counts.min() < 0:
+                        raise ValueError  # not what write_usage() writes
+                snapshots[int(step)] = found
             except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
                 raise UserError(f"{path}: damaged ({type(error).__name__}): remove it") from None
         if not snapshots:
