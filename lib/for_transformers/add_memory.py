@@ -14,6 +14,7 @@ from functools import partial
 
 from torch import nn
 
+from lib.for_transformers.folder import save_with_code
 from pkm import PKM
 
 
@@ -54,6 +55,11 @@ def add_memory(model, layers=(4, 8), alpha=1.0, beta=1.0, **sizes):
                 layer.ffn.register_forward_hook(partial(add_read_to_ffn, memory, beta))
     hook = partial(hand_on_mask, list(memories.values()), position)
     encoder.register_forward_pre_hook(hook, with_kwargs=True)
+    if memories:
+        defaults = {name: parameter.default for name, parameter
+                    in inspect.signature(PKM).parameters.items() if name != "d_model"}
+        save_with_code(model, {"layers": list(memories), "alpha": alpha, "beta": beta,
+                               **defaults, **sizes})
     return {n: memory.values for n, memory in memories.items()}
 
 
