@@ -64,11 +64,11 @@ class StepValues(TrainerCallback):
         load_beside_adapter(model, folder)
 
     def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
-        scaler = getattr(optimizer, "scaler", None)  # accelerate's, in fp16
-        self.scale = scaler.get_scale() if scaler else 1.0
+        self.scale = scale(optimizer)
 
     def on_optimizer_step(self, args, state, control, optimizer, **kwargs):
-        if not getattr(optimizer, "step_was_skipped", False):
+        # After an overflow the scale is lower. step_was_skipped does not see what a fused Adam skips.
+        if scale(optimizer) >= self.scale:
             self.values.step(grad_scale=self.scale)
         self.values.zero_grad()
 
@@ -83,6 +83,12 @@ class StepValues(TrainerCallback):
     def on_train_end(self, args, state, control, model, **kwargs):
         if args.load_best_model_at_end and state.best_model_checkpoint:
             load_beside_adapter(model, state.best_model_checkpoint)
+
+
+def scale(optimizer):
+    """Return the scale of the optimizer's GradScaler, which accelerate makes for fp16, or 1."""
+    scaler = getattr(optimizer, "scaler", None)
+    return scaler.get_scale() if scaler else 1.0
 
 
 def checkpoint(args, state):
