@@ -10,7 +10,7 @@ import torch
 from lib.common.errors import UserError
 from lib.for_transformers.adapter import find_memories, load_memory, save_memory, train_memory
 from lib.for_transformers.add_memory import add_memory
-from tests.for_transformers.test_transformers import MEMORY, batch, encoder
+from tests.for_transformers.test_transformers import MEMORY, encoder
 from tests.helpers import assert_near, assert_same
 from values import LazyAdam
 
@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("safetensors")
 
-from lib.for_transformers.trainer import StepValues  # noqa: E402 - it needs transformers
+from lib.for_transformers.trainer import StepValues
 
 
 def examples(count=24):
