@@ -176,3 +176,87 @@ def test_a_compiled_model_trains_its_memory(tmp_path):
         ends.append(find_memories(model)[3].values.weight)
     assert not torch.equal(ends[0], find_memories(model_with_memory()[0])[3].values.weight)
     assert_near(*ends, 1e-4)
+
+
+# PEFT
+
+def lora(model, **more):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(2)
+    return peft.get_peft_model(model, peft.LoraConfig(**{
+        "r": 2, "lora_dropout": 0.0, "target_modules": ["query", "value"],
+        "exclude_modules": ["memory.query"], **more}))
+
+
+@pytest.mark.parametrize("first", ["memory", "adapter"])
+def test_an_adapter_and_a_memory_are_trained_saved_and_loaded(tmp_path, first):
+    peft = pytest.importorskip("peft")
+    if first == "memory":
+        model, values = model_with_memory()
+        model = lora(model)
+        train_memory(model)
+    else:
+        torch.manual_seed(0)
+        model = lora(encoder("BertForMaskedLM").float())
+        tables = add_memory(model.get_base_model(), (1, 3), **MEMORY)
+        values = LazyAdam(tables.values(), lr=1e-2)
+    before = {name: w.clone() for name, w in model.state_dict().items()}
+    trainer(tmp_path, model, StepValues(values), save_strategy="no").train()
+    moved = {name for name, w in model.state_dict().items() if not torch.equal(w, before[name])}
+    assert {name for name in before if ".memory." in name or "lora_B" in name} <= moved
+    assert all(".memory." in name or "lora_" in name for name in moved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.save_pretrained(tmp_path / "both")
+        save_memory(model, tmp_path / "both")
+    for adapter_first in (False, True):
+        torch.manual_seed(0)
+        again = encoder("BertForMaskedLM").float()
+        if adapter_first:
+            again = peft.PeftModel.from_pretrained(again, tmp_path / "both")
+            load_memory(again.get_base_model(), tmp_path / "both")
+        else:
+            load_memory(again, tmp_path / "both")
+            again = peft.PeftModel.from_pretrained(again, tmp_path / "both")
+        assert_same(dict(model.state_dict()), dict(again.state_dict()))
+        ids = examples(1)[0]["input_ids"][None]
+        with torch.no_grad():
+            assert torch.equal(model.eval()(ids)[0], again.eval()(ids)[0])
+
+
+@pytest.mark.parametrize("config, tensor", [
+    ({"exclude_modules": None}, "query.base_layer"),
+    ({"target_modules": "all-linear", "exclude_modules": None}, "query.base_layer"),
+    ({"modules_to_save": ["memory"]}, "original_module.keys")])
+def test_an_adapter_in_the_memory_is_refused(tmp_path, config, tensor):
+    model, values = model_with_memory()
+    model = lora(model, **config)
+    for work in (lambda: train_memory(model), lambda: save_memory(model, tmp_path),
+                 trainer(tmp_path, model, StepValues(values)).train):
+        with pytest.raises(UserError, match=rf"memory has a tensor {tensor}.*exclude_modules"):
+            work()
+
+
+def test_an_adapters_checkpoints_have_the_memory(tmp_path):
+    """Resumed bit for bit, and the best one comes back as a whole."""
+    def run(folder, resume=None, seed=1, **more):
+        model, values = model_with_memory(seed)
+        model = lora(model)
+        train_memory(model)
+        work = trainer(folder, model, StepValues(values), eval_dataset=examples(4), **more)
+        work.train(resume_from_checkpoint=resume)
+        return dict(model.state_dict()), work.state.best_model_checkpoint
+
+    weights, _ = run(tmp_path / "a")
+    shutil.rmtree(tmp_path / "a/checkpoint-6")
+    assert_same(weights, run(tmp_path / "a", True, seed=3)[0])
+    best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True,
+            "metric_for_best_model": "loss", "greater_is_better": True}
+    at_best, folder = run(tmp_path / "b", **best)  # the worst, which is the first
+    assert folder.endswith("checkpoint-3")
+    torch.manual_seed(0)
+    again = encoder("BertForMaskedLM").float()
+    load_memory(again, folder)
+    name = "bert.encoder.layer.0.memory.values.weight"
+    assert torch.equal(again.state_dict()[name], at_best[f"base_model.model.{name}"])
+    assert not torch.equal(again.state_dict()[name], weights[f"base_model.model.{name}"])
