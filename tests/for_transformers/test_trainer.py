@@ -2,6 +2,8 @@
 StepValues in transformers' Trainer: resumed, scaled, distributed, compiled, frozen, with PEFT.
 """
 import shutil
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -11,7 +13,7 @@ from lib.common.errors import UserError
 from lib.for_transformers.adapter import find_memories, load_memory, save_memory, train_memory
 from lib.for_transformers.add_memory import add_memory
 from tests.for_transformers.test_transformers import MEMORY, encoder
-from tests.helpers import assert_near, assert_same
+from tests.helpers import ROOT, assert_near, assert_same
 from values import LazyAdam
 
 transformers = pytest.importorskip("transformers")
@@ -260,3 +262,21 @@ def test_an_adapters_checkpoints_have_the_memory(tmp_path):
     name = "bert.encoder.layer.0.memory.values.weight"
     assert torch.equal(again.state_dict()[name], at_best[f"base_model.model.{name}"])
     assert not torch.equal(again.state_dict()[name], weights[f"base_model.model.{name}"])
+
+
+def test_two_ranks_train_the_model_of_one(tmp_path):
+    """By Trainer and by accelerate, in float64, but transformers' loss is in float32."""
+    two_ranks = pytest.importorskip("tests.for_transformers.two_ranks")
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         "-m", two_ranks.__name__, tmp_path], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    two_ranks.main(tmp_path)
+    for recipe in ("by_trainer", "by_accelerate"):
+        first, second, alone = (torch.load(tmp_path / f"{recipe}_{name}.pt")
+                                for name in ("2_0", "2_1", "1_0"))
+        assert_same(dict(first), dict(second))
+        for name, w in alone.items():
+            assert_near(first[name], w, 1e-6)
+    values = torch.load(tmp_path / "trainer/checkpoint-4/values.pt")["values"]["state"]
+    assert [table["step"] for table in values.values()] == [4, 4]
