@@ -49,19 +49,19 @@ from model import BertConfig, build_model, value_tables
 
 @dataclass
 class Config:
-    # the run; the defaults are Table 3's for GLUE
-    out: str = setting("", "its folder; by default out/<init_from>_<task>", may_change=True)
+    # the defaults are Table 3's for GLUE
+    out: str = setting("", "its folder; by default out/<init_from>_<task>", may_change=True,
+                       group="run")
     init_from: str = setting("", "a run, a Hugging Face folder, or a name: bert-base-uncased")
     task: str = setting("", "of GLUE (sst2, ...), squad, docs, or a folder")
     seed: int = setting(0, "of the head's weights, data order and dropout", least=0)
     seeds: int = setting(1, "how many; the median is reported", least=1, may_change=True)
     update_memory: bool = setting(True, "False: the value tables are frozen (Table 5)")
-    # data
-    max_len: int = setting(128, "tokens", least=8)
+    max_len: int = setting(128, "tokens", least=8, group="data")
     doc_stride: int = setting(128, "of SQuAD's windows, in tokens", least=1)
     train_examples: int = setting(0, "examples or windows to train on; 0: all", least=0)
-    # optimization: AdamW, linear warm-up, then linear decay to 0
-    batch_size: int = setting(32, "examples per step; Table 3 has none (our reading)", least=1)
+    batch_size: int = setting(32, "examples per step; Table 3 has none (our reading)", least=1,
+                              group="optimization (AdamW; linear warm-up, then linear decay to 0)")
     accumulation: int = setting(1, "parts of a batch; a multiple of the ranks", least=1)
     epochs: int = setting(10, "passes over the training examples", least=1)
     max_steps: int = setting(0, "0: as many as the epochs take", least=0)
@@ -72,12 +72,11 @@ class Config:
     weight_decay: float = setting(0.1, "biases, norms and memories have none", least=0)
     grad_clip: float = setting(1.0, "norm of all gradients but the value tables'", least=1e-9)
     dropout: float = setting(0.1, "of embeddings, attention, FFN and the pooled [CLS]")
-    # watching
-    log_interval: int = setting(100, "steps between log records", least=1, may_change=True)
+    log_interval: int = setting(100, "steps between log records", least=1, may_change=True,
+                                group="watching")
     checkpoint_interval: int = setting(1000, "and after each epoch", least=1, may_change=True)
     tensorboard: bool = setting(False, "curves: tensorboard --logdir out", may_change=True)
-    # machine
-    device: str = setting("auto", "cuda, mps, cpu", may_change=True)
+    device: str = setting("auto", "auto, cuda, mps or cpu", may_change=True, group="machine")
     dtype: str = setting("auto", "of matrix products", choices=DTYPES)
     compile: str = setting("auto", "auto: on CUDA", choices=ON_OFF, may_change=True)
     rank_timeout: int = setting(600, "seconds to wait for a rank", least=1, may_change=True)

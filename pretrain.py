@@ -34,13 +34,13 @@ from model import SIZES, BertConfig, MaskedLM, value_tables
 
 @dataclass
 class Config:
-    # the run; defaults are the paper's (section 5), or Devlin et al.'s where the paper says nothing
-    out: str = setting("", "folder of the run; empty: out/<config file's name>", may_change=True)
+    # defaults are the paper's (section 5), or Devlin et al.'s where the paper says nothing
+    out: str = setting("", "folder of the run; empty: out/<config file's name>", may_change=True,
+                       group="run")
     dataset: str = setting("wikibooks", "data/<dataset>, made by prepare_data.py")
     seed: int = setting(0, "for weights, data order, masks and dropout", least=0)
     objective: str = setting("masked", "what to predict", choices=("masked", "causal"))
-    # model
-    model: str = setting("base", "sizes of this model", choices=tuple(SIZES))
+    model: str = setting("base", "sizes of this model", choices=tuple(SIZES), group="model")
     n_layer: int = setting(0, "number of layers; 0: that of --model", least=0)
     n_head: int = setting(0, "attention heads; 0: those of --model", least=0)
     d_model: int = setting(0, "width; 0: that of --model", least=0)
@@ -56,12 +56,12 @@ class Config:
     query_norm: bool = setting(True, "batch norm on the memory's queries")
     init_from: str = setting("", "a run, a Hugging Face folder, or a name: bert-base-uncased")
     reinit_ffn: bool = setting(False, "with init_from: draw memory layers' FFNs anew (ResM')")
-    # batch: batch_size x accumulation sequences a step
-    seq_len: int = setting(512, "tokens of a sequence, with [CLS] and [SEP] if masked", least=3)
+    seq_len: int = setting(512, "tokens of a sequence, with [CLS] and [SEP] if masked", least=3,
+                           group="batch (batch_size x accumulation sequences a step)")
     batch_size: int = setting(32, "sequences at a time on the device", least=1)
     accumulation: int = setting(32, "batches per step: 32 x 32 = 1,024 sequences", least=1)
-    # optimization: AdamW; linear warm-up, then linear decay to 0
-    max_steps: int = setting(500_000, "number of updates", least=1, may_change=True)
+    max_steps: int = setting(500_000, "number of updates", least=1, may_change=True,
+                             group="optimization (AdamW; linear warm-up, then linear decay to 0)")
     warmup_steps: int = setting(10_000, "updates until the learning rate is highest", least=0)
     lr: float = setting(1e-4, "highest learning rate", least=0)
     keys_lr: float = setting(1.0, "of the memory's sub-keys, as a factor of lr", least=0)
@@ -69,8 +69,8 @@ class Config:
     weight_decay: float = setting(0.01, "biases, norms and memories have none", least=0)
     grad_clip: float = setting(1.0, "largest norm of all gradients except the value tables'",
                                least=1e-9)
-    # watching; intervals are in steps; evaluations also come at steps 0, 1, 2, 4, 8, ...
-    log_interval: int = setting(10, "steps between log records", least=1, may_change=True)
+    log_interval: int = setting(10, "steps between log records", least=1, may_change=True,
+                                group="watching (evaluations also come at steps 0, 1, 2, 4, 8, ...)")
     eval_interval: int = setting(5000, "steps between evaluations", least=1, may_change=True)
     eval_sequences: int = setting(1024, "held-out sequences at most", least=1, may_change=True)
     usage_interval: int = setting(100_000, "steps between snapshots of slot usage; 0: none",
@@ -80,8 +80,7 @@ class Config:
     tensorboard: bool = setting(False, "curves: tensorboard --logdir out", may_change=True)
     dry_run: bool = setting(False, "make one step, write nothing", may_change=True)
     eval_only: bool = setting(False, "only evaluate the newest checkpoint", may_change=True)
-    # machine
-    device: str = setting("auto", "auto, cuda, mps or cpu", may_change=True)
+    device: str = setting("auto", "auto, cuda, mps or cpu", may_change=True, group="machine")
     dtype: str = setting("auto", "of matrix products", choices=DTYPES)
     compile: str = setting("auto", "auto: on CUDA", choices=ON_OFF, may_change=True)
     rank_timeout: int = setting(600, "seconds to wait for a rank", least=1, may_change=True)

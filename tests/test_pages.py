@@ -1,6 +1,7 @@
 """
-README and the pages under results/: links, paths, commands and published logs.
+README and the pages under docs/ and results/: links, paths, commands, programs, published logs.
 """
+import os
 import re
 import shlex
 import subprocess
@@ -14,12 +15,18 @@ import pretrain
 from lib.common.settings import load_settings
 from tests.helpers import ROOT
 
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("results/*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("results/*.md"))]
 CONFIGS = {"pretrain.py": pretrain.Config, "finetune.py": finetune.Config}
 
 
 def page_id(path):
-    return path.name
+    return f"{path.parent.name}/{path.name}"
+
+
+def block(page, language):
+    """The page's longest block of code in a language."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return max(blocks, key=len)
 
 
 def anchors(page):
@@ -29,8 +36,9 @@ def anchors(page):
 
 
 def commands(text):
-    """The lines of the shell blocks, each a list of words, with continued lines joined."""
-    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    """The lines of the shell blocks, each a list of words, with continued lines joined. A block
+    that begins with #! is a script, not commands."""
+    blocks = re.findall(r"```sh\n(?!#!)(.*?)```", text, re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [shlex.split(line, comments=True) for line in lines]
 
@@ -43,7 +51,8 @@ def test_readme_is_short_and_names_the_torch_that_is_required():
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    links = r"\]\(([^)\s]+)\)|src(?:set)?=\"([^\"]+)\""
+    for link in map("".join, re.findall(links, page.read_text())):
         if not link.startswith("https://"):
             path, _, anchor = link.partition("#")
             target = page.parent / path if path else page
@@ -54,9 +63,47 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_named_files_exist(page):
     names = re.findall(r"`((?:\w+/)*\w+\.(?:py|sh))`", page.read_text())
-    folders = (ROOT, ROOT / "configs", ROOT / "results")
+    folders = (ROOT, ROOT / "configs", ROOT / "docs", ROOT / "results")
     for name in names:
         assert any((folder / name).exists() for folder in folders), name
+
+
+def test_readmes_estimate_is_what_the_guides_program_prints(capsys):
+    exec(block("docs/before_you_start.md", "python"), {})  # noqa: S102
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 3 and set(rows) <= set((ROOT / "README.md").read_text().splitlines())
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_the_slurm_file_queues_a_stopped_job_again(tmp_path, stopped):
+    """Stand-ins for SLURM's commands start two ranks, which end at SIGTERM or by themselves."""
+    script = block("docs/cluster.md", "sh")
+    assert script.startswith("#!/bin/bash\n") and len(script.splitlines()) <= 30
+    bin_folder = tmp_path / ".venv/bin"
+    bin_folder.mkdir(parents=True)
+    rank = "sleep 60 & trap 'kill $!; echo saved >>ranks; exit' TERM\n" if stopped else ""
+    rank += "echo $MASTER_ADDR:$MASTER_PORT $RANK $LOCAL_RANK $WORLD_SIZE $* >>ranks\n"
+    rank += "kill -USR1 $SCRIPT; wait" if stopped else "exit 1"
+    for name, body in {
+            "train.sbatch": script, "activate": "", "python": rank,
+            "scontrol": "[ $1 = show ] && printf 'node1\nnode2\n' || echo $* >>queue",
+            "srun": "shift; export SCRIPT=$PPID; echo $$ >srun.pid\n"
+                    "trap 'kill -TERM $ranks; wait' TERM\n"  # here scancel signals only srun
+                    "SLURM_PROCID=0 SLURM_LOCALID=0 \"$@\" & ranks=$!; wait",
+            "scancel": "[ \"$*\" = '--signal=TERM 42' ] || exit 1; kill -TERM $(cat srun.pid)",
+            }.items():
+        path = bin_folder / name
+        path.write_text(body if body.startswith("#!") else f"#!/bin/bash\n{body}\n")
+        path.chmod(0o755)
+    env = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "42",
+           "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NTASKS": "1", "SLURM_CPUS_PER_TASK": "8",
+           "SLURM_JOB_NODELIST": "node[1-2]"}
+    subprocess.run(["bash", bin_folder / "train.sbatch", "CONFIG.py", "--lr=1 2"], env=env,
+                   cwd=tmp_path, check=False, timeout=30)
+    assert (tmp_path / "ranks").read_text().splitlines() == [
+        "node1:29500 0 0 1 -u pretrain.py CONFIG.py --lr=1 2", *["saved"] * stopped]
+    queue = tmp_path / "queue"
+    assert queue.exists() == stopped and (not stopped or queue.read_text() == "requeue 42\n")
 
 
 def test_readme_names_every_room():

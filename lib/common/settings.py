@@ -15,6 +15,7 @@ from lib.common.errors import UserError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ON_OFF = ("auto", "on", "off")
+TYPES = {bool: "True|False", int: "INT", float: "FLOAT", str: "TEXT", tuple: "INT,INT"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,10 +50,12 @@ def whole_number(text, least=1):
     return int(text)
 
 
-def setting(default, comment, least=None, choices=None, may_change=False):
+def setting(default, comment, least=None, choices=None, may_change=False, group=None):
     """Declare a field of a settings dataclass. --help shows the `comment`. `least` is the lowest
-    value, `choices` are the only ones. With `may_change` a run can go on with another value."""
-    about = {"comment": comment, "least": least, "choices": choices, "may_change": may_change}
+    value, `choices` are the only ones. With `may_change` a run can go on with another value.
+    `group` is a title in --help, for this setting and the next ones."""
+    about = {"comment": comment, "least": least, "choices": choices, "may_change": may_change,
+             "group": group}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -61,17 +64,7 @@ def load_settings(defaults, argv):
     instance of `defaults`, a dataclass of setting() fields: bool, int, float, str or tuple (of
     ints). UserError for an unknown key, and for a value of another type or out of range."""
     fields = {field.name: field for field in dataclasses.fields(defaults)}
-    parser = Parser(description=sys.modules[defaults.__module__].__doc__,
-                    usage="%(prog)s [CONFIG.py] [--setting=VALUE ...]")
-    parser.add_argument("config", nargs="?", metavar="CONFIG.py")
-    for key, field in fields.items():
-        choices = field.metadata["choices"]
-        comment = f"({field.default}) {field.metadata['comment']}"
-        comment += f": {', '.join(choices)}" if choices else ""
-        parser.add_argument(f"--{key}", metavar="VALUE", default=argparse.SUPPRESS,
-                            type=str if type(field.default) is str else _literal,
-                            help=comment.replace("%", "%%"))
-    args, unknown = parser.parse_known_args(argv)
+    args, unknown = _parser(defaults, fields).parse_known_args(argv)
     if unknown:
         key = unknown[0].removeprefix("--").partition("=")[0]
         _check_key("command line", fields, key)
@@ -82,6 +75,25 @@ def load_settings(defaults, argv):
     config = defaults(**values)
     print("settings: " + ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(config).items()))
     return config
+
+
+def _parser(defaults, fields):
+    """Make the parser. Its --help shows the settings in groups, with types and defaults."""
+    parser = Parser(description=sys.modules[defaults.__module__].__doc__,
+                    usage="%(prog)s [CONFIG.py] [--setting=VALUE ...]")
+    parser.add_argument("config", nargs="?", metavar="CONFIG.py", help="the recipe, from configs/")
+    group = parser
+    for key, field in fields.items():
+        about, kind = field.metadata, type(field.default)
+        if about["group"]:
+            group = parser.add_argument_group(about["group"])
+        comment = about["comment"].replace("%", "%%")
+        default = "" if field.default in ("", ()) else f" (default: {field.default})"
+        group.add_argument(
+            f"--{key}", metavar="|".join(about["choices"] or [TYPES[kind]]),
+            default=argparse.SUPPRESS, type=str if kind is str else _literal,
+            help=comment + default)
+    return parser
 
 
 def _literal(text):
@@ -95,7 +107,10 @@ def _literal(text):
 def _read_config(path, fields):
     """Run a config file. Returns {key: value} for its settings."""
     if not Path(path).is_file():
-        raise UserError(f"{path}: no such config file")
+        known = {file.stem: file for file in Path("configs").glob("**/*.py")}
+        near = difflib.get_close_matches(Path(path).stem, known, n=1)
+        hint = f" (did you mean {known[near[0]]}?)" if near else ""
+        raise UserError(f"{path}: no such config file{hint}")
     try:
         names = runpy.run_path(path)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's file may raise anything
@@ -108,9 +123,13 @@ def _read_config(path, fields):
 
 
 def _check_key(where, fields, key):
-    """Raise UserError if no field has this name. It names the one that may be meant."""
+    """Raise UserError if no field has this name. It names the one that may be meant: by its name,
+    or by its comment (learning_rate is lr, the "highest learning rate")."""
     if key not in fields:
-        near = difflib.get_close_matches(key, fields, n=1)
+        comments = {field.metadata["comment"]: name for name, field in fields.items()}
+        words = key.replace("_", " ")
+        described = [comments[text] for text in sorted(comments, key=len) if words in text]
+        near = difflib.get_close_matches(key, fields, n=1) or described
         hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
         raise UserError(f"{where}: unknown key '{key}' ({hint})")
 
@@ -120,6 +139,8 @@ def _checked(where, fields, key, value):
     _check_key(where, fields, key)
     least, choices = fields[key].metadata["least"], fields[key].metadata["choices"]
     expected, given = type(fields[key].default), type(value)
+    if given is int and abs(value) >= 2**63:
+        raise UserError(f"{where}: {key}: the number is too large")
     if expected is tuple and given in (int, list):
         value = (value,) if given is int else tuple(value)
     elif expected is float and given is int:

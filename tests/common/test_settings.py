@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import finetune
 import pretrain
 from lib.common.errors import UserError
 from lib.common.settings import load_settings
-from tests.helpers import Settings
+from tests.helpers import ROOT, Settings
 
 
 @pytest.mark.parametrize("args, expected", [
@@ -31,13 +32,38 @@ def test_load(tmp_path, monkeypatch, capsys, args, expected):
     assert f"lr={config.lr}" in capsys.readouterr().out
 
 
-def test_help_shows_every_setting_with_its_comment(capsys):
+@pytest.mark.parametrize("script", [pretrain, finetune])
+def test_help_shows_every_setting_in_its_group(script, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit) as end:
-        load_settings(pretrain.Config, ["--help"])
+        load_settings(script.Config, ["--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert end.value.code == 0 and "$ python pretrain.py configs/demo.py" in said
-    assert "--value_lr VALUE (0.001) of the value tables, constant (our reading)" in said
-    assert all(f"--{field.name} VALUE" in said for field in dataclasses.fields(pretrain.Config))
+    assert end.value.code == 0 and f"$ python {script.__name__}.py configs/demo" in said
+    types = {int: "INT", float: "FLOAT", str: "TEXT", tuple: "INT,INT", bool: "True|False"}
+    for field in dataclasses.fields(script.Config):
+        about = field.metadata
+        value = "|".join(about["choices"] or [types[type(field.default)]])
+        start = f"{about['group']}: " if about["group"] else ""
+        assert f"{start}--{field.name} {value} {about['comment']}" in said
+    assert "--value_lr FLOAT of the value tables, constant (our reading) (default: 0.001)" in said
+    groups = [field.metadata["group"] for field in dataclasses.fields(script.Config)]
+    assert groups[0] == "run" and "machine" in groups
+
+
+@pytest.mark.parametrize("args, hint", [
+    (["--learning_rate=1"], "unknown key 'learning_rate' (did you mean lr?)"),
+    (["--n_heads=4"], "unknown key 'n_heads' (did you mean n_head?)"),
+    (["--colour=4"], "unknown key 'colour' (--help lists the keys)"),
+    (["configs/demo_resm_int.py"], "did you mean configs/demo_resm_init.py?"),
+    (["study_smort.py"], "did you mean configs/study/study_short.py?"),
+    (["xyz.py"], "xyz.py: no such config file"),
+    (["--lr=1" + "0" * 400], "command line: lr: the number is too large"),
+    (["--topk=1" + "0" * 30], "command line: topk: the number is too large")])
+def test_a_mistake_gets_a_hint(args, hint, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError) as error:
+        load_settings(pretrain.Config, args)
+    assert str(error.value).endswith(hint) or str(error.value).endswith(f"({hint})")
 
 
 def test_sizes_are_settings(capsys):

@@ -333,7 +333,7 @@ def test_classes_of_the_same_layers_work_and_others_are_refused():
 
 # the page about it
 
-PAGE = (ROOT / "results/transformers.md").read_text()
+PAGE = (ROOT / "docs/transformers.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 

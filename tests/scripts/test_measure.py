@@ -265,7 +265,7 @@ def test_glue_pools_nothing_but_seeds(workdir, capsys):
 
 def test_tables_4_5_and_7_by_the_documented_command(tuned, capsys):
     """Runs have their default names, with and without updates of the memory."""
-    page = (ROOT / "results/fine_tuning.md").read_text()
+    page = (ROOT / "docs/fine_tuning.md").read_text()
     command = re.search(r"^python measure.py (glue .*?)\s+#", page, re.MULTILINE)[1]
     for args in (["--task=own"], ["--task=own", "--update_memory=False"], ["--task=squad"]):
         assert tune(*args, "--max_steps=1", "--max_len=24") == 0
