@@ -36,7 +36,8 @@ def by_trainer(folder, ranks):
     arguments = transformers.TrainingArguments(
         folder / "trainer", max_steps=STEPS, per_device_train_batch_size=BATCH // ranks,
         train_sampling_strategy="sequential", learning_rate=1e-3, adam_epsilon=EPS, save_steps=2,
-        report_to="none", disable_tqdm=True, use_cpu=True)
+        report_to="none", disable_tqdm=True, use_cpu=True,
+        average_tokens_across_devices=False)  # else Trainer doubles this class's mean loss
     run = transformers.Trainer(model, arguments, train_dataset=rows,
                                callbacks=[StepValues(values)])
     run.train()
