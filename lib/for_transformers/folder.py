@@ -2,11 +2,14 @@
 Let save_pretrained write all that a model with memory needs: its settings and its code.
 
 The folder loads by AutoModelFor...from_pretrained(folder, trust_remote_code=True). Classes without
-memory refuse it. Needs nothing but Python; only save_pretrained calls transformers.
+memory refuse it. Needs torch only, and transformers in save_pretrained.
 """
+import inspect
 import re
 from functools import partial
 from pathlib import Path
+
+from pkm import PKM
 
 CODE = ("pkm.py", "values.py", "add_memory.py", "folder.py", "modeling_pkm.py")
 # Appended to the activation's name. Classes without memory have no such activation, and their
@@ -20,13 +23,16 @@ AUTOS = {"AutoModel": "MODEL_MAPPING", **{
         "TokenClassification": "TOKEN_CLASSIFICATION"}.items()}}
 
 
-def save_with_code(model, memory):
+def save_with_code(model, layers, alpha, beta, sizes):
     """Write add_memory's arguments into model.config, and let save_pretrained add the code.
-    memory: layers, alpha, beta and PKM's sizes. A model that is not of transformers stays as is."""
+    A model that is not of transformers stays as it is."""
     if hasattr(model, "get_base_model"):  # PEFT's
         model = model.get_base_model()
-    if hasattr(model, "save_pretrained") and hasattr(model, "config"):
-        model.config.product_key_memory = memory
+    if hasattr(model, "save_pretrained"):
+        defaults = {name: parameter.default for name, parameter
+                    in inspect.signature(PKM).parameters.items() if name != "d_model"}
+        model.config.product_key_memory = {"layers": list(layers), "alpha": alpha, "beta": beta,
+                                           **defaults, **sizes}
         model.save_pretrained = partial(save_pretrained, model)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lib.for_transformers.adapter import find_memories
 from lib.for_transformers.export import main
 from tests.helpers import ROOT, assert_same, train
 
