@@ -31,6 +31,7 @@ def stand_ins(place, monkeypatch, tmp_path):
     assert train("--out=out/demo_resm_init", "--max_steps=1", "--eval_interval=100") == 0
     main(["out/demo_resm_init", "exported"])
     tokenizer = transformers.AutoTokenizer.from_pretrained("exported", trust_remote_code=True)
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
     tokenizer.save_pretrained("Qwen/Qwen3-0.6B")
     torch.manual_seed(0)
     transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
