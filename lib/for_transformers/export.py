@@ -75,8 +75,8 @@ def their_settings(config, head, labels, vocab, has_memory):
                  "pad_token_id": vocab.index(special_tokens(vocab).pad)}
     if has_memory:
         tasks = [auto.removeprefix("AutoModel") for auto in AUTOS if auto != "AutoModelForCausalLM"]
-        autos = {f"AutoModel{task}": f"modeling_pkm.PKMBert{task or 'Model'}" for task in tasks}
-        settings |= {"architectures": [f"PKM{architecture}"], "hidden_act": MEMORY_ACT,
+        autos = {f"AutoModel{task}": f"modeling_pkm.Bert{task or 'Model'}" for task in tasks}
+        settings |= {"hidden_act": MEMORY_ACT,
                      "auto_map": {"AutoConfig": "modeling_pkm.PKMBertConfig", **autos}}
     if head == "classifier":
         names = labels or ["LABEL_0"]

@@ -49,7 +49,7 @@ def save_pretrained(model, save_directory, *args, **kwargs):
     plain, autos = getattr(text_config, name), getattr(config, "auto_map", None)
     mappings = {auto: getattr(transformers, mapping) for auto, mapping in AUTOS.items()}
     config.auto_map = autos or {
-        auto: f"modeling_pkm.PKM{classes[type(config)].__name__}"
+        auto: f"modeling_pkm.{classes[type(config)].__name__}"
         for auto, classes in mappings.items() if type(config) in classes}
     setattr(text_config, name, f"{plain}{REFUSED}")
     try:

@@ -5,7 +5,7 @@ Classes of transformers with product-key memory, which a folder has beside its w
 >>> dense = torch.optim.AdamW(model.parameters(), lr=1e-4)   # skips the values: they have no .grad
 >>> values = model.value_optimizer(lr=1e-3)                  # updates the rows that were read
 
-PKMBertForMaskedLM is BertForMaskedLM with the memory that its config describes, and so on.
+Each class of transformers is here under its own name, with the memory that the config describes.
 """
 import inspect
 from functools import cache
@@ -49,10 +49,11 @@ def memory_settings(config):
 
 @cache
 def __getattr__(name):
-    """Make the class PKM<Name> of transformers' class <Name>."""
-    if not name.startswith("PKM"):
+    """Make a class with memory of transformers' class. It keeps its name, by which transformers
+    decides how to rename weights."""
+    if name.startswith("_"):
         raise AttributeError(f"module {__name__} has no {name}")
-    plain = getattr(transformers, name.removeprefix("PKM"))
+    plain = getattr(transformers, name)
     attributes = {"__module__": __name__}  # where transformers looks for the code to be saved
     if plain.config_class is transformers.BertConfig:
         attributes["config_class"] = PKMBertConfig

@@ -67,7 +67,7 @@ class StepValues(TrainerCallback):
         self.scale = scale(optimizer)
 
     def on_optimizer_step(self, args, state, control, optimizer, **kwargs):
-        # After an overflow the scale is lower. step_was_skipped does not see what a fused Adam skips.
+        # After an overflow the scale is lower. step_was_skipped is False where a fused Adam skips.
         if scale(optimizer) >= self.scale:
             self.values.step(grad_scale=self.scale)
         self.values.zero_grad()

@@ -157,9 +157,9 @@ def test_a_memory_alone_trains_in_a_frozen_model(tmp_path):
 
 def test_the_best_checkpoint_comes_back_with_its_tables(tmp_path):
     model, values = model_with_memory()
-    run = trainer(tmp_path, model, StepValues(values), eval_strategy="steps", eval_steps=2, eval_dataset=examples(4),
-                  save_steps=2, load_best_model_at_end=True, metric_for_best_model="loss",
-                  greater_is_better=True)  # the worst, which is the first
+    run = trainer(tmp_path, model, StepValues(values), eval_dataset=examples(4),
+                  eval_strategy="steps", eval_steps=2, save_steps=2, load_best_model_at_end=True,
+                  metric_for_best_model="loss", greater_is_better=True)  # the worst, which is the first
     run.train()
     best = run.state.best_model_checkpoint
     assert best.endswith("checkpoint-2")

@@ -4,7 +4,6 @@ Models with memory in transformers: exported models, and its own encoders with a
 import copy
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,21 +24,11 @@ from lib.weights.checkpoint import find_weights, load_model, load_run, model_fil
 from lib.weights.huggingface import their_names
 from lib.weights.run import save_files
 from model import value_tables
-from tests.helpers import ROOT, assert_near, assert_same, train
+from tests.helpers import assert_near, assert_same
 from tests.weights.test_huggingface import saved_run, tiny_head
 from values import LazyAdam
 
 transformers = pytest.importorskip("transformers")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules(tmp_path_factory):
-    """Give transformers a new folder for the code that it copies from models."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE",
-                      str(tmp_path_factory.mktemp("modules")))
-        patch.setattr(sys, "path", [*sys.path])
-        yield
 
 
 def batch(size=40):
@@ -331,45 +320,6 @@ def test_classes_of_the_same_layers_work_and_others_are_refused():
         mine(ids, mask[:, None].expand(3, 20, 20))
 
 
-# the page about it
-
-PAGE = (ROOT / "docs/transformers.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-
-
-def run_block(word, names):
-    """Run the page's first block that contains `word`. names: its variables, a dict."""
-    exec(next(block for block in BLOCKS if word in block), names)  # noqa: S102
-    return names
-
-
-def test_the_pages_examples_run(place, capsys, monkeypatch):
-    pytest.importorskip("accelerate")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert train("--out=out/demo_resm_init", "--max_steps=1", "--eval_interval=100") == 0
-    names = run_block("load_run", {})
-    alone = names["model"](names["ids"][1:, :5])
-    assert_near(names["logits"][1, :5], alone[0], 1e-5)
-    assert names["mask"].sum() == len(names["slots"][2]) and names["slots"].keys() == {2, 3}
-    main(["out/demo_resm_init", "my_model"])
-    card = Path("my_model/README.md").read_text()
-    assert "| memory_layers" in card and "- perplexity" in card and "- layer 3: MU" in card
-    run_block("fill-mask", names)
-    assert load_run("saved")
-    sizes = {**SIZES, "num_hidden_layers": 8, "hidden_size": 8, "vocab_size": 26}
-    bert = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
-    bert.save_pretrained("bert-base-uncased")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(f"my_model/{name}", "bert-base-uncased")
-    for word in ("StepValues(Tr", "TrainingArguments(", "again"):
-        run_block(word, names)
-    trained, again = names["model"].state_dict(), names["again"].state_dict()
-    assert_same(dict(trained), dict(again))
-    moments = torch.load("out/trainer/checkpoint-4/values.pt")["state"]
-    assert [table["step"] for table in moments.values()] == [4, 4]
-    assert len(BLOCKS) == 5
-
-
 class Batches:
     """The same batches for our Trainer and, by theirs(), for transformers'."""
     unit, size, accumulation = "tokens", 60, 1
@@ -399,6 +349,8 @@ class Batches:
 @pytest.mark.parametrize("alpha", [0.0, 0.6])
 def test_trainer_does_the_steps_of_our_loop(tmp_path, monkeypatch, alpha):
     pytest.importorskip("accelerate")
+    from lib.for_transformers.trainer import StepValues
+
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # in our loss
     batches, memory = Batches(), {"alpha": alpha, "beta": 1.5}
     model, folder = exported(tmp_path, None, **memory)
@@ -415,8 +367,7 @@ def test_trainer_does_the_steps_of_our_loop(tmp_path, monkeypatch, alpha):
     weights = load_file(folder / "model.safetensors")
     assert not [name for name in theirs.load_state_dict(weights, strict=False).missing_keys
                 if "decoder" not in name]
-    step_values = run_block("StepValues(Tr", {})["StepValues"](
-        LazyAdam(tables.values(), lr=config.value_lr))
+    step_values = StepValues(LazyAdam(tables.values(), lr=config.value_lr))
     arguments = transformers.TrainingArguments(
         str(tmp_path / "trainer"), max_steps=20, learning_rate=config.lr, adam_epsilon=1e-6,
         weight_decay=config.weight_decay, save_strategy="no", report_to="none", use_cpu=True,
