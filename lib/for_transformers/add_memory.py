@@ -104,7 +104,7 @@ def check(stack, layers, alpha, beta, sizes):
     if isinstance(layers, int | str):
         raise TypeError(f"layers = {layers!r}: expected numbers in a list, as in layers=(4, 8)")
     if wrong := [n for n in layers if n not in range(1, len(stack) + 1)]:
-        raise ValueError(f"layers = {layers}: no layer {wrong[0]}: from 1 to {len(stack)}")
+        raise ValueError(f"layers = {layers}: no layer {wrong[0]!r}: from 1 to {len(stack)}")
     if len(set(layers)) < len(layers) or not layers:
         raise ValueError(f"layers = {layers}: expected at least one, and each only once")
     if alpha == beta == 0:

@@ -90,6 +90,7 @@ def logits(model, ids, mask):
 
 
 def no_cache(model):
+    model = getattr(model, "_orig_mod", model)  # of a compiled one
     return {"use_cache": False} if type(model).__name__ in DECODERS else {}
 
 
@@ -102,6 +103,7 @@ def gradients(model, *batches):
     """Run all batches, then go backward. Returns {name: gradient}; of values: by their reads."""
     model.zero_grad()
     sum(loss_of(model, ids, mask) for ids, mask in batches).backward()
+    model = getattr(model, "_orig_mod", model)
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for name, module in model.named_modules():
         if hasattr(module, "reads"):
@@ -136,7 +138,7 @@ class ByHand(nn.Module):
         if self.training:
             mean, var = query.mean(0), query.var(0, correction=0)
         query = (query - mean) / (var + norm.eps).sqrt() * norm.weight + norm.bias
-        heads, _, n_keys, half = memory.keys.shape
+        heads, _, _, half = memory.keys.shape
         query = query.view(-1, heads, 2, half)
         first, second = torch.einsum("thsd, hsnd -> sthn", query, memory.keys)
         scores = (first[..., None] + second[..., None, :]).flatten(2)  # (tokens, heads, slots)
