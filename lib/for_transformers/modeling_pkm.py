@@ -33,6 +33,11 @@ class WithMemory:
         super().__init__(config, *args, **kwargs)
         self.tables = add_memory(self, **memory_settings(config))
 
+    @classmethod
+    def is_custom_code(cls):
+        """Let transformers rename weights as it does for its own class."""
+        return False
+
     def value_optimizer(self, lr=1e-3):
         return LazyAdam(self.tables.values(), lr=lr)
 

@@ -11,7 +11,6 @@ from lib.common.errors import UserError
 from lib.for_transformers.adapter import find_memories, load_memory, save_memory, train_memory
 from lib.for_transformers.add_memory import add_memory
 from tests.for_transformers import small_models
-from tests.for_transformers.test_transformers import MEMORY, SIZES, batch, encoder
 from tests.helpers import assert_near, assert_same
 from values import LazyAdam
 
@@ -19,18 +18,17 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 
-def base(kind="BertForMaskedLM", seed=0, **more):
-    """Make a random model. The same arguments give the same weights."""
-    torch.manual_seed(seed)
-    return encoder(kind, **more).float()
+def base(kind="BertForMaskedLM", **more):
+    """Make a random model of three layers. The same arguments give the same weights."""
+    return small_models.small_model(kind, **{"num_hidden_layers": 3, **more}).float().eval()
 
 
 def with_memory(seed=1, **more):
     """Make a model with two memories, whose batch norm has statistics."""
     model = base(**more)
     torch.manual_seed(seed)
-    add_memory(model, (1, 3), alpha=0.6, beta=1.5, **MEMORY)
-    ids, mask, _ = batch()
+    add_memory(model, (1, 3), alpha=0.6, beta=1.5, **small_models.MEMORY)
+    ids, mask = small_models.batch()
     with torch.no_grad():
         model.train()(ids, attention_mask=mask)
     model.requires_grad_(False)
@@ -58,7 +56,7 @@ def test_a_memory_comes_back_bit_for_bit(tmp_path):
 
 def test_a_loaded_memory_trains(tmp_path):
     save_memory(with_memory(), tmp_path)
-    model, (ids, mask, _) = base(), batch()
+    model, (ids, mask) = base(), small_models.batch()
     tables = load_memory(model, tmp_path)
     before = tables[1].weight.clone()
     values = LazyAdam(tables.values())
@@ -89,7 +87,7 @@ def test_dtypes_are_kept(tmp_path):
 def test_the_memory_of_one_class_fits_the_others_of_its_family(tmp_path):
     save_memory(with_memory(), tmp_path)
     for kind in ("BertForQuestionAnswering", "BertForSequenceClassification"):
-        model = base(kind)
+        model = getattr(transformers, kind)(base().config)
         load_memory(model, tmp_path)
         memory = find_memories(model)[3]
         assert torch.equal(memory.keys, find_memories(with_memory())[3].keys)
@@ -103,7 +101,7 @@ def damage(folder, change):
 
 
 REFUSED = {
-    "hidden_size is 32, here 16": lambda folder: base(hidden_size=16),
+    "hidden_size is 16, here 32": lambda folder: base(hidden_size=32),
     "model_type is bert, here roberta": lambda folder: base("RobertaForMaskedLM"),
     "num_hidden_layers is 3, here 4": lambda folder: base(num_hidden_layers=4),
     "has a memory already": lambda folder: with_memory(),
@@ -208,5 +206,5 @@ def test_a_model_loaded_with_its_code_saves_a_memory_alone(tmp_path):
     save_memory(loaded, tmp_path)
     load_memory(again := base(), tmp_path)
     assert torch.equal(outputs(again), outputs(model))
-    assert SIZES["hidden_size"] == json.loads(
+    assert 16 == json.loads(
         (tmp_path / "memory.json").read_text())["base"]["hidden_size"]

@@ -14,7 +14,8 @@ from accelerate import Accelerator
 
 from lib.for_transformers.add_memory import add_memory
 from lib.for_transformers.trainer import StepValues
-from tests.for_transformers.test_transformers import MEMORY, encoder
+from tests.for_transformers.small_models import MEMORY
+from tests.for_transformers.test_adapter import base
 from values import LazyAdam
 
 BATCH, STEPS = 8, 4
@@ -24,7 +25,7 @@ EPS = 1e-3  # not so small that Adam makes updates of gradients that are roundin
 def make():
     """Make a model in float64 without dropout, its values' optimizer and rows without padding.
     Without query_norm, whose statistics are of each rank's own batch."""
-    model = encoder("BertForMaskedLM", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = base().double()
     torch.manual_seed(1)
     tables = add_memory(model, (1, 3), **MEMORY, query_norm=False)
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(1, 40, (BATCH * STEPS, 9))]
