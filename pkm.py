@@ -73,7 +73,7 @@ class PKM(nn.Module):
                 read = self.forward(x[mask])
                 return read.new_zeros(x.shape).index_put((mask,), read)
             x = x.where(mask[..., None], 0)
-            mask = mask.view(-1, 1)
+            mask = mask.reshape(-1, 1)
         query = self.query(x.flatten(0, -2))  # (tokens, heads * key_dim)
         dtype = query.dtype  # under autocast its dtype, the same as an FFN's output has
         with torch.autocast(x.device.type, enabled=False):

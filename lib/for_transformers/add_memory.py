@@ -1,85 +1,154 @@
 """
-Add a product-key memory to an encoder of transformers.
+Add product-key memories to a model of transformers, an encoder or a decoder.
 
-x' = LN(x + alpha * FFN(x) + beta * PKM(x)), as in model.py.
+FFN(x) becomes alpha * FFN(x) + beta * memory(x) in the chosen layers.
 
->>> model = AutoModelForMaskedLM.from_pretrained("bert-base-uncased")
->>> tables = add_memory(model, layers=(4, 8))       # random memories, to be trained
+>>> model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+>>> tables = add_memory(model, layers=(8, 16))      # random memories, to be trained
 >>> values = LazyAdam(tables.values(), lr=1e-3)     # beside the optimizer of the rest
 
-BERT, RoBERTa, DistilBERT, ELECTRA and every class with their layers can take one. Needs torch only.
+BERT and its relatives, DistilBERT, ModernBERT, GPT-2, GPT-NeoX, OPT, Llama, Mistral, Qwen, Gemma
+and every class with their layers can take one. Needs torch only.
 """
 import inspect
+import threading
 from functools import partial
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
+from lib.for_transformers.folder import save_with_code
 from pkm import PKM
 
+# What a layer's attention leaves for its memory, one for each thread. The hooks are on modules
+# inside the layer, since transformers' checkpointing runs the hooks of the layer only once.
+HERE = threading.local()
 
-def add_memory(model, layers=(4, 8), alpha=1.0, beta=1.0, **sizes):
+
+def add_memory(model, layers, alpha=1.0, beta=1.0, **sizes):
     """Add a memory to `layers` of the model, counted from 1, in place.
 
     (alpha, beta) = (1, 1) is ResM. (0, 1) is PKM, which drops the FFN's weights. sizes: PKM's
-    n_keys, heads, topk, key_dim and query_norm. All weights keep their names, and layer 4's memory
-    is <layers>.3.memory. Tokens that attention_mask leaves out read nothing and do not enter the
-    batch norm's statistics. Returns {layer: ValueTable}, for LazyAdam. ValueError if the model has
-    no such layers.
+    n_keys, heads, topk, key_dim and query_norm. All other weights keep their names, and layer 4's
+    memory is <layers>.3.memory, with the dtype and device of the layer. A dropout that follows
+    the FFN leaves the memory alone. In training, the layer's attention mask tells which tokens
+    are padding: they move no row and do not enter the batch norm's statistics. In evaluation a
+    mask changes no real token's output. Returns {layer: ValueTable}, for LazyAdam. TypeError or
+    ValueError if the model or a layer cannot take a memory, or for wrong layers and sizes.
     """
-    stack, encoder, position = find_layers(model)
-    if alpha == beta == 0:
-        raise ValueError("alpha = beta = 0: layers would have neither FFN nor memory")
-    if bad := [n for n in layers if not 1 <= n <= len(stack)]:
-        raise ValueError(f"layers = {tuple(layers)}: no layer {bad[0]}: from 1 to {len(stack)}")
-    if any(hasattr(layer, "memory") for layer in stack):
-        raise ValueError("there is a memory already")
-    memories = {}
+    stack = find_layers(model)
+    check(stack, layers, alpha, beta, sizes)
+    config = model.config.get_text_config()
+    memories = {n: PKM(config.hidden_size, **sizes) for n in layers if beta}
     for n in layers:
         layer = stack[n - 1]
-        is_bert = hasattr(layer, "output")  # else it is DistilBERT's
-        if alpha == 0 and is_bert:  # the FFN becomes 0 * x
-            layer.intermediate, layer.output.dense = nn.Identity(), nn.Identity()
-        elif alpha == 0:
-            layer.ffn = nn.Identity()
-        if alpha != 1:
-            ffn = layer.output.dense if is_bert else layer.ffn
-            ffn.register_forward_hook(partial(scale, alpha))
         if beta:
-            norm = layer.output.LayerNorm if is_bert else layer.output_layer_norm
-            memory = PKM(len(norm.weight), **sizes).to(norm.weight).train(layer.training)
-            layer.memory = memories[n] = memory
-            if is_bert:
-                layer.output.register_forward_pre_hook(partial(add_read_to_input, memory, beta))
-            else:
-                layer.ffn.register_forward_hook(partial(add_read_to_ffn, memory, beta))
-    hook = partial(hand_on_mask, list(memories.values()), position)
-    encoder.register_forward_pre_hook(hook, with_kwargs=True)
+            like = [p for p in layer.parameters() if p.is_floating_point()][-1]
+            layer.memory = memories[n].to(like).train(layer.training)
+        add_hooks(layer, alpha, beta)
+    if beta:
+        save_with_code(model, layers, alpha, beta, sizes)
     return {n: memory.values for n, memory in memories.items()}
 
 
 def find_layers(model):
-    """Find the model's one list of layers that can take a memory.
-    Returns the list, the module that takes attention_mask, and that argument's position."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    stacks = [layers for layers in lists if len(layers) and all(map(is_supported, layers))]
-    encoder = getattr(model, "base_model", model)
-    arguments = list(inspect.signature(encoder.forward).parameters)
-    if len(stacks) != 1 or "attention_mask" not in arguments:
-        raise ValueError(
-            f"{type(model).__name__}: expected a model that takes attention_mask and has one list "
-            "of layers that end as BERT's or DistilBERT's, without chunk_size_feed_forward: found "
-            f"{len(stacks)} lists")
-    return stacks[0], encoder, arguments.index("attention_mask")
+    """Find the model's list of layers, an nn.ModuleList. ValueError if there is not just one."""
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder, which add_memory does not know")
+    if hasattr(config, "num_hidden_groups"):
+        raise ValueError(f"{name}: its layers share their weights, and would share a memory")
+    stacks = [module for module in model.modules()
+              if isinstance(module, nn.ModuleList) and any(map(ffn_names, module))]
+    if len(stacks) != 1:
+        raise ValueError(f"{name}: expected one list of layers with an attention and an FFN, "
+                         f"found {len(stacks)}" + " (give the part that it is for)" * bool(stacks))
+    return stacks[0]
 
 
-def is_supported(layer):
-    """Tell whether this layer can take a memory (post-LN, BERT or DistilBERT style)."""
-    names = dict(layer.named_modules())
-    bert = isinstance(names.get("output.LayerNorm"), nn.LayerNorm) and (
-        {"intermediate", "output.dense"} <= names.keys()
-        and len(inspect.signature(layer.output.forward).parameters) == 2)
-    distil = {"ffn", "sa_layer_norm", "output_layer_norm"} <= names.keys()
-    return (bert or distil) and not getattr(layer, "chunk_size_feed_forward", 0)
+def ffn_names(layer):
+    """Name the modules of a layer's FFN, the first and the last. () if it is of no known form."""
+    modules = dict(layer.named_modules())
+    if attention_of(layer) is None:
+        return ()
+    for name in ("mlp", "ffn"):
+        if name in modules and count_arguments(modules[name]) == 1:
+            return name, name
+    if isinstance(modules.get("output.LayerNorm"), nn.LayerNorm) and "intermediate" in modules and (
+            "output.dense" in modules and count_arguments(modules["output"]) == 2):
+        return "intermediate", "output.dense"  # BERT
+    if type(layer).__name__ == "OPTDecoderLayer":
+        return "fc1", "fc2"
+    return ()
+
+
+def attention_of(layer):
+    """Find the first module of a layer that takes attention_mask."""
+    return next((module for module in layer.children() if "attention_mask" in
+                 inspect.signature(module.forward).parameters), None)
+
+
+def count_arguments(module):
+    return len(inspect.signature(module.forward).parameters)
+
+
+def check(stack, layers, alpha, beta, sizes):
+    """Raise a TypeError or a ValueError, in words, for what add_memory cannot do."""
+    known = [name for name in inspect.signature(PKM).parameters if name != "d_model"]
+    if wrong := sizes.keys() - known:
+        raise TypeError(f"{min(wrong)} is no size of a memory: {', '.join(known)}")
+    if wrong := [f"{name} = {size!r}" for name, size in sizes.items()
+                 if not isinstance(size, int) or size < (name != "query_norm")]:
+        raise ValueError(f"{wrong[0]}: expected a whole number from 1")
+    if isinstance(layers, int | str):
+        raise TypeError(f"layers = {layers!r}: expected numbers in a list, as in layers=(4, 8)")
+    if wrong := [n for n in layers if n not in range(1, len(stack) + 1)]:
+        raise ValueError(f"layers = {layers}: no layer {wrong[0]!r}: from 1 to {len(stack)}")
+    if len(set(layers)) < len(layers) or not layers:
+        raise ValueError(f"layers = {layers}: expected at least one, and each only once")
+    if alpha == beta == 0:
+        raise ValueError("alpha = beta = 0: layers would have neither FFN nor memory")
+    if any(hasattr(layer, "memory") for layer in stack):
+        raise ValueError("there is a memory already")
+    for n in layers:
+        modules = dict(stack[n - 1].named_modules())
+        if any(name.endswith(("experts", "router")) for name in modules):
+            raise ValueError(f"layer {n}: its FFN is a mixture of experts, with no single input")
+        if any(getattr(module, "chunk_size_feed_forward", 0) for module in modules.values()):
+            raise ValueError(f"layer {n}: set config.chunk_size_feed_forward = 0: a memory needs "
+                             "all tokens at once")
+        if not ffn_names(stack[n - 1]):
+            raise ValueError(f"layer {n}: no FFN that add_memory knows")
+
+
+def add_hooks(layer, alpha, beta):
+    """Make the layer's FFN return alpha * FFN(x) + beta * memory(x)."""
+    first, last = ffn_names(layer)
+    if alpha == 0:  # the FFN becomes 0 * x
+        for name in (first, last):
+            layer.set_submodule(name, nn.Identity())
+    ffn = layer.get_submodule(last)
+    if alpha != 1:
+        ffn.register_forward_hook(partial(scale, alpha))
+    if not beta:
+        return
+    attention = attention_of(layer)
+    position = list(inspect.signature(attention.forward).parameters).index("attention_mask")
+    attention.register_forward_pre_hook(partial(keep_mask, position), with_kwargs=True)
+    if first == "intermediate":
+        layer.output.register_forward_pre_hook(partial(add_read_to_residual, layer, beta))
+        return
+    if hasattr(layer, "post_mlp_dropout"):  # GPT-NeoX: the dropout moves to before the memory
+        ffn.register_forward_hook(partial(drop, layer.post_mlp_dropout.p))
+        layer.post_mlp_dropout.p = 0.0
+    if first == "fc1":  # OPT: both of its dropouts
+        for module in (layer.self_attn.out_proj, ffn):
+            module.register_forward_hook(partial(drop, layer.dropout))
+        layer.dropout = 0.0
+        layer.fc1.register_forward_pre_hook(keep_input)
+    hook = add_read_of_kept if first == "fc1" else add_read
+    ffn.register_forward_hook(partial(hook, layer, beta))
 
 
 # Hooks are functions bound by functools.partial: a deep copy of the model copies what they hold.
@@ -87,21 +156,81 @@ def scale(alpha, ffn, args, y):
     return alpha * y
 
 
-def add_read_to_input(memory, beta, output, args):
+def drop(p, module, args, y):
+    return F.dropout(y, p, module.training)
+
+
+def keep_mask(position, attention, args, kwargs):
+    """Keep which tokens are real for the memory of the same layer."""
+    if getattr(attention, "_is_replica", False):
+        raise RuntimeError("a memory does not work in DataParallel: use one process for each "
+                           "device (torchrun), or one device (CUDA_VISIBLE_DEVICES=0)")
+    mask = args[position] if len(args) > position else kwargs.get("attention_mask")
+    x = args[0] if args else kwargs["hidden_states"]
+    leave("real", real_tokens(mask, attention, x.shape[:-1]))
+
+
+def keep_input(fc1, args):
+    leave("x", args[0])
+
+
+def add_read(layer, beta, ffn, args, y):
+    return y + beta * read(layer, args[0])
+
+
+def add_read_of_kept(layer, beta, fc2, args, y):
+    return y + beta * read(layer, take("x"))
+
+
+def add_read_to_residual(layer, beta, output, args):
     """Add the read to x in output(inside of the FFN, x), which ends a layer of BERT."""
     inside, x = args
-    return inside, x + beta * memory(x, memory.mask)
+    return inside, x + beta * read(layer, x)
 
 
-def add_read_to_ffn(memory, beta, ffn, args, y):
-    """Add the read to ffn(x) in norm(ffn(x) + x), which ends a layer of DistilBERT."""
-    return y + beta * memory(args[0], memory.mask)
+def read(layer, x):
+    real = take("real")
+    return layer.memory(x, None if real is None else real.reshape(x.shape[:-1]))
 
 
-def hand_on_mask(memories, position, encoder, args, kwargs):
-    """Give the encoder's attention_mask to its memories. It stays for activation checkpointing."""
-    mask = args[position] if len(args) > position else kwargs.get("attention_mask")
-    if mask is not None and mask.dim() != 2:
-        raise ValueError(f"attention_mask of shape {tuple(mask.shape)}: expected (batch, time)")
-    for memory in memories:
-        memory.mask = mask
+def real_tokens(mask, attention, shape):
+    """Tell from an attention's mask which of its tokens are real.
+
+    mask: None, (batch, keys) of 0 and 1, or (batch, heads, queries, keys), bool or added to the
+    scores. A real token sees itself, whatever else it sees. The keys may begin with others, of a
+    cache. shape: (batch, queries), also of the result (bool). Returns None if there is no mask, and
+    in evaluation, which needs none, also if the mask does not tell. ValueError if training needs it.
+    """
+    if mask is None:
+        return None
+    known = torch.is_tensor(mask) and mask.dim() in (2, 4)
+    if not attention.training and not (known and mask.shape[-1] == shape[1]):
+        return None  # the keys of a cache may end with empty places
+    if not known:
+        kind = list(mask.shape) if torch.is_tensor(mask) else type(mask).__name__
+        raise ValueError(f"attention_mask: {kind}: expected (batch, time) or (batch, heads, time, "
+                         "time), to know the padding: train with another attn_implementation")
+    if mask.dim() == 4:
+        mask = mask[:, 0]  # (batch, queries or 1, keys)
+        more = mask.shape[2] - mask.shape[1]
+        mask = mask[:, 0] if mask.shape[1] == 1 else mask.diagonal(more, 1, 2)
+        # The scores of padding get a large negative number. DeBERTa's masks are 0 and 1.
+        if mask.is_floating_point() and not type(attention).__name__.startswith("Deberta"):
+            mask = mask > -1000
+    return mask[:, -shape[1]:].bool().expand(shape)
+
+
+def leave(name, value):
+    """Leave a value for this thread's next take() of that name."""
+    if torch.compiler.is_compiling():
+        # torch.compile refuses side effects in a checkpointed function. This one ends inside it.
+        torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(
+            setattr, HERE, name, value)
+    else:
+        setattr(HERE, name, value)
+
+
+def take(name):
+    value = getattr(HERE, name, None)
+    leave(name, None)
+    return value

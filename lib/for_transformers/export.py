@@ -9,25 +9,22 @@ trust_remote_code=True) loads it. Fine-tuned models load by the class that the m
 """
 import contextlib
 import json
-import re
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from tokenizers import processors
 
-from lib.common.errors import ROOT, UserError, need, run_main
+from lib.common.errors import UserError, need, run_main
 from lib.common.files import atomic
 from lib.common.progress import markdown
 from lib.common.settings import Parser
 from lib.corpus.vocabulary import full_tokenizer, read_vocab, special_tokens
+from lib.for_transformers.folder import AUTOS, code_files
 from lib.slot_usage.evaluation import describe_evaluation
 from lib.weights.checkpoint import find_weights, pooler_is_trained, read_weights
 from lib.weights.huggingface import ARCHITECTURES, MEMORY_ACT, SETTINGS, to_huggingface
 from lib.weights.run import Run
-
-CODE = ("pkm.py", "values.py", "lib/for_transformers/add_memory.py",
-        "lib/for_transformers/modeling_pkm.py")  # beside the weights of a model with memory
 
 
 def export(path, folder):
@@ -57,22 +54,13 @@ def export(path, folder):
              "tokenizer.json": tokenizer.to_str(pretty=True),
              "vocab.txt": "\n".join(vocab) + "\n",
              "README.md": card(source, Path(folder).name, config, saved, has_memory),
-             **(memory_code() if has_memory else {})}
+             **(code_files() if has_memory else {})}
     with atomic(folder) as temporary:
         temporary.mkdir()
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
         (temporary / "model.safetensors").write_bytes(to_bytes(weights, {"format": "pt"}))
     print(f"{folder}: weights of {source}, {settings['architectures'][0]}, {len(weights)} tensors")
-
-
-def memory_code():
-    """Read the files of CODE: {name: text}, with relative imports of each other."""
-    files = [ROOT / name for name in CODE]
-    modules = "|".join(file.stem for file in files)
-    imports = re.compile(rf"^from (lib\.for_transformers\.)?({modules}) import", re.MULTILINE)
-    return {file.name: imports.sub(r"from .\2 import", file.read_text(encoding="utf-8"))
-            for file in files}
 
 
 def their_settings(config, head, labels, vocab, has_memory):
@@ -85,9 +73,9 @@ def their_settings(config, head, labels, vocab, has_memory):
                  "dtype": "float32", "is_decoder": config.causal,
                  "pad_token_id": vocab.index(special_tokens(vocab).pad)}
     if has_memory:
-        autos = {name.replace("Bert", "AutoModel"): f"modeling_pkm.PKM{name}"
-                 for name in ARCHITECTURES.values()}
-        settings |= {"architectures": [f"PKM{architecture}"], "hidden_act": MEMORY_ACT,
+        tasks = [auto.removeprefix("AutoModel") for auto in AUTOS if auto != "AutoModelForCausalLM"]
+        autos = {f"AutoModel{task}": f"modeling_pkm.Bert{task or 'Model'}" for task in tasks}
+        settings |= {"hidden_act": MEMORY_ACT,
                      "auto_map": {"AutoConfig": "modeling_pkm.PKMBertConfig", **autos}}
     if head == "classifier":
         names = labels or ["LABEL_0"]

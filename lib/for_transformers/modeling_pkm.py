@@ -1,44 +1,65 @@
 """
-BERT with product-key memory, for transformers. An exported folder has this file beside the weights.
+Classes of transformers with product-key memory, which a folder has beside its weights.
 
 >>> model = AutoModelForMaskedLM.from_pretrained(FOLDER, trust_remote_code=True)
 >>> dense = torch.optim.AdamW(model.parameters(), lr=1e-4)   # skips the values: they have no .grad
 >>> values = model.value_optimizer(lr=1e-3)                  # updates the rows that were read
+
+Each class of transformers is here under its own name, with the memory that the config describes.
 """
+import inspect
+from functools import cache
+
 import transformers
 
 from lib.for_transformers.add_memory import add_memory
+from lib.for_transformers.folder import REFUSED, activation
+from pkm import PKM
 from values import LazyAdam
 
 
 class PKMBertConfig(transformers.BertConfig):
+    """The config of an exported run, whose memory has this project's names."""
+
     model_type = "pkm-bert"
 
 
 class WithMemory:
-    config_class = PKMBertConfig
+    """Adds the memory after the model without it was made."""
 
-    def __init__(self, config):
-        refused = config.hidden_act  # a name that makes BERT without memory refuse the folder
-        config.hidden_act = "gelu"
-        super().__init__(config)
-        config.hidden_act = refused
-        self.tables = add_memory(self, config.memory_layers, config.alpha, config.beta,
-                                 n_keys=config.n_keys, heads=config.memory_heads,
-                                 topk=config.topk, key_dim=config.key_dim,
-                                 query_norm=config.query_norm)
+    def __init__(self, config, *args, **kwargs):
+        text_config, name = activation(config)
+        setattr(text_config, name, getattr(text_config, name).removesuffix(REFUSED))
+        super().__init__(config, *args, **kwargs)
+        self.tables = add_memory(self, **memory_settings(config))
+
+    @classmethod
+    def is_custom_code(cls):
+        """Let transformers rename weights as it does for its own class."""
+        return False
 
     def value_optimizer(self, lr=1e-3):
         return LazyAdam(self.tables.values(), lr=lr)
 
 
-class PKMBertForMaskedLM(WithMemory, transformers.BertForMaskedLM):
-    pass
+def memory_settings(config):
+    """Return add_memory's arguments."""
+    if not isinstance(config, PKMBertConfig):
+        return config.product_key_memory
+    sizes = [name for name in inspect.signature(PKM).parameters if name != "d_model"]
+    theirs = {"layers": "memory_layers", "heads": "memory_heads"}
+    return {name: getattr(config, theirs.get(name, name))
+            for name in ("layers", "alpha", "beta", *sizes)}
 
 
-class PKMBertForSequenceClassification(WithMemory, transformers.BertForSequenceClassification):
-    pass
-
-
-class PKMBertForQuestionAnswering(WithMemory, transformers.BertForQuestionAnswering):
-    pass
+@cache
+def __getattr__(name):
+    """Make a class with memory of transformers' class. It keeps its name, by which transformers
+    decides how to rename weights."""
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__} has no {name}")
+    plain = getattr(transformers, name)
+    attributes = {"__module__": __name__}  # where transformers looks for the code to be saved
+    if plain.config_class is transformers.BertConfig:
+        attributes["config_class"] = PKMBertConfig
+    return type(name, (WithMemory, plain), attributes)

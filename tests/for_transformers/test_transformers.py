@@ -1,10 +1,8 @@
 """
 Models with memory in transformers: exported models, and its own encoders with an added memory.
 """
-import copy
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,32 +11,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lib.common.files import load_file
 from lib.for_transformers.add_memory import add_memory
-from lib.for_transformers.export import CODE, main
+from lib.for_transformers.export import main
+from lib.for_transformers.folder import CODE
 from lib.training.trainer import Trainer
 from lib.weights.checkpoint import find_weights, load_model, load_run, model_file
 from lib.weights.huggingface import their_names
 from lib.weights.run import save_files
 from model import value_tables
-from tests.helpers import ROOT, assert_near, assert_same, train
+from tests.helpers import assert_near, assert_same
 from tests.weights.test_huggingface import saved_run, tiny_head
 from values import LazyAdam
 
 transformers = pytest.importorskip("transformers")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules(tmp_path_factory):
-    """Give transformers a new folder for the code that it copies from models."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE",
-                      str(tmp_path_factory.mktemp("modules")))
-        patch.setattr(sys, "path", [*sys.path])
-        yield
 
 
 def batch(size=40):
@@ -175,7 +163,7 @@ def test_an_exported_memory_needs_no_file_of_this_repository(tmp_path):
     """It loads and trains in a process that has only the folder; its imports are relative."""
     _, folder = exported(tmp_path, None)
     code = {file.stem: file.read_text() for file in folder.glob("*.py")}
-    assert code.keys() == {Path(name).stem for name in CODE if (ROOT / name).exists()}
+    assert code.keys() == {Path(name).stem for name in CODE}
     for text in code.values():
         modules = re.findall(r"(?m)^(?:from|import) ([\w.]+)", text)
         packages = {module.split(".")[0] for module in modules} - {""}
@@ -187,187 +175,11 @@ def test_an_exported_memory_needs_no_file_of_this_repository(tmp_path):
     assert int(ended.stdout.split()[0]) > 0
 
 
-# memories in transformers' encoders
+# memories in transformers' models
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 64,
          "num_attention_heads": 4, "max_position_embeddings": 24}
-DISTIL = {"vocab_size": 40, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64,
-          "max_position_embeddings": 24}
 MEMORY = {"n_keys": 4, "heads": 2, "topk": 3, "key_dim": 4}
-KINDS = ["BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForSequenceClassification",
-         "ElectraForPreTraining"]
-
-
-def encoder(kind, **more):
-    """Make a random transformers model, in float64 and in evaluation mode."""
-    name = kind.partition("For")[0]
-    sizes = DISTIL if name == "DistilBert" else SIZES
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **more})
-    return spread(getattr(transformers, kind)(config)).double().eval()
-
-
-def layers_of(model):
-    base = model.base_model
-    return base.transformer.layer if hasattr(base, "transformer") else base.encoder.layer
-
-
-def by_hand(layer, x, mask, alpha, beta):
-    """Compute LN(x + alpha * FFN(x) + beta * PKM(x)) from a layer's modules. x: FFN's input."""
-    if hasattr(layer, "ffn"):
-        norm = layer.output_layer_norm
-        up, down = (layer.ffn.lin1, layer.ffn.lin2) if alpha else (None, None)
-    else:
-        norm = layer.output.LayerNorm
-        up, down = (layer.intermediate.dense, layer.output.dense) if alpha else (None, None)
-    ffn = 0.0
-    if alpha:  # without the hooks
-        ffn = F.linear(F.gelu(up(x)), down.weight, down.bias)
-    read, memory = torch.zeros_like(x), layer.memory
-    for sentence, real in enumerate(mask.bool()):  # padded tokens are not looked up
-        slots, weights = memory.search(memory.query_norm(memory.query(x[sentence][real])))
-        read[sentence, real] = torch.einsum("thk, thkd -> td", weights,
-                                            memory.values.weight[slots.long()])
-    return norm(x + alpha * ffn + beta * read)
-
-
-@pytest.mark.parametrize("alpha, beta", [(1, 1), (0, 1), (0.6, 1.5)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_with_memory_is_the_formula(kind, alpha, beta):
-    model = encoder(kind)
-    tables = add_memory(model, (1, 3), alpha, beta, **MEMORY)
-    assert list(tables) == [1, 3] and not layers_of(model)[2].memory.query_norm.training
-    inside = [name for name, _ in layers_of(model)[0].named_parameters()
-              if name.startswith(("intermediate", "ffn"))]
-    assert bool(inside) == (alpha != 0)
-    spread(model)
-    ids, mask, _ = batch()
-    seen, layers = {}, layers_of(model)
-
-    def keep(number, name):
-        def hook(module, args, output):
-            seen[number, name] = output[0] if isinstance(output, tuple) else output
-        return hook
-
-    for n in (1, 3):
-        attention = getattr(layers[n - 1], "sa_layer_norm", layers[n - 1].attention)
-        attention.register_forward_hook(keep(n, "x"))
-        layers[n - 1].register_forward_hook(keep(n, "y"))
-    with torch.no_grad():
-        copy.deepcopy(model)  # whose hooks are not the model's
-        model(ids, attention_mask=mask)
-        for n in (1, 3):
-            expected = by_hand(layers[n - 1], seen[n, "x"], mask, alpha, beta)
-            assert_near(seen[n, "y"][mask.bool()], expected[mask.bool()], 1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_padding_stays_out_of_the_batch_statistics(kind):
-    ids, mask, _ = batch()
-    statistics = []
-    for padding in (0, 7):
-        model = encoder(kind)
-        torch.manual_seed(1)
-        add_memory(model, (2,), **MEMORY)
-        with torch.no_grad():
-            model.train()
-            for module in model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
-            model(ids.where(mask.bool(), torch.tensor(padding)), attention_mask=mask)
-        norm = layers_of(model)[1].memory.query_norm
-        statistics.append(torch.cat([norm.running_mean, norm.running_var]))
-    assert_near(*statistics, 1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_beta_0_is_the_model_without(kind):
-    model, (ids, mask, _) = encoder(kind), batch()
-    with torch.no_grad():
-        before = model(ids, attention_mask=mask)[0]
-        assert add_memory(model, (1, 3), beta=0, **MEMORY) == {}
-        assert torch.equal(model(ids, attention_mask=mask)[0], before)
-
-
-def test_a_copy_has_hooks_of_its_own():
-    model = encoder("BertForMaskedLM")
-    add_memory(model, (2,), **MEMORY)
-    ids, mask, _ = batch()
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        before = other(ids, mask)[0]
-        assert torch.equal(model(ids, mask)[0], before)
-        layers_of(model)[1].memory.values.weight.zero_()
-        assert torch.equal(other(ids, mask)[0], before)
-        assert not torch.equal(model(ids, mask)[0], before)
-
-
-def test_classes_of_the_same_layers_work_and_others_are_refused():
-    class Mine(transformers.BertPreTrainedModel):
-        def __init__(self, config):
-            super().__init__(config)
-            self.bert, self.top = transformers.BertModel(config), nn.Linear(32, 1)
-            self.post_init()
-
-        def forward(self, ids, attention_mask):
-            return self.top(self.bert(ids, attention_mask=attention_mask)[0])
-
-    ids, mask, _ = batch()
-    mine = Mine(transformers.BertConfig(**SIZES))
-    assert len(add_memory(mine, (2,), **MEMORY)) == 1 and mine(ids, mask).shape == (3, 20, 1)
-    gpt2 = transformers.GPT2Model(transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2))
-    vit = transformers.ViTModel(transformers.ViTConfig(  # pre-LN, with an output of the same name
-        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8))
-    chunked = encoder("BertForMaskedLM", chunk_size_feed_forward=4)
-    for model in (gpt2, vit, chunked, nn.Linear(2, 2)):
-        with pytest.raises(ValueError, match=f"{type(model).__name__}: expected a model"):
-            add_memory(model)
-    for args, words in ({"layers": (4,)}, "no layer 4"), ({"alpha": 0, "beta": 0}, "neither"):
-        with pytest.raises(ValueError, match=words):
-            add_memory(encoder("BertForMaskedLM"), **{"layers": (2,), **args})
-    with pytest.raises(ValueError, match="memory already"):
-        add_memory(mine, (1,))
-    with pytest.raises(ValueError, match=r"attention_mask of shape \(3, 20, 20\)"):
-        mine(ids, mask[:, None].expand(3, 20, 20))
-
-
-# the page about it
-
-PAGE = (ROOT / "docs/transformers.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-
-
-def run_block(word, names):
-    """Run the page's first block that contains `word`. names: its variables, a dict."""
-    exec(next(block for block in BLOCKS if word in block), names)  # noqa: S102
-    return names
-
-
-def test_the_pages_examples_run(place, capsys, monkeypatch):
-    pytest.importorskip("accelerate")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert train("--out=out/demo_resm_init", "--max_steps=1", "--eval_interval=100") == 0
-    names = run_block("load_run", {})
-    alone = names["model"](names["ids"][1:, :5])
-    assert_near(names["logits"][1, :5], alone[0], 1e-5)
-    assert names["mask"].sum() == len(names["slots"][2]) and names["slots"].keys() == {2, 3}
-    main(["out/demo_resm_init", "my_model"])
-    card = Path("my_model/README.md").read_text()
-    assert "| memory_layers" in card and "- perplexity" in card and "- layer 3: MU" in card
-    run_block("fill-mask", names)
-    assert load_run("saved")
-    sizes = {**SIZES, "num_hidden_layers": 8, "hidden_size": 8, "vocab_size": 26}
-    bert = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
-    bert.save_pretrained("bert-base-uncased")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(f"my_model/{name}", "bert-base-uncased")
-    for word in ("StepValues(Tr", "TrainingArguments(", "again"):
-        run_block(word, names)
-    trained, again = names["model"].state_dict(), names["again"].state_dict()
-    assert_same(dict(trained), dict(again))
-    moments = torch.load("out/trainer/checkpoint-4/values.pt")["state"]
-    assert [table["step"] for table in moments.values()] == [4, 4]
-    assert len(BLOCKS) == 5
-
 
 class Batches:
     """The same batches for our Trainer and, by theirs(), for transformers'."""
@@ -398,6 +210,8 @@ class Batches:
 @pytest.mark.parametrize("alpha", [0.0, 0.6])
 def test_trainer_does_the_steps_of_our_loop(tmp_path, monkeypatch, alpha):
     pytest.importorskip("accelerate")
+    from lib.for_transformers.trainer import StepValues
+
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # in our loss
     batches, memory = Batches(), {"alpha": alpha, "beta": 1.5}
     model, folder = exported(tmp_path, None, **memory)
@@ -414,8 +228,7 @@ def test_trainer_does_the_steps_of_our_loop(tmp_path, monkeypatch, alpha):
     weights = load_file(folder / "model.safetensors")
     assert not [name for name in theirs.load_state_dict(weights, strict=False).missing_keys
                 if "decoder" not in name]
-    step_values = run_block("StepValues(Tr", {})["StepValues"](
-        LazyAdam(tables.values(), lr=config.value_lr))
+    step_values = StepValues(LazyAdam(tables.values(), lr=config.value_lr))
     arguments = transformers.TrainingArguments(
         str(tmp_path / "trainer"), max_steps=20, learning_rate=config.lr, adam_epsilon=1e-6,
         weight_decay=config.weight_decay, save_strategy="no", report_to="none", use_cpu=True,

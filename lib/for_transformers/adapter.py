@@ -1,0 +1,128 @@
+"""
+Save the memory of a transformers model alone, and add it to the same model again.
+
+>>> tables = add_memory(model, layers=(4, 8))   # and train it
+>>> save_memory(model, "my_memory")             # memory.safetensors, memory.json
+>>> tables = load_memory(model, "my_memory")    # `model` is new, from the same weights
+"""
+import json
+import re
+import warnings
+from pathlib import Path
+
+import torch
+
+from lib.common.errors import UserError, need
+from lib.common.files import atomic, discard, load_file, read_json, write_text
+from lib.for_transformers.add_memory import add_memory
+from pkm import PKM
+
+NAMES = re.compile(r"keys|values\.weight|query\.(weight|bias)|query_norm\.\w+")  # a PKM's tensors
+# What the config of a memory's model must say. The whole config is not compared: transformers adds
+# and renames settings from version to version.
+BASE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads")
+
+
+def save_memory(model, folder):
+    """Write the model's memory to `folder`: memory.safetensors and memory.json.
+
+    The files are whole or absent, and replace those of an earlier save. Tensors keep their dtype.
+    Warns if other weights are in training: they are not saved. PEFT's are no reason to warn,
+    because its save_pretrained writes them, to the same folder if you like. UserError if there is
+    no memory.
+    """
+    to_file = need("safetensors.torch", "save_memory").save_file
+    memories, folder = find_memories(model), Path(folder)
+    if not memories:
+        raise UserError(f"{type(model).__name__} has no memory to save: see add_memory")
+    others = [name for name, p in model.named_parameters()
+              if p.requires_grad and ".memory." not in name]
+    if others and not hasattr(model, "peft_config"):
+        warnings.warn(f"{folder} gets the memory alone, but {len(others)} other weights require "
+                      f"gradients ({others[0]}, ...): if they were trained, use save_pretrained")
+    tensors = {f"{n}.{name}": w for n, memory in memories.items()
+               for name, w in memory.state_dict().items()}
+    settings = {"memory": model.config.product_key_memory, "base": base_of(model.config),
+                "base_name": model.config.name_or_path}
+    discard(folder / "memory.json")  # no tensors ever lie beside the settings of others
+    with atomic(folder / "memory.safetensors") as temporary:
+        to_file(tensors, temporary)
+    write_text(folder / "memory.json", json.dumps(settings, indent=1) + "\n")
+
+
+def load_memory(model, folder):
+    """Add the memory that save_memory wrote to `folder`. Returns its tables as add_memory does.
+
+    Tensors keep the dtype that they were saved in, except the query's, which has the model's.
+    UserError, before the model is changed, if the memory is another model's, if there is one
+    already, or if a file is missing or damaged.
+    """
+    if find_memories(model):
+        raise UserError(f"{type(model).__name__} has a memory already: load into a new model")
+    memory, tensors = read_memory(model, folder)
+    tables = add_memory(model, **memory)
+    for n, added in find_memories(model).items():
+        like = added.query.weight
+        added.load_state_dict(tensors[n], assign=True)
+        added.to(like.device).query.to(like.dtype)
+    return tables
+
+
+def find_memories(model):
+    """Find the model's memories: {layer, counted from 1: PKM}. UserError if PEFT wraps a part."""
+    memories = {}
+    for name, module in model.named_modules():
+        path = name.split(".")
+        if path[-1] == "memory" and hasattr(module, "values"):
+            wrapped = [tensor for tensor in module.state_dict() if not NAMES.fullmatch(tensor)]
+            if wrapped:
+                raise UserError(f"{name} has a tensor {wrapped[0]}: PEFT must leave the memory as "
+                                'it is. Give its config exclude_modules=["memory.query"], and '
+                                "nothing of the memory in modules_to_save")
+            memories[int(path[-2]) + 1] = module
+    return memories
+
+
+def read_memory(model, folder):
+    """Read what save_memory wrote: add_memory's arguments, and {layer: state dict}.
+    UserError if it does not fit the model, or if a file is missing or damaged."""
+    folder = Path(folder)
+    if not (folder / "memory.json").is_file():
+        raise UserError(f"{folder} has no memory.json: expected a folder of save_memory")
+    settings = read_json(folder / "memory.json")
+    try:
+        memory, saved = settings["memory"], settings["base"]
+        sizes = {name: size for name, size in memory.items()
+                 if name not in ("layers", "alpha", "beta")}
+        with torch.device("meta"):  # only shapes are needed
+            expected = {f"{n}.{name}": list(w.shape) for n in memory["layers"]
+                        for name, w in PKM(saved["hidden_size"], **sizes).state_dict().items()}
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{folder / 'memory.json'}: damaged ({error!r})") from None
+    base = base_of(model.config)
+    if differ := [f"{name} is {saved.get(name)}, here {base[name]}" for name in BASE
+                  if saved.get(name) != base[name]]:
+        raise UserError(f"{folder} has the memory of another model ({settings.get('base_name')}): "
+                        + ", ".join(differ))
+    file = folder / "memory.safetensors"
+    tensors = load_file(file, hint="save the memory again")
+    found = {name: list(w.shape) for name, w in tensors.items()}
+    for name in {**expected, **found}:
+        if found.get(name) != expected.get(name):
+            raise UserError(f"{file}: {name}: found {found.get(name, 'none')}, expected "
+                            f"{expected.get(name, 'none')}")
+    return memory, {n: {name.partition(".")[2]: w for name, w in tensors.items()
+                        if name.startswith(f"{n}.")} for n in memory["layers"]}
+
+
+def base_of(config):
+    """Return what a memory's model is known by: {name: value}, None for what it does not have."""
+    config = config.get_text_config()
+    return {name: getattr(config, name, None) for name in BASE}
+
+
+def train_memory(model):
+    """Let the memory train in a model whose weights PEFT or you froze. Call it after PEFT."""
+    for memory in find_memories(model).values():
+        memory.requires_grad_(True)

@@ -1,0 +1,78 @@
+"""
+Let save_pretrained write all that a model with memory needs: its settings and its code.
+
+The folder loads by AutoModelFor...from_pretrained(folder, trust_remote_code=True). Classes without
+memory refuse it. Needs torch only, and transformers in save_pretrained.
+"""
+import inspect
+import re
+from functools import partial
+from pathlib import Path
+
+from pkm import PKM
+
+CODE = ("pkm.py", "values.py", "add_memory.py", "folder.py", "modeling_pkm.py")
+# Appended to the activation's name. Classes without memory have no such activation, and their
+# error shows the name.
+REFUSED = " (this model has a memory: AutoModelFor..., trust_remote_code=True)"
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+AUTOS = {"AutoModel": "MODEL_MAPPING", **{
+    f"AutoModelFor{task}": f"MODEL_FOR_{name}_MAPPING" for task, name in {
+        "MaskedLM": "MASKED_LM", "CausalLM": "CAUSAL_LM", "QuestionAnswering": "QUESTION_ANSWERING",
+        "SequenceClassification": "SEQUENCE_CLASSIFICATION",
+        "TokenClassification": "TOKEN_CLASSIFICATION"}.items()}}
+
+
+def save_with_code(model, layers, alpha, beta, sizes):
+    """Write add_memory's arguments into model.config, and let save_pretrained add the code.
+    A model that is not of transformers stays as it is."""
+    if hasattr(model, "get_base_model"):  # PEFT's
+        model = model.get_base_model()
+    if hasattr(model, "save_pretrained"):
+        defaults = {name: parameter.default for name, parameter
+                    in inspect.signature(PKM).parameters.items() if name != "d_model"}
+        model.config.product_key_memory = {"layers": list(layers), "alpha": alpha, "beta": beta,
+                                           **defaults, **sizes}
+        model.save_pretrained = partial(save_pretrained, model)
+
+
+def save_pretrained(model, save_directory, *args, **kwargs):
+    """Save a model of transformers with its memory's code, so that no class loads a part of it.
+    Arguments are those of the model's own save_pretrained."""
+    import transformers
+
+    folder, config = Path(save_directory), model.config
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in code_files().items():
+        (folder / name).write_text(text, encoding="utf-8")
+    text_config, name = activation(config)
+    plain, autos = getattr(text_config, name), getattr(config, "auto_map", None)
+    mappings = {auto: getattr(transformers, mapping) for auto, mapping in AUTOS.items()}
+    config.auto_map = autos or {
+        auto: f"modeling_pkm.{classes[type(config)].__name__}"
+        for auto, classes in mappings.items() if type(config) in classes}
+    setattr(text_config, name, f"{plain}{REFUSED}")
+    try:
+        return type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    finally:
+        setattr(text_config, name, plain)
+        config.auto_map = autos
+
+
+def activation(config):
+    """Find the FFN's activation in a config of transformers: the config that has it, its name."""
+    text_config = config.get_text_config()
+    return text_config, next(name for name in ACTIVATIONS if hasattr(text_config, name))
+
+
+def code_files():
+    """Read the files of CODE: {name: text}, with relative imports of each other."""
+    here = Path(__file__).parent
+    modules = "|".join(Path(name).stem for name in CODE)
+    imports = re.compile(rf"^from (lib\.for_transformers\.)?({modules}) import", re.MULTILINE)
+    files = {name: here / name for name in CODE}
+    for name in CODE[:2]:  # in this repository they are at the root
+        if not files[name].exists():
+            files[name] = here.parents[1] / name
+    return {name: imports.sub(r"from .\2 import", file.read_text(encoding="utf-8"))
+            for name, file in files.items()}

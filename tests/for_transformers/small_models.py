@@ -1,0 +1,176 @@
+"""
+Small random models of transformers, each with a memory and with a copy that computes it by hand.
+"""
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lib.for_transformers.add_memory import add_memory, find_layers
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24,
+         "num_attention_heads": 2, "max_position_embeddings": 24, "pad_token_id": 0}
+GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 8}
+BERT = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+# {class: sizes}; all dropout is 0
+DECODERS = {
+    "LlamaForCausalLM": GROUPED,
+    "MistralForCausalLM": {**GROUPED, "sliding_window": 4},
+    "Qwen2ForCausalLM": {**SIZES, "num_key_value_heads": 1},
+    "Qwen3ForCausalLM": GROUPED,
+    "Gemma3ForCausalLM": {**GROUPED, "sliding_window": 4,
+                          "layer_types": ["full_attention", "sliding_attention"]},
+    "GPT2LMHeadModel": {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_inner": 24,
+                        "n_positions": 24, "pad_token_id": 0, "embd_pdrop": 0.0,
+                        "attn_pdrop": 0.0, "resid_pdrop": 0.0},
+    "GPTNeoXForCausalLM": SIZES,
+    "OPTForCausalLM": {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "ffn_dim": 24,
+                       "num_attention_heads": 2, "max_position_embeddings": 24, "pad_token_id": 0,
+                       "word_embed_proj_dim": 16, "dropout": 0.0},
+}
+ENCODERS = {
+    "ModernBertForMaskedLM": {**SIZES, "local_attention": 4, "layer_types": [
+        "full_attention", "sliding_attention"]},
+    "BertForMaskedLM": BERT,
+    "RobertaForMaskedLM": BERT,
+    "XLMRobertaForMaskedLM": BERT,
+    "CamembertForMaskedLM": BERT,
+    "DistilBertForMaskedLM": {"vocab_size": 40, "dim": 16, "n_layers": 2, "n_heads": 2,
+                              "hidden_dim": 24, "max_position_embeddings": 24, "dropout": 0.0,
+                              "attention_dropout": 0.0},
+    "ElectraForMaskedLM": {**BERT, "embedding_size": 16},
+    "DebertaV2ForMaskedLM": {**BERT, "relative_attention": True, "position_buckets": 4,
+                             "pos_att_type": ["p2c", "c2p"], "norm_rel_ebd": "layer_norm",
+                             "conv_kernel_size": 3, "conv_act": "gelu"},
+    "MPNetForMaskedLM": BERT,
+}
+MODELS = {**DECODERS, **ENCODERS}
+MEMORY = {"n_keys": 4, "heads": 2, "topk": 3, "key_dim": 4}
+
+
+def small_model(kind, **more):
+    """Make a random model whose weights are large enough that each shows in the output."""
+    torch.manual_seed(0)
+    model_class = getattr(transformers, kind)
+    return spread(model_class(model_class.config_class(**{**MODELS[kind], **more})))
+
+
+def spread(model):
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(float("norm" in name.lower() and p.dim() == 1), 0.3)
+    return model
+
+
+def with_memory(kind, layers=(1, 2), alpha=0.6, beta=1.5, dtype=torch.double, **more):
+    """Make a model with memories, whose batch norms have statistics of their own."""
+    model = small_model(kind, **more).to(dtype)
+    add_memory(model, layers, alpha, beta, **MEMORY)
+    spread(model)
+    for n in layers if beta else ():
+        norm = find_layers(model)[n - 1].memory.query_norm
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2)
+    return model.eval()
+
+
+def batch(padding="right"):
+    """Draw sentences of 6, 4 and 3 tokens: ids and a mask of 0 and 1."""
+    torch.manual_seed(1)
+    mask = torch.arange(6) < torch.tensor([[6], [4], [3]])
+    mask = mask.flip(1) if padding == "left" else mask
+    return torch.randint(3, 40, (3, 6)).where(mask, 0), mask.long()
+
+
+def logits(model, ids, mask):
+    return model(ids, attention_mask=mask, **no_cache(model)).logits
+
+
+def no_cache(model):
+    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    return {"use_cache": False} if type(model).__name__ in DECODERS else {}
+
+
+def loss_of(model, ids, mask):
+    """Compute a loss that sees the real tokens alone, all of them."""
+    return logits(model, ids, mask)[mask.bool()].double().square().mean()
+
+
+def gradients(model, *batches):
+    """Run all batches, then go backward. Returns {name: gradient}; of values: by their reads."""
+    model.zero_grad()
+    sum(loss_of(model, ids, mask) for ids, mask in batches).backward()
+    model = getattr(model, "_orig_mod", model)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for name, module in model.named_modules():
+        if hasattr(module, "reads"):
+            grad = torch.zeros_like(module.weight)
+            for slots, weights, grad_out in module.reads:
+                products = weights[..., None] * grad_out[:, None]
+                grad.index_add_(0, slots.flatten(), products.flatten(0, 1).to(grad))
+            module.reads.clear()
+            found[f"{name}.weight"] = grad
+    return found
+
+
+class ByHand(nn.Module):
+    """alpha * FFN(x) + beta * the softmax-weighted sum of the best slots, out of all slots."""
+
+    def __init__(self, ffn, memory, alpha, beta, norm=None):
+        super().__init__()
+        self.ffn, self.memory, self.alpha, self.beta, self.norm = ffn, memory, alpha, beta, norm
+
+    def forward(self, inside, x=None):
+        """inside: the FFN's input, which is x, or in BERT what enters its last linear layer."""
+        x = inside if x is None else x
+        y = self.beta * self.read(x)
+        if self.alpha:
+            y = y + self.alpha * self.ffn(inside)
+        return y if self.norm is None else self.norm(y + x)
+
+    def read(self, x):
+        memory, real = self.memory, self.real.reshape(x.shape[:-1])
+        query, norm = memory.query(x[real]), memory.query_norm
+        mean, var = norm.running_mean, norm.running_var
+        if self.training:
+            mean, var = query.mean(0), query.var(0, correction=0)
+        query = (query - mean) / (var + norm.eps).sqrt() * norm.weight + norm.bias
+        heads, _, _, half = memory.keys.shape
+        query = query.view(-1, heads, 2, half)
+        first, second = torch.einsum("thsd, hsnd -> sthn", query, memory.keys)
+        scores = (first[..., None] + second[..., None, :]).flatten(2)  # (tokens, heads, slots)
+        best, slots = scores.topk(memory.topk)
+        read = torch.einsum("thk, thkd -> td", best.softmax(2), memory.values.weight[slots])
+        return torch.zeros_like(x).index_put((real,), read)
+
+
+def by_hand(model, alpha=0.6, beta=1.5, layers=(1, 2)):
+    """Make a plain model whose FFNs are replaced by hand. Returns it and {name: parameter}, with
+    the names of `model`, a model with memory."""
+    plain = small_model(type(model).__name__).to(next(model.parameters()).dtype)
+    plain.load_state_dict(model.state_dict(), strict=False)
+    parameters = dict(plain.named_parameters())
+    for n in layers:
+        memory = copy.deepcopy(find_layers(model)[n - 1].memory)
+        layer = find_layers(plain)[n - 1]
+        if hasattr(layer, "fc1"):
+            ffn = nn.Sequential(layer.fc1, layer.activation_fn, layer.fc2)
+            layer.fc1 = layer.activation_fn = nn.Identity()
+            layer.fc2 = ByHand(ffn, memory, alpha, beta)
+        elif hasattr(layer, "intermediate"):
+            layer.output = ByHand(layer.output.dense, memory, alpha, beta, layer.output.LayerNorm)
+        else:
+            name = "mlp" if hasattr(layer, "mlp") else "ffn"
+            setattr(layer, name, ByHand(getattr(layer, name), memory, alpha, beta))
+        where = next(name for name, m in model.named_modules() if m is find_layers(model)[n - 1])
+        parameters |= {f"{where}.memory.{name}": p for name, p in memory.named_parameters()}
+    return plain.train(model.training), parameters
+
+
+def tell_padding(plain, mask):
+    for module in plain.modules():
+        if isinstance(module, ByHand):
+            module.real = mask.bool()

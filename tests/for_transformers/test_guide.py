@@ -1,0 +1,56 @@
+"""
+The guide for users of transformers: its Python blocks run in order, as does what they claim.
+"""
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from lib.for_transformers.export import main
+from tests.helpers import ROOT, assert_same, train
+
+transformers = pytest.importorskip("transformers")
+for package in ("accelerate", "peft", "safetensors"):
+    pytest.importorskip(package)
+
+GUIDE = (ROOT / "docs/transformers.md").read_text()
+SIZES = {"vocab_size": 26, "hidden_size": 16, "num_hidden_layers": 18, "intermediate_size": 16,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+
+
+@pytest.fixture
+def stand_ins(place, monkeypatch):
+    """Make folders named as what the guide takes from the hub and from this project's demo."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    assert train("--out=out/demo_resm_init", "--max_steps=1", "--eval_interval=100") == 0
+    main(["out/demo_resm_init", "exported"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained("exported", trust_remote_code=True)
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    tokenizer.save_pretrained("Qwen/Qwen3-0.6B")
+    torch.manual_seed(0)
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
+        **SIZES, eos_token_id=3, pad_token_id=0)).save_pretrained("Qwen/Qwen3-0.6B")
+
+
+def test_its_blocks_run_and_do_what_they_claim(stand_ins, capsys):
+    names, after = {}, {}
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    for number, block in enumerate(blocks):
+        exec(block, names)  # noqa: S102
+        after[number] = {name: w.clone() for name, w in names["model"].state_dict().items()}
+    trained, loaded, whole = after[1], after[2], after[3]
+    moved = {name for name, w in trained.items() if not torch.equal(w, after[0][name])}
+    assert moved and all(".memory." in name for name in moved)
+    assert_same(trained, loaded)
+    assert_same(trained, whole)
+    zeroed = {name for name, w in after[4].items() if not torch.equal(w, whole[name])}
+    assert {name.rpartition("memory.")[2] for name in zeroed} == {"values.weight"}
+    assert re.search(r"layer 9: top-1 usage 0\.[0-9]%", capsys.readouterr().out)
+    assert Path("both/adapter_model.safetensors").exists() and Path("both/memory.json").exists()
+    assert names["slots"].keys() == {2, 3} and len(blocks) == 10
+
+
+def test_it_is_short_and_its_table_is_of_the_tests():
+    assert len(GUIDE.split()) <= 900
