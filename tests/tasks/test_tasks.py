@@ -14,7 +14,7 @@ import prepare_data
 from lib.common.errors import UserError
 from lib.corpus.vocabulary import SPECIALS, load_tokenizer, wordpiece_tokenizer
 from lib.tasks.examples import Examples, batches_by_length, encode_examples
-from lib.tasks.glue import GLUE, find_task, read_split, row_names
+from lib.tasks.glue import GLUE, TASKS, find_task, read_split, row_names
 from lib.tasks.scores import METRICS, score_squad
 from lib.tasks.squad import Question, best_answers, make_windows, read_squad
 from lib.tasks.task_data import TrainingBatches
@@ -478,3 +478,44 @@ def test_correlations_equal_scipys():
         for name, theirs in [("pearson", stats.pearsonr), ("spearmanr", stats.spearmanr)]:
             expected = theirs(x, y).statistic
             assert METRICS[name](x, y) == pytest.approx(expected, abs=1e-9, nan_ok=True)
+
+
+@pytest.mark.parametrize("labels, predictions, accuracy, f1, matthews", [
+    # true positives, false positives, false negatives, true negatives: 2, 1, 3, 4
+    ([1, 1, 1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 1, 0, 0, 0, 0], 0.6, 2 * 2 / (2 * 2 + 1 + 3),
+     (2 * 4 - 1 * 3) / math.sqrt(3 * 5 * 5 * 7)),
+    ([0, 0, 0, 0], [0, 0, 0, 1], 0.75, 0, 0), ([0, 0], [0, 0], 1, 0, 0), ([1, 0], [1, 1], 0.5, 2 / 3, 0)])
+def test_class_metrics_of_counted_examples(labels, predictions, accuracy, f1, matthews):
+    expected = {"accuracy": accuracy, "f1": f1, "matthews_correlation": matthews}
+    for name, value in expected.items():
+        assert METRICS[name](np.array(labels), np.array(predictions)) == pytest.approx(value), name
+
+
+def test_correlations_by_hand():
+    """Deviations (-2, -1, 3) and (1, -4, 3) give 11 / sqrt(14 * 26); ranks 1, 2, 3 and 2, 1, 3."""
+    labels, predictions = np.array([8.0, 9.0, 13.0]), np.array([3.0, -2.0, 5.0])
+    assert METRICS["pearson"](labels, predictions) == pytest.approx(11 / math.sqrt(14 * 26))
+    assert METRICS["spearmanr"](labels, predictions) == pytest.approx(0.5)
+    for name in ("pearson", "spearmanr"):  # a constant is correlated with nothing
+        assert np.isnan(METRICS[name](labels, np.ones(3)))
+
+
+def test_the_metrics_that_are_official():
+    """The first picks the best epoch. The columns are the titles that name them."""
+    first = {name: task.metrics[0] for name, task in TASKS.items()}
+    assert first == {**dict.fromkeys(TASKS, "accuracy"), "cola": "matthews_correlation",
+                     "stsb": "pearson", "squad": "f1"}
+    columns = {task.table_title: list(task.table_metrics) for task in TASKS.values()}
+    assert columns == {
+        "SQuAD 1.1 (EM/F1)": ["exact_match", "f1"], "MNLI-(m/mm)": ["accuracy", "accuracy_mm"],
+        "QQP": ["accuracy"], "QNLI": ["accuracy"], "SST-2": ["accuracy"],
+        "CoLA (Matt)": ["matthews_correlation"], "MRPC (Acc/F1)": ["accuracy", "f1"],
+        "STS-B (P/S)": ["pearson", "spearmanr"], "RTE": ["accuracy"]}
+    assert {name: task.scale for name, task in TASKS.items() if task.scale != 100} == {"squad": 1}
+
+
+def test_submissions_of_mnli_are_of_their_split(tmp_path):
+    (tmp_path / "glue/MNLI").mkdir(parents=True)
+    task = find_task("mnli", tmp_path)
+    assert task.test == {"MNLI-m": "test_matched", "MNLI-mm": "test_mismatched"}
+    assert task.file("test_mismatched").name == "test_mismatched.tsv"
