@@ -15,7 +15,14 @@ import pytest
 import pretrain
 from lib.common.errors import UserError
 from lib.corpus import vocabulary
-from lib.corpus.batches import Corpus, MaskedBatches, mask_tokens, masked_heldout
+from lib.corpus.batches import (
+    Corpus,
+    MaskedBatches,
+    causal_heldout,
+    cut_split,
+    mask_tokens,
+    masked_heldout,
+)
 from lib.corpus.vocabulary import (
     Specials,
     full_tokenizer,
@@ -249,3 +256,22 @@ def test_batches_are_a_function_of_seed_and_step(place):
     assert np.array_equal(unmasked(other.get(2, 0)), unmasked(batch))
     assert not np.array_equal(other.get(2, 0)["positions"], batch["positions"])
     assert batches.epochs(batches.per_epoch) == 2 * 2  # steps of 2 x 2 sequences
+
+
+def test_few_held_out_sequences_are_spread_evenly(place):
+    """The first, the middle and the last one of a split, for either objective."""
+    corpus = Corpus("tiny")
+    whole = cut_split(corpus, "test", 16)[:len(corpus.split("test")) // 14]
+    assert np.array_equal(cut_split(corpus, "test", 16, 3), whole[[0, (len(whole) - 1) // 2, -1]])
+    [batch] = causal_heldout(corpus, "test", 16, 1000)
+    [some] = causal_heldout(corpus, "test", 16, 1000, sequences=3)
+    chosen = [0, (len(batch["ids"]) - 1) // 2, -1]
+    assert all(np.array_equal(some[name], batch[name][chosen]) for name in ("ids", "labels"))
+
+
+def test_the_unigram_perplexity_of_a_corpus_is_of_its_words(workdir):
+    """Train has 1 + 1 [UNK], 2 + 1 "the", "cat" and ".", 1 + 1 "sat", "mat" and "##s": 17 in all.
+    Val has "the", ".", "mat" and three [UNK]. [SEP] counts in neither."""
+    prepare_sample()
+    expected = (17 / 3) ** (2 / 6) * (17 / 2) ** (4 / 6)
+    assert Corpus("sample").meta["unigram_perplexity"] == pytest.approx(expected)

@@ -560,3 +560,8 @@ def test_gpt2_corpus_and_run(place, gpt2_files, capsys, monkeypatch):
     tokenizer = transformers.AutoTokenizer.from_pretrained("hf")
     assert tokenizer("a <mask> dog")["input_ids"] == [50257, 64, 50260, 3290, 50258]
     assert tokenizer.mask_token_id == 50260 and tokenizer.pad_token_id == 50259
+
+
+def test_a_line_of_parquet_may_end_as_on_windows(workdir):
+    write_parquet("a.parquet", ["the cat\r\nsat\r\n", "mat"])
+    assert list(stream(Path("a.parquet"), "blank")) == ["the cat\n", "sat\n", None, "mat\n", None]

@@ -19,7 +19,13 @@ from lib.corpus.vocabulary import load_tokenizer
 from lib.for_transformers.export import export
 from lib.tasks.examples import Examples
 from lib.tasks.glue import TEXTS, find_task, pick_columns, read_split, read_table
-from lib.tasks.predict import predict_examples, predict_file, score_dev, write_dev_predictions
+from lib.tasks.predict import (
+    predict_examples,
+    predict_file,
+    score_dev,
+    write_dev_predictions,
+    write_submissions,
+)
 from lib.weights.checkpoint import load_model
 from model import Classifier, SpanReader
 from tests.helpers import PIECES, ROOT, save_model, squad_file, tiny_bert, tune
@@ -182,3 +188,16 @@ def test_each_dev_split_has_its_own_scores_and_file(tmp_path, monkeypatch):
         _, *rows = rows_of(tmp_path / f"predictions_{split}.tsv")
         assert [row[4] for row in rows] == [task.labels[n] for n in predicted]
         assert [row[2] for row in rows] == [f"{split} {n}" for n in range(len(rows))]
+
+
+def test_submitted_scores_are_in_the_range_of_training(tmp_path, monkeypatch):
+    """The lowest score of training is 1 here, not 0."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/train.tsv").write_text("sentence\tscore\na\t1\nb\t4\n")
+    (tmp_path / "own/test.tsv").write_text("sentence\na\nb\nc\n")
+    monkeypatch.setattr("lib.tasks.predict.predict_examples",
+                        lambda *more: np.array([[-9.0], [2.0], [9.0]]))
+    data = types.SimpleNamespace(task=find_task(str(tmp_path / "own")), test={"own": None},
+                                 train=types.SimpleNamespace(labels=np.array([4.0, 1.0])))
+    write_submissions(tmp_path, None, data, 8, None)
+    assert rows_of(tmp_path / "own.tsv")[1:] == [["0", "1.000"], ["1", "2.000"], ["2", "4.000"]]

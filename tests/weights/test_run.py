@@ -11,6 +11,7 @@ import pytest
 
 import pretrain
 from lib.common.errors import UserError
+from lib.corpus.vocabulary import SPECIALS
 from lib.weights.run import Run
 from tests.helpers import log, save_model, tiny_bert, train, tune
 
@@ -138,3 +139,21 @@ def test_a_run_goes_on_under_the_same_settings(place, capsys):
         "at the new max_steps (it rises again first)\n")
     with pytest.raises(UserError, match=r"run was trained with memory_layers = \[\], not \[2\]"):
         run.check_settings(pretrain.Config(max_steps=5, memory_layers=(2,)))
+
+
+def test_the_best_epoch_is_the_last_that_was_written(tmp_path):
+    """A run that is fine-tuned still has a folder for each best epoch so far, by number."""
+    for epoch in (2, 10):
+        Run(tmp_path).save_best(epoch, {"weights": {}})
+        assert Run(tmp_path).weights_folder() == tmp_path / f"best_epoch_{epoch}"
+
+
+def test_a_run_keeps_the_tokenizer_of_its_corpus(tmp_path):
+    """A byte-level BPE has a tokenizer.json beside its vocab.txt."""
+    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIALS, "the"]))
+    origin = {"init_checkpoint": "", "first_step": 0, "pooler_trained": False}
+    for name in ("wordpiece", "bytes"):
+        Run(tmp_path / name).begin(pretrain.Config(), tmp_path / "vocab.txt", origin)
+        (tmp_path / "tokenizer.json").write_text("{}")
+    assert {path.name for path in (tmp_path / "wordpiece").iterdir()} == {"config.json", "vocab.txt"}
+    assert (tmp_path / "bytes/tokenizer.json").read_text() == "{}"
