@@ -312,3 +312,13 @@ def test_a_span_readers_mask_may_be_numbers():
     ids, mask = torch.arange(1, 13).view(2, 6), torch.arange(6) < torch.tensor([[6], [4]])
     labels = torch.tensor([[1, 2], [0, 3]])
     assert torch.equal(reader(ids, mask.long(), labels=labels), reader(ids, mask, labels=labels))
+
+
+def test_alpha_and_beta_weigh_in_training_too():
+    model = tiny_bert(memory_layers=(2,), alpha=0.5, beta=2.0, dropout=0.0).train()
+    layer, seen = model.bert.layers[1], []
+    layer.attention_norm.register_forward_hook(lambda *call: seen.append(call[2]))
+    y = layer(torch.randn(2, 5, 8))
+    [x] = seen
+    total = x + 0.5 * layer.down(F.gelu(layer.up(x))) + 2 * layer.memory(x)
+    torch.testing.assert_close(y, layer.norm(total))

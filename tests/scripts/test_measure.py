@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import types
 from pathlib import Path
 
 import numpy as np
@@ -384,3 +385,72 @@ def test_fill_names_words_slots_and_what_else_reads_them(place, capsys):
     measure.main(["fill", "out/tiny", f"{word} [MASK] {word}"])
     out = capsys.readouterr().out
     assert "data/tiny: no such corpus" in out and out.count("%") == 5
+
+
+def printed_rows(capsys, *command):
+    """The cells of the table that a command prints, and its header."""
+    capsys.readouterr()
+    measure.main(list(command))
+    header, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in
+                        capsys.readouterr().out.splitlines() if line.startswith("|"))
+    return header, rows
+
+
+def run_by_hand(folder, **settings):
+    """A run of nothing but its settings."""
+    Path(folder).mkdir(parents=True)
+    settings = {"first_step": 0, "memory_layers": [2], "tokenizer_hash": "h", "dataset": "tiny",
+                "objective": "masked", **settings}
+    Path(folder, "config.json").write_text(json.dumps(settings))
+    return Run(folder)
+
+
+def test_curves_are_in_a_table_from_first_to_last(workdir, capsys):
+    run = run_by_hand("out/a", first_step=100)
+    records = [{"step": step, "perplexity": perplexity, "accuracy": accuracy,
+                "layers": {"2": {"top1_mu": mu}, "3": {"top1_mu": 2 * mu}}}
+               for step, perplexity, accuracy, mu in ((0, 30.0, 0.1, 0.125), (7, 20.0, 0.3, 0.25))]
+    records.append({"step": 8, "loss": 1.0})
+    Path(run.folder, "log.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
+    header, rows = printed_rows(capsys, "curves", "out/a")
+    assert dict(zip(header, rows[0], strict=True)) == {
+        "run": "out/a", "steps": "107", "first ppl": "30.00", "last ppl": "20.00",
+        "accuracy": "30.0%", "layers": "2/3", "top-1 MU %": "25.0/50.0"}
+
+
+def test_staleness_has_the_accesses_of_the_newest_snapshot(workdir, capsys):
+    run = run_by_hand("out/a")
+    for step, top1 in ((5, [4, 0, 0, 0]), (10, [0, 3, 3, 0])):
+        run.write_usage(step, {2: {"read": np.array(top1), "top1": np.array(top1)}})
+    header, rows = printed_rows(capsys, "staleness", "out/a")
+    assert dict(zip(header, rows[0], strict=True)) == {
+        "run": "out/a", "layer": "2", "accesses": "6", "never": "25.0%", "5": "25.0%",
+        "10": "50.0%"}
+
+
+def test_slots_have_reads_and_top_1_reads_in_their_columns(workdir, monkeypatch, capsys):
+    reads = np.array([[[5, 1]], [[5, 2]], [[1, 5]]]), np.full((3, 1, 2), 0.5)
+    corpus = types.SimpleNamespace(name="tiny", layers={2: reads}, n_slots={2: 9},
+                                   contexts=lambda layer, slot, most: [(0.5, f"reads {slot}")])
+    monkeypatch.setattr(measure, "read_corpus", lambda args: ("out/a", corpus))
+    header, rows = printed_rows(capsys, "slots", "out/a", "--layer", "2", "--most", "3")
+    assert header == ["slot", "reads", "top-1", "weight", "context"]
+    assert rows == [["5", "3", "2", "0.50", "reads 5"], ["1", "2", "1", "0.50", "reads 1"],
+                    ["2", "1", "0", "0.50", "reads 2"]]
+
+
+def test_distances_of_classes_are_in_their_columns(workdir, monkeypatch, capsys):
+    record = {"run": "out/a", "layer": 2, "when": "before", "kl_between": 0.1, "kl_floor": 0.2,
+              "kl": 0.3, "iou_between": 0.4, "iou_floor": 0.5, "iou": 0.6, "accesses": 7}
+    monkeypatch.setattr(measure, "compare_classes", lambda *more: [record])
+    header, rows = printed_rows(capsys, "by_class", "out/a", "--device", "cpu")
+    assert header[3:9] == ["KL", "floor", "corrected", "IOU", "floor", "corrected"]
+    assert rows == [["out/a", "2", "before", *(f"0.{n}00" for n in range(1, 7)), "7"]]
+
+
+def test_scores_of_several_numbers_of_seeds(workdir, capsys):
+    for task, seeds in (("rte", 3), ("sst2", 1)):
+        for seed in range(seeds):
+            fine_tuned(f"out/{task}/seed{seed}", 0.5, task=task, seed=seed)
+    header, rows = printed_rows(capsys, "glue", "out/rte", "out/sst2")
+    assert dict(zip(header, rows[0], strict=True))["seeds"] == "1-3"
