@@ -565,3 +565,12 @@ def test_gpt2_corpus_and_run(place, gpt2_files, capsys, monkeypatch):
 def test_a_line_of_parquet_may_end_as_on_windows(workdir):
     write_parquet("a.parquet", ["the cat\r\nsat\r\n", "mat"])
     assert list(stream(Path("a.parquet"), "blank")) == ["the cat\n", "sat\n", None, "mat\n", None]
+
+
+def test_wikitext_keeps_its_official_splits(workdir):
+    Path("wiki").mkdir()
+    for name, words in (("train", "the cat"), ("valid", "the mat"), ("test", "sat")):
+        Path(f"wiki/wiki.{name}.tokens").write_text(f" {words} \n")
+    prepare("wikitext2", "--from", "wiki", "--vocab", "vocab.txt")
+    assert [texts_of(Corpus("wikitext2"), split) for split in SPLITS] == [
+        ["the cat"], ["the mat"], ["sat"]]

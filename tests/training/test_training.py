@@ -680,3 +680,13 @@ def test_no_snapshots_and_few_checkpoints(place):
         names = sorted(path.name for path in Path(f"out/{keep}").iterdir())
         steps = [f"step_{n:06d}" for n in range(5 - keep, 5)]
         assert names == ["config.json", "log.jsonl", *steps, "vocab.txt"]
+
+
+def test_the_last_step_and_every_snapshot_are_evaluated(place):
+    """Whatever the intervals: the end comes before any of them."""
+    long = [f"--{name}_interval=100" for name in ("log", "eval", "checkpoint")]
+    assert train("--max_steps=7", "--usage_interval=3", *long) == 0
+    assert [r["step"] for r in log() if "perplexity" in r] == [0, 1, 2, 3, 4, 6, 7]
+    assert [r["step"] for r in log() if "grad_norm" in r] == [7]
+    assert sorted(os.listdir("out/tiny/usage")) == [f"step_00000{n}.npz" for n in (3, 6, 7)]
+    assert [path.name for path in Run("out/tiny").checkpoints()] == ["step_000007"]

@@ -157,3 +157,10 @@ def test_a_run_keeps_the_tokenizer_of_its_corpus(tmp_path):
         (tmp_path / "tokenizer.json").write_text("{}")
     assert {path.name for path in (tmp_path / "wordpiece").iterdir()} == {"config.json", "vocab.txt"}
     assert (tmp_path / "bytes/tokenizer.json").read_text() == "{}"
+
+
+def test_seeds_are_in_order_of_their_numbers(tmp_path):
+    for seed in (10, 2, 0):
+        (tmp_path / f"seed{seed}").mkdir()
+        (tmp_path / f"seed{seed}/config.json").write_text(json.dumps({"task": "rte"}))
+    assert [run.folder.name for run in Run(tmp_path).seeds()] == ["seed0", "seed2", "seed10"]
