@@ -4,6 +4,7 @@ Times, and the machine they were measured on.
 import functools
 import os
 
+import pytest
 import torch
 
 from lib.common import timing
@@ -39,3 +40,10 @@ def test_the_environment_of_openmp_is_kept(monkeypatch):
     assert timing.machine_facts(torch.device("cpu"))["openmp"] == "default"
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     assert timing.machine_facts(torch.device("cpu"))["openmp"] == "OMP_WAIT_POLICY=PASSIVE"
+
+
+def test_peak_memory_is_in_bytes():
+    """As Linux tells it in /proc."""
+    if (peak := timing.read_proc("self/status", "VmHWM")) is None:
+        pytest.skip("reads Linux's /proc")
+    assert timing.peak_bytes(torch.device("cpu")) == pytest.approx(1024 * int(peak.split()[0]), rel=0.1)

@@ -275,3 +275,10 @@ def test_the_unigram_perplexity_of_a_corpus_is_of_its_words(workdir):
     prepare_sample()
     expected = (17 / 3) ** (2 / 6) * (17 / 2) ** (4 / 6)
     assert Corpus("sample").meta["unigram_perplexity"] == pytest.approx(expected)
+
+
+def test_a_folder_of_transformers_5_has_only_a_tokenizer_json(workdir):
+    """Its tokens are in the order of their ids, not of their names."""
+    load_tokenizer("vocab.txt").save("tokenizer.json")
+    Path("vocab.txt").unlink()
+    assert read_vocab(".") == PIECES

@@ -574,3 +574,22 @@ def test_wikitext_keeps_its_official_splits(workdir):
     prepare("wikitext2", "--from", "wiki", "--vocab", "vocab.txt")
     assert [texts_of(Corpus("wikitext2"), split) for split in SPLITS] == [
         ["the cat"], ["the mat"], ["sat"]]
+
+
+def test_a_row_of_parquet_is_a_document_whatever_else_is(workdir):
+    write_parquet("a.parquet", ["the cat\n\nsat", "mat"])
+    for kind in ("blank", "file"):
+        assert list(stream(Path("a.parquet"), kind)) == [
+            "the cat\n", "sat\n", None, "mat\n", None]
+
+
+def test_sizes_of_learned_vocabularies(workdir, monkeypatch):
+    """As --help says them; a file that is named twice is read once."""
+    written = {}
+    monkeypatch.setattr(prepare_data, "write_corpus", lambda name, origin, sources, vocab, *more, **other:
+                        written.update({name: (vocab, len(sources))}))
+    monkeypatch.setattr(prepare_data, "docstrings", lambda: ("somewhere", []))
+    prepare("docs")
+    prepare("text", "a", "sample.txt", "sample.txt", ".")
+    prepare("text", "b", "vocab.txt", "--vocab_size", 300)
+    assert written == {"docs": (4096, 1), "a": (8192, 2), "b": (300, 1)}

@@ -32,7 +32,7 @@ from lib.training.trainer import Trainer
 from lib.weights.checkpoint import find_weights, load_model
 from lib.weights.run import Run
 from model import Classifier
-from tests.helpers import ROOT, prepare, record_search, save_model, train, tune
+from tests.helpers import PIECES, ROOT, prepare, record_search, save_model, tiny_bert, train, tune
 
 
 def test_table(place, capsys):
@@ -454,3 +454,17 @@ def test_scores_of_several_numbers_of_seeds(workdir, capsys):
             fine_tuned(f"out/{task}/seed{seed}", 0.5, task=task, seed=seed)
     header, rows = printed_rows(capsys, "glue", "out/rte", "out/sst2")
     assert dict(zip(header, rows[0], strict=True))["seeds"] == "1-3"
+
+
+def test_fill_guesses_from_the_text_between_cls_and_sep(workdir, capsys):
+    model = tiny_bert(vocab_size=len(PIECES), init_std=0.5)
+    save_model("out/run", model.eval())
+    shutil.copy("vocab.txt", "out/run")
+    Path("out/run/config.json").write_text('{"seq_len": 16, "dataset": "none"}')
+    measure.main(["fill", "out/run", "the [MASK] sat", "--device", "cpu"])
+    with torch.no_grad():
+        best = model(torch.tensor([[2, 5, 4, 7, 3]]))[0, 2].softmax(0).topk(5)
+    pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    lines = map(str.split, capsys.readouterr().out.splitlines())
+    assert [line for line in lines if line[0].endswith("%")] == [
+        [f"{p:.1%}", PIECES[i]] for p, i in pairs]

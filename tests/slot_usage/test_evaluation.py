@@ -12,7 +12,11 @@ from torch import nn
 from lib.common.errors import UserError
 from lib.corpus.batches import Corpus, masked_heldout
 from lib.slot_usage.counts import count_reads
-from lib.slot_usage.evaluation import check_same_text, evaluate_language_model
+from lib.slot_usage.evaluation import (
+    check_same_text,
+    describe_evaluation,
+    evaluate_language_model,
+)
 from tests.helpers import record_search, tiny_bert
 
 
@@ -157,3 +161,13 @@ def test_perplexities_of_other_texts_are_not_compared(tmp_path, key):
     assert check_same_text(same) == ("one" if key == "dataset" else "tiny")
     with pytest.raises(UserError, match="c has another vocabulary, corpus or objective"):
         check_same_text([*same, tmp_path / "c"])
+
+
+def test_an_evaluation_is_said_in_lines():
+    usage = {"mu": 0.5, "mu_uniform": 0.75, "top1_mu": 0.25, "top1_mu_uniform": 0.375, "kl_u": 1.5,
+             "kl_w": 2.5, "effective_k": 3.5, "accesses": 4000}
+    results = {"perplexity": 36.138, "accuracy": 0.3821, "layers": {2: usage}}
+    first, second = describe_evaluation(results)
+    assert first == "perplexity 36.14, accuracy 38.2%"
+    assert second == ("layer 2: MU 50.0% (uniform use: 75.0%), top-1 MU 25.0% (37.5%), KL_u 1.50, "
+                      "KL_w 2.50, 4,000 accesses")

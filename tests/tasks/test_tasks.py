@@ -326,9 +326,9 @@ def test_an_answer_starts_where_it_has_most_context(fox, room, stride):
             spans.append((start, min(room, total - start)))
             start += min(spans[-1][1], stride)
         assert found.lengths.tolist() == [length + 4 for _, length in spans]
+        windows = [max_context_by_hand(spans, t) for t in range(total)]
         for n, (start, length) in enumerate(spans):
-            expected = [t for t in range(start, start + length)
-                        if max_context_by_hand(spans, t) == n]
+            expected = [t for t in range(start, start + length) if windows[t] == n]
             assert [start + at - 3 for at in range(*found.starts[n])] == expected
 
 
@@ -519,3 +519,17 @@ def test_submissions_of_mnli_are_of_their_split(tmp_path):
     task = find_task("mnli", tmp_path)
     assert task.test == {"MNLI-m": "test_matched", "MNLI-mm": "test_mismatched"}
     assert task.file("test_mismatched").name == "test_mismatched.tsv"
+
+
+@pytest.mark.parametrize("split", ["train", "dev"])
+def test_only_training_may_leave_out_rows(tmp_path, split):
+    """A dev split is scored as a whole, or not at all."""
+    for name in ("train", "dev"):
+        rows = ["a\tx", *["b\ty"] * 198, "cut off" if name == split else "b\ty"]
+        (tmp_path / f"{name}.tsv").write_text("\n".join(["sentence\tlabel", *rows]))
+    task = find_task(str(tmp_path))
+    if split == "train":
+        assert len(read_split(task, "train")[0]) == 199 and len(read_split(task, "dev")[0]) == 200
+    else:
+        with pytest.raises(UserError, match=r"dev.tsv:201: 1 fields, expected 2 \(1 of 200"):
+            read_split(task, "dev")
