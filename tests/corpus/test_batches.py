@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 import pretrain
 from lib.common.errors import UserError
@@ -24,6 +25,7 @@ from lib.corpus.batches import (
     masked_heldout,
 )
 from lib.corpus.vocabulary import (
+    GPT2_SPECIALS,
     Specials,
     full_tokenizer,
     load_tokenizer,
@@ -282,3 +284,25 @@ def test_a_folder_of_transformers_5_has_only_a_tokenizer_json(workdir):
     load_tokenizer("vocab.txt").save("tokenizer.json")
     Path("vocab.txt").unlink()
     assert read_vocab(".") == PIECES
+
+
+def test_a_byte_level_bpe_is_known_from_its_vocabulary():
+    """The merges of a BPE that `tokenizers` learned here, and what it makes of a text."""
+    texts = ["the cat sat on the mat, the cats sat", "a hat that\n the  rat ate at Café", "attata"]
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    theirs.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
+        vocab_size=290, show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    learned = json.loads(theirs.to_str())["model"]
+    vocab = [*sorted(learned["vocab"], key=learned["vocab"].get), *GPT2_SPECIALS]
+    ids = {token: number for number, token in enumerate(vocab)}
+    assert len(learned["merges"]) > 20
+    assert vocabulary._merges(ids) == [tuple(pair) for pair in learned["merges"]]
+    ours = vocabulary.byte_level_tokenizer(vocab)
+    for text in [*texts, "", " ca", "Ünïcode 😀"]:
+        assert ours.encode(text).ids == theirs.encode(text).ids
+        assert ours.decode(ours.encode(text).ids) == text
+    the, cat = (theirs.encode(text).ids for text in ("the", " cat"))
+    assert ours.encode("<s>the <mask> cat</s>").ids == [  # the mask has the space before it
+        ids["<s>"], *the, ids["<mask>"], *cat, ids["</s>"]]
