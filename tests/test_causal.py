@@ -292,21 +292,6 @@ def test_gpt2s_vocabulary(workdir, gpt2_files, capsys):
     assert "sample 1: The café" in capsys.readouterr().out
 
 
-def test_the_models_of_runs_are_timed(place, monkeypatch, capsys):
-    args = ["--objective=causal", "--max_steps=2"]
-    assert train(*args) == 0 and train(*args, "--memory_layers=", "--out=out/plain") == 0
-    monkeypatch.setattr(sys, "argv", [
-        "bench.py", "causal", "--runs", "out/plain", "out/tiny", "--lengths", "8", "--length", "8",
-        "--rounds", "1", "--device", "cpu"])
-    capsys.readouterr()
-    bench.main()
-    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    sizes = [sum(p.numel() for p in load_model(run).parameters())
-             for run in ("out/plain", "out/tiny")]
-    assert [r["parameters"] for r in results] == sizes * 2
-    assert [r["system"] for r in results] == ["out/plain", "out/tiny"] * 2
-
-
 def test_a_long_prompt_is_guessed_from_its_last_window(workdir, capsys):
     """The first window says something else."""
     model = tiny_bert(vocab_size=len(PIECES), causal=True, init_std=0.5)
@@ -323,3 +308,18 @@ def test_a_long_prompt_is_guessed_from_its_last_window(workdir, capsys):
         guesses.append([[f"{p:.1%}", PIECES[i]] for p, i in pairs])
     lines = map(str.split, capsys.readouterr().out.splitlines())
     assert [line for line in lines if line[0].endswith("%")] == guesses[0] != guesses[1]
+
+
+def test_the_models_of_runs_are_timed(place, monkeypatch, capsys):
+    args = ["--objective=causal", "--max_steps=2"]
+    assert train(*args) == 0 and train(*args, "--memory_layers=", "--out=out/plain") == 0
+    monkeypatch.setattr(sys, "argv", [
+        "bench.py", "causal", "--runs", "out/plain", "out/tiny", "--lengths", "8", "--length", "8",
+        "--rounds", "1", "--device", "cpu"])
+    capsys.readouterr()
+    bench.main()
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    sizes = [sum(p.numel() for p in load_model(run).parameters())
+             for run in ("out/plain", "out/tiny")]
+    assert [r["parameters"] for r in results] == sizes * 2
+    assert [r["system"] for r in results] == ["out/plain", "out/tiny"] * 2

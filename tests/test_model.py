@@ -306,14 +306,6 @@ def test_a_low_temperature_samples_the_likeliest_token():
     assert sample(1e-3) == sample(0) != sample(5.0)
 
 
-def test_a_span_readers_mask_may_be_numbers():
-    torch.manual_seed(0)
-    reader = SpanReader(tiny_bert().bert.config).eval()
-    ids, mask = torch.arange(1, 13).view(2, 6), torch.arange(6) < torch.tensor([[6], [4]])
-    labels = torch.tensor([[1, 2], [0, 3]])
-    assert torch.equal(reader(ids, mask.long(), labels=labels), reader(ids, mask, labels=labels))
-
-
 def test_alpha_and_beta_weigh_in_training_too():
     model = tiny_bert(memory_layers=(2,), alpha=0.5, beta=2.0, dropout=0.0).train()
     layer, seen = model.bert.layers[1], []
@@ -322,3 +314,11 @@ def test_alpha_and_beta_weigh_in_training_too():
     [x] = seen
     total = x + 0.5 * layer.down(F.gelu(layer.up(x))) + 2 * layer.memory(x)
     torch.testing.assert_close(y, layer.norm(total))
+
+
+def test_a_span_readers_mask_may_be_numbers():
+    torch.manual_seed(0)
+    reader = SpanReader(tiny_bert().bert.config).eval()
+    ids, mask = torch.arange(1, 13).view(2, 6), torch.arange(6) < torch.tensor([[6], [4]])
+    labels = torch.tensor([[1, 2], [0, 3]])
+    assert torch.equal(reader(ids, mask.long(), labels=labels), reader(ids, mask, labels=labels))

@@ -34,16 +34,16 @@ def test_what_does_not_fit_is_skipped(capsys):
     assert "skipped: a model needs 1000000000.0 GB" in capsys.readouterr().out
 
 
+def test_peak_memory_is_in_bytes():
+    """As Linux tells it in /proc."""
+    if (peak := timing.read_proc("self/status", "VmHWM")) is None:
+        pytest.skip("reads Linux's /proc")
+    assert timing.peak_bytes(torch.device("cpu")) == pytest.approx(1024 * int(peak.split()[0]), rel=0.1)
+
+
 def test_the_environment_of_openmp_is_kept(monkeypatch):
     for name in [name for name in os.environ if name.startswith(("OMP_", "GOMP_", "KMP_"))]:
         monkeypatch.delenv(name)
     assert timing.machine_facts(torch.device("cpu"))["openmp"] == "default"
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     assert timing.machine_facts(torch.device("cpu"))["openmp"] == "OMP_WAIT_POLICY=PASSIVE"
-
-
-def test_peak_memory_is_in_bytes():
-    """As Linux tells it in /proc."""
-    if (peak := timing.read_proc("self/status", "VmHWM")) is None:
-        pytest.skip("reads Linux's /proc")
-    assert timing.peak_bytes(torch.device("cpu")) == pytest.approx(1024 * int(peak.split()[0]), rel=0.1)

@@ -226,40 +226,6 @@ def test_too_few_tokens_for_a_sequence(place):
                 MaskedBatches(corpus, changed)
 
 
-def test_batches_are_a_function_of_seed_and_step(place):
-    """An epoch reads every token once, but for those left over at its ends."""
-    corpus = Corpus("tiny")
-    config = pretrain.Config(**TINY)
-    batches, tokens = MaskedBatches(corpus, config), corpus.split("train")
-    where = {bytes(tokens[at:at + 14]): at for at in range(len(tokens) - 13)}
-    assert len(where) == len(tokens) - 13  # no 14 tokens in a row stand there twice
-
-    def starts(epoch):
-        """Where in the text the sequences of an epoch begin; two make a micro-batch."""
-        for number in range(epoch * batches.per_epoch, (epoch + 1) * batches.per_epoch):
-            cls, *row, sep = unmasked(batches.get(*divmod(number // 2, 2)))[number % 2]
-            assert (cls, sep) == (corpus.special_ids.cls, corpus.special_ids.sep)
-            yield where[bytes(np.array(row, "<u2"))]
-
-    first, second = list(starts(0)), list(starts(1))
-    assert set(np.diff(sorted(first))) == set(np.diff(sorted(second))) == {14}
-    assert len(first) == len(tokens) // 14 - 1
-    assert first != sorted(first) and np.argsort(first).tolist() != np.argsort(second).tolist()
-    assert min(first) != min(second)
-    masks = {str(batches.get(*divmod(n, 2))["positions"].tolist()) for n in range(5)}
-    assert len(masks) == 5
-    batch = batches.get(2, 0)
-    again = MaskedBatches(corpus, config).get(2, 0)
-    assert batch.keys() == again.keys()
-    assert all(np.array_equal(again[name], batch[name]) for name in batch)
-    other = MaskedBatches(corpus, dataclasses.replace(config, seed=1))
-    assert not np.array_equal(unmasked(other.get(2, 0)), unmasked(batch))  # another order
-    other.order, other.text = batches.order, batches.text
-    assert np.array_equal(unmasked(other.get(2, 0)), unmasked(batch))
-    assert not np.array_equal(other.get(2, 0)["positions"], batch["positions"])
-    assert batches.epochs(batches.per_epoch) == 2 * 2  # steps of 2 x 2 sequences
-
-
 def test_few_held_out_sequences_are_spread_evenly(place):
     """The first, the middle and the last one of a split, for either objective."""
     corpus = Corpus("tiny")
@@ -306,3 +272,37 @@ def test_a_byte_level_bpe_is_known_from_its_vocabulary():
     the, cat = (theirs.encode(text).ids for text in ("the", " cat"))
     assert ours.encode("<s>the <mask> cat</s>").ids == [  # the mask has the space before it
         ids["<s>"], *the, ids["<mask>"], *cat, ids["</s>"]]
+
+
+def test_batches_are_a_function_of_seed_and_step(place):
+    """An epoch reads every token once, but for those left over at its ends."""
+    corpus = Corpus("tiny")
+    config = pretrain.Config(**TINY)
+    batches, tokens = MaskedBatches(corpus, config), corpus.split("train")
+    where = {bytes(tokens[at:at + 14]): at for at in range(len(tokens) - 13)}
+    assert len(where) == len(tokens) - 13  # no 14 tokens in a row stand there twice
+
+    def starts(epoch):
+        """Where in the text the sequences of an epoch begin; two make a micro-batch."""
+        for number in range(epoch * batches.per_epoch, (epoch + 1) * batches.per_epoch):
+            cls, *row, sep = unmasked(batches.get(*divmod(number // 2, 2)))[number % 2]
+            assert (cls, sep) == (corpus.special_ids.cls, corpus.special_ids.sep)
+            yield where[bytes(np.array(row, "<u2"))]
+
+    first, second = list(starts(0)), list(starts(1))
+    assert set(np.diff(sorted(first))) == set(np.diff(sorted(second))) == {14}
+    assert len(first) == len(tokens) // 14 - 1
+    assert first != sorted(first) and np.argsort(first).tolist() != np.argsort(second).tolist()
+    assert min(first) != min(second)
+    masks = {str(batches.get(*divmod(n, 2))["positions"].tolist()) for n in range(5)}
+    assert len(masks) == 5
+    batch = batches.get(2, 0)
+    again = MaskedBatches(corpus, config).get(2, 0)
+    assert batch.keys() == again.keys()
+    assert all(np.array_equal(again[name], batch[name]) for name in batch)
+    other = MaskedBatches(corpus, dataclasses.replace(config, seed=1))
+    assert not np.array_equal(unmasked(other.get(2, 0)), unmasked(batch))  # another order
+    other.order, other.text = batches.order, batches.text
+    assert np.array_equal(unmasked(other.get(2, 0)), unmasked(batch))
+    assert not np.array_equal(other.get(2, 0)["positions"], batch["positions"])
+    assert batches.epochs(batches.per_epoch) == 2 * 2  # steps of 2 x 2 sequences

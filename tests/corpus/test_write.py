@@ -535,33 +535,6 @@ def test_docs_from_source(workdir, monkeypatch):
     assert Path("data/docs_task/test.tsv").read_text().splitlines() == rows["test"][:2]
 
 
-def test_gpt2_corpus_and_run(place, gpt2_files, capsys, monkeypatch):
-    """From text to filled-in masks and an exported tokenizer, with GPT-2's vocabulary."""
-    prepare("text", "bytes", "text.txt", "--tokenizer", "gpt2")
-    prepare("text", "again", "text.txt", "--vocab", "data/bytes")
-    for file in ("tokenizer.json", "train.bin", "vocab.txt"):
-        assert Path("data/again", file).read_bytes() == Path("data/bytes", file).read_bytes()
-    corpus = Corpus("bytes")
-    assert corpus.vocab_size == 50261 and corpus.special_ids == (50259, 50256, 50257, 50258, 50260)
-    documents = Path("text.txt").read_text().split("\n\n")
-    reference = byte_level_bpe(gpt2_files)  # of lines with their line breaks
-    expected = [i for line in documents[58].splitlines()
-                for i in reference.encode(line + "\n").ids]
-    assert corpus.split("val").tolist()[-len(expected) - 1:] == [*expected, 50258]
-    monkeypatch.delenv("TIKTOKEN_CACHE_DIR")  # a corpus and a run bring their own vocabulary
-    assert train("--dataset=bytes", "--max_steps=2", "--out=out/bytes") == 0
-    capsys.readouterr()
-    measure.main(["fill", "out/bytes", "the [MASK] cat"])
-    assert "[MASK] at token 2:" in capsys.readouterr().out
-    assert_one_line(capsys, "tiny.py", "--out=out/bytes", words=["another vocabulary"])
-    assert train("--dataset=bytes", "--max_steps=2", "--out=out/plain", "--memory_layers=") == 0
-    transformers = pytest.importorskip("transformers")
-    export("out/plain", "hf")
-    tokenizer = transformers.AutoTokenizer.from_pretrained("hf")
-    assert tokenizer("a <mask> dog")["input_ids"] == [50257, 64, 50260, 3290, 50258]
-    assert tokenizer.mask_token_id == 50260 and tokenizer.pad_token_id == 50259
-
-
 def test_a_line_of_parquet_may_end_as_on_windows(workdir):
     write_parquet("a.parquet", ["the cat\r\nsat\r\n", "mat"])
     assert list(stream(Path("a.parquet"), "blank")) == ["the cat\n", "sat\n", None, "mat\n", None]
@@ -593,3 +566,30 @@ def test_sizes_of_learned_vocabularies(workdir, monkeypatch):
     prepare("text", "a", "sample.txt", "sample.txt", ".")
     prepare("text", "b", "vocab.txt", "--vocab_size", 300)
     assert written == {"docs": (4096, 1), "a": (8192, 2), "b": (300, 1)}
+
+
+def test_gpt2_corpus_and_run(place, gpt2_files, capsys, monkeypatch):
+    """From text to filled-in masks and an exported tokenizer, with GPT-2's vocabulary."""
+    prepare("text", "bytes", "text.txt", "--tokenizer", "gpt2")
+    prepare("text", "again", "text.txt", "--vocab", "data/bytes")
+    for file in ("tokenizer.json", "train.bin", "vocab.txt"):
+        assert Path("data/again", file).read_bytes() == Path("data/bytes", file).read_bytes()
+    corpus = Corpus("bytes")
+    assert corpus.vocab_size == 50261 and corpus.special_ids == (50259, 50256, 50257, 50258, 50260)
+    documents = Path("text.txt").read_text().split("\n\n")
+    reference = byte_level_bpe(gpt2_files)  # of lines with their line breaks
+    expected = [i for line in documents[58].splitlines()
+                for i in reference.encode(line + "\n").ids]
+    assert corpus.split("val").tolist()[-len(expected) - 1:] == [*expected, 50258]
+    monkeypatch.delenv("TIKTOKEN_CACHE_DIR")  # a corpus and a run bring their own vocabulary
+    assert train("--dataset=bytes", "--max_steps=2", "--out=out/bytes") == 0
+    capsys.readouterr()
+    measure.main(["fill", "out/bytes", "the [MASK] cat"])
+    assert "[MASK] at token 2:" in capsys.readouterr().out
+    assert_one_line(capsys, "tiny.py", "--out=out/bytes", words=["another vocabulary"])
+    assert train("--dataset=bytes", "--max_steps=2", "--out=out/plain", "--memory_layers=") == 0
+    transformers = pytest.importorskip("transformers")
+    export("out/plain", "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("hf")
+    assert tokenizer("a <mask> dog")["input_ids"] == [50257, 64, 50260, 3290, 50258]
+    assert tokenizer.mask_token_id == 50260 and tokenizer.pad_token_id == 50259

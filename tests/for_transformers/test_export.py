@@ -116,23 +116,6 @@ def test_dropout_and_case_are_the_models(tmp_path):
     assert tokenizer.tokenize("The the A") == ["The", "the", "A"]
 
 
-def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path):
-    pytest.importorskip("safetensors.torch")
-    save_model(tmp_path / "run", tiny_bert())
-    (tmp_path / "run/vocab.txt").write_text("\n".join([*SPECIALS, *map(str, range(35))]))
-    command = [sys.executable, "-m", "lib.for_transformers.export", tmp_path / "run"]
-
-    def small_files():  # as on a disk that is full: the weights do not fit
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
-
-    ended = subprocess.run([*command, tmp_path / "folder"], cwd=ROOT, preexec_fn=small_files,
-                           capture_output=True, text=True, check=False)
-    assert ended.returncode == 1 and "File too large" in ended.stderr
-    assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
-    subprocess.run([*command, tmp_path / "folder"], cwd=ROOT, check=True)
-
-
 @pytest.mark.parametrize("folder, accuracy", [("best", "0.75"), ("step_000003", "0.5")])
 def test_a_fine_tuned_checkpoints_card_has_its_own_metrics(tmp_path, folder, accuracy):
     """Those of the best epoch, or of the last one, whose checkpoint stays."""
@@ -163,3 +146,20 @@ def test_an_exported_tokenizer_knows_the_models_length(tmp_path):
     config = load_model(run).bert.config
     vocab = (run / "vocab.txt").read_text().split()
     assert their_tokenizer(run / "vocab.txt", vocab, config)[1]["model_max_length"] == 24
+
+
+def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path):
+    pytest.importorskip("safetensors.torch")
+    save_model(tmp_path / "run", tiny_bert())
+    (tmp_path / "run/vocab.txt").write_text("\n".join([*SPECIALS, *map(str, range(35))]))
+    command = [sys.executable, "-m", "lib.for_transformers.export", tmp_path / "run"]
+
+    def small_files():  # as on a disk that is full: the weights do not fit
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+
+    ended = subprocess.run([*command, tmp_path / "folder"], cwd=ROOT, preexec_fn=small_files,
+                           capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and "File too large" in ended.stderr
+    assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+    subprocess.run([*command, tmp_path / "folder"], cwd=ROOT, check=True)

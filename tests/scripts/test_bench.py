@@ -103,12 +103,6 @@ def test_out_of_memory_is_one_line(monkeypatch, capsys, error):
     assert "Traceback" not in error
 
 
-def test_float16_training_is_refused(monkeypatch):
-    monkeypatch.setattr("bench.choose_device", lambda *_: (torch.device("cpu"), torch.float16, "float16"))
-    with pytest.raises(UserError, match="timed in float32 and bfloat16"):
-        run_train(monkeypatch)
-
-
 def test_rates_are_of_the_median_round(monkeypatch, capsys):
     """Rounds of 2, 4 and 9 seconds, half as fast as plain BERT; two ranks of 2 x 16 tokens."""
     records = [{"system": system, "seconds": [2.0, 9.0, 4.0], "times_plain": 2.0}
@@ -157,3 +151,9 @@ def test_what_is_timed_is_inference_and_training(monkeypatch):
                                       "--rounds", "1", "--batch_size", "1"])
     bench.main()
     assert modes == [True] * 3
+
+
+def test_float16_training_is_refused(monkeypatch):
+    monkeypatch.setattr("bench.choose_device", lambda *_: (torch.device("cpu"), torch.float16, "float16"))
+    with pytest.raises(UserError, match="timed in float32 and bfloat16"):
+        run_train(monkeypatch)

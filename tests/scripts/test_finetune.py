@@ -450,6 +450,28 @@ def test_other_settings_are_another_fine_tuning(tuned):
         tune("--max_steps=2", "--lr=2e-3")
 
 
+def test_settings_of_fine_tuning_are_used(tuned, capsys):
+    """A paragraph of 36 tokens has 4 windows of 18 that begin 8 apart. SQuAD's scores are percent
+    already."""
+    args = ["--max_len=24", "--doc_stride=8", "--seed=3", "--seeds=2", "--dropout=0.3"]
+    assert tune("--task=squad", "--max_steps=1", "--out=out/run", *args) == 0
+    said = capsys.readouterr().out
+    assert "train-v1.1.json: 8 examples" in said  # of two questions
+    medians = scores("out/run")
+    assert list(medians["seeds"]) == ["3", "4"] and Path("out/run/seed4").is_dir()
+    assert (f"median of 2: f1 {medians['eval_f1']:.2f}, "
+            f"exact_match {medians['eval_exact_match']:.2f};") in said
+    assert read_weights("out/run/seed3/step_000001")["config"]["dropout"] == 0.3
+
+
+def test_the_first_metric_picks_the_best_epoch(tuned, monkeypatch):
+    results = iter([{"pearson": 0.5, "spearmanr": 0.9}, {"pearson": 0.7, "spearmanr": 0.1}])
+    monkeypatch.setattr(finetune, "score_dev", lambda *more: next(results))
+    assert tune("--task=pairs", "--epochs=2", "--train_examples=8", "--out=out/run") == 0
+    found = scores("out/run/seed0")
+    assert (found["eval_epoch"], found["eval_pearson"], found["eval_spearmanr"]) == (2, 0.7, 0.1)
+
+
 def test_the_weights_become_those_of_transformers_trainer(tuned):
     """Both start from the same weights and see the same batches, without dropout. The warm-up is
     off, as theirs begins at 0. After 12 steps embeddings, layers, pooler and head are the same."""
@@ -478,25 +500,3 @@ def test_the_weights_become_those_of_transformers_trainer(tuned):
     for before, mine, other in zip(first, ours.parameters(), again.parameters(), strict=True):
         moved = (mine - before).norm()
         assert moved > 0 and (mine - other).norm() < 1e-3 * moved
-
-
-def test_settings_of_fine_tuning_are_used(tuned, capsys):
-    """A paragraph of 36 tokens has 4 windows of 18 that begin 8 apart. SQuAD's scores are percent
-    already."""
-    args = ["--max_len=24", "--doc_stride=8", "--seed=3", "--seeds=2", "--dropout=0.3"]
-    assert tune("--task=squad", "--max_steps=1", "--out=out/run", *args) == 0
-    said = capsys.readouterr().out
-    assert "train-v1.1.json: 8 examples" in said  # of two questions
-    medians = scores("out/run")
-    assert list(medians["seeds"]) == ["3", "4"] and Path("out/run/seed4").is_dir()
-    assert (f"median of 2: f1 {medians['eval_f1']:.2f}, "
-            f"exact_match {medians['eval_exact_match']:.2f};") in said
-    assert read_weights("out/run/seed3/step_000001")["config"]["dropout"] == 0.3
-
-
-def test_the_first_metric_picks_the_best_epoch(tuned, monkeypatch):
-    results = iter([{"pearson": 0.5, "spearmanr": 0.9}, {"pearson": 0.7, "spearmanr": 0.1}])
-    monkeypatch.setattr(finetune, "score_dev", lambda *more: next(results))
-    assert tune("--task=pairs", "--epochs=2", "--train_examples=8", "--out=out/run") == 0
-    found = scores("out/run/seed0")
-    assert (found["eval_epoch"], found["eval_pearson"], found["eval_spearmanr"]) == (2, 0.7, 0.1)

@@ -364,29 +364,6 @@ def test_slots_are_those_that_the_contexts_read_most(place, capsys):
     assert "(never read)" in out and most[0]["contexts"][0][1] in out
 
 
-def test_fill_names_words_slots_and_what_else_reads_them(place, capsys):
-    assert train("--max_steps=2") == 0
-    capsys.readouterr()
-    word = Path("out/tiny/vocab.txt").read_text().splitlines()[-1]
-    measure.main(["fill", "out/tiny", f"{word} [MASK] {word}", "--contexts", "2",
-                  "--device", "cpu"])
-    out = capsys.readouterr().out
-    assert "[MASK] at token 2:" in out and out.count("%") == 5
-    assert "layer 2 read" in out and "layer 3 read" in out
-    assert len(re.findall(r"^    head \d: \d+ \(0\.", out, re.MULTILINE)) == 2 * 2  # layers x heads
-    slot = int(re.search(r"head 1: (\d+)", out)[1])
-    measure.main(["slots", "out/tiny", "--layer", "2", "--slot", str(slot), "--contexts", "2",
-                  "--device", "cpu"])
-    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if "«" in line]
-    assert len(rows) == 2
-    for row in rows:  # the same contexts, with the same weight
-        assert f"({row[4].strip()}) {row[5].strip()}" in out
-    shutil.rmtree("data")  # a run can be used without its corpus
-    measure.main(["fill", "out/tiny", f"{word} [MASK] {word}"])
-    out = capsys.readouterr().out
-    assert "data/tiny: no such corpus" in out and out.count("%") == 5
-
-
 def printed_rows(capsys, *command):
     """The cells of the table that a command prints, and its header."""
     capsys.readouterr()
@@ -468,3 +445,26 @@ def test_fill_guesses_from_the_text_between_cls_and_sep(workdir, capsys):
     lines = map(str.split, capsys.readouterr().out.splitlines())
     assert [line for line in lines if line[0].endswith("%")] == [
         [f"{p:.1%}", PIECES[i]] for p, i in pairs]
+
+
+def test_fill_names_words_slots_and_what_else_reads_them(place, capsys):
+    assert train("--max_steps=2") == 0
+    capsys.readouterr()
+    word = Path("out/tiny/vocab.txt").read_text().splitlines()[-1]
+    measure.main(["fill", "out/tiny", f"{word} [MASK] {word}", "--contexts", "2",
+                  "--device", "cpu"])
+    out = capsys.readouterr().out
+    assert "[MASK] at token 2:" in out and out.count("%") == 5
+    assert "layer 2 read" in out and "layer 3 read" in out
+    assert len(re.findall(r"^    head \d: \d+ \(0\.", out, re.MULTILINE)) == 2 * 2  # layers x heads
+    slot = int(re.search(r"head 1: (\d+)", out)[1])
+    measure.main(["slots", "out/tiny", "--layer", "2", "--slot", str(slot), "--contexts", "2",
+                  "--device", "cpu"])
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if "«" in line]
+    assert len(rows) == 2
+    for row in rows:  # the same contexts, with the same weight
+        assert f"({row[4].strip()}) {row[5].strip()}" in out
+    shutil.rmtree("data")  # a run can be used without its corpus
+    measure.main(["fill", "out/tiny", f"{word} [MASK] {word}"])
+    out = capsys.readouterr().out
+    assert "data/tiny: no such corpus" in out and out.count("%") == 5

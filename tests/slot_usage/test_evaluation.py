@@ -115,24 +115,6 @@ def test_perplexity_depends_on_neither_batch_size_nor_padding(place):
         assert np.array_equal(same[2]["read"], counts[2]["read"])
 
 
-def test_a_compiled_model_is_measured_through_its_raw_module():
-    """Compiled and called before: hooks that come later are not seen by its graph."""
-    model = tiny_bert(memory_layers=(1, 3)).eval()
-    ids, positions = torch.randint(40, (2, 12)), torch.tensor([[1], [2]])
-    compiled = torch.compile(model, backend="eager")
-    with torch.no_grad():
-        compiled(ids, positions=positions)
-        with count_reads(compiled) as counts:
-            compiled(ids, positions=positions)
-    assert all(layer["read"].sum() == 0 for layer in counts.values())  # which is the trap
-    batches = [batch(ids, positions, [[7], [9]])]
-    results, counts = evaluate_language_model(compiled, batches, torch.device("cpu"))
-    torch._dynamo.reset()
-    expected, reference = evaluate_language_model(model, batches, torch.device("cpu"))
-    assert results == expected and results["layers"][1]["accesses"] == 2 * 12 * 2
-    assert all(np.array_equal(counts[n]["read"], reference[n]["read"]) for n in (1, 3))
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_an_evaluation_leaves_the_mode_as_it_was(training):
     model = Stub().train(training)
@@ -171,3 +153,21 @@ def test_an_evaluation_is_said_in_lines():
     assert first == "perplexity 36.14, accuracy 38.2%"
     assert second == ("layer 2: MU 50.0% (uniform use: 75.0%), top-1 MU 25.0% (37.5%), KL_u 1.50, "
                       "KL_w 2.50, 4,000 accesses")
+
+
+def test_a_compiled_model_is_measured_through_its_raw_module():
+    """Compiled and called before: hooks that come later are not seen by its graph."""
+    model = tiny_bert(memory_layers=(1, 3)).eval()
+    ids, positions = torch.randint(40, (2, 12)), torch.tensor([[1], [2]])
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(ids, positions=positions)
+        with count_reads(compiled) as counts:
+            compiled(ids, positions=positions)
+    assert all(layer["read"].sum() == 0 for layer in counts.values())  # which is the trap
+    batches = [batch(ids, positions, [[7], [9]])]
+    results, counts = evaluate_language_model(compiled, batches, torch.device("cpu"))
+    torch._dynamo.reset()
+    expected, reference = evaluate_language_model(model, batches, torch.device("cpu"))
+    assert results == expected and results["layers"][1]["accesses"] == 2 * 12 * 2
+    assert all(np.array_equal(counts[n]["read"], reference[n]["read"]) for n in (1, 3))

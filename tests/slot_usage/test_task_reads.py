@@ -47,22 +47,6 @@ def test_distances_of_classes_slot_by_slot():
         class_distances(np.eye(4)[:2], np.eye(4)[2:])
 
 
-@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
-def test_distances_do_not_depend_on_the_number_of_accesses(spread):
-    """A few accesses a slot give nearly the true distance, though the floor is far from 0."""
-    rng = np.random.default_rng(1)
-    p = rng.lognormal(0, 2, 4096)
-    q = p * rng.lognormal(0, spread, 4096)
-    p, q = p / p.sum(), q / q.sum()
-    shared = np.minimum(p, q).sum()
-    true = (p * np.log(p / (0.9 * q + 0.1 * p))).sum(), shared / (2 - shared)
-    for accesses in (8_000, 80_000, 800_000):
-        found = class_distances(*(rng.multinomial(accesses, x, 2) for x in (p, q)))
-        assert found["kl"] == pytest.approx(true[0], rel=0.2, abs=0.02)
-        assert found["iou"] == pytest.approx(true[1], rel=0.2, abs=0.02)
-        assert found["kl_floor"] > 0.1 or accesses > 8_000
-
-
 def test_training_examples_are_those_of_fine_tuning(workdir):
     """They have the run's max_len, a "[SEP]" in a text is text, and reads are without dropout."""
     model = Classifier(tiny_bert(vocab_size=len(PIECES), memory_layers=(2,), dropout=0.5).bert.config, 2)
@@ -83,3 +67,19 @@ def test_training_examples_are_those_of_fine_tuning(workdir):
               for _ in range(2)]
     assert counts[0].sum() == pytest.approx((6 + 3 + 8 + 3 + 3) * 2)  # tokens x heads
     assert np.array_equal(*counts)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
+def test_distances_do_not_depend_on_the_number_of_accesses(spread):
+    """A few accesses a slot give nearly the true distance, though the floor is far from 0."""
+    rng = np.random.default_rng(1)
+    p = rng.lognormal(0, 2, 4096)
+    q = p * rng.lognormal(0, spread, 4096)
+    p, q = p / p.sum(), q / q.sum()
+    shared = np.minimum(p, q).sum()
+    true = (p * np.log(p / (0.9 * q + 0.1 * p))).sum(), shared / (2 - shared)
+    for accesses in (8_000, 80_000, 800_000):
+        found = class_distances(*(rng.multinomial(accesses, x, 2) for x in (p, q)))
+        assert found["kl"] == pytest.approx(true[0], rel=0.2, abs=0.02)
+        assert found["iou"] == pytest.approx(true[1], rel=0.2, abs=0.02)
+        assert found["kl_floor"] > 0.1 or accesses > 8_000

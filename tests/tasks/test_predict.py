@@ -110,34 +110,6 @@ def test_scores_of_pairs(tuned):
     assert [float(row[3]) for row in rows] == read_split(find_task("pairs"), "dev")[1].tolist()
 
 
-def test_answers_with_scores(tuned):
-    args = ["--task=squad", "--max_len=24", "--doc_stride=8", "--dropout=0", "--max_steps=60"]
-    assert tune(*args) == 0
-    found = json.loads(Path("out/tiny_squad/seed0/predictions_dev.json").read_text())
-    assert found == {"q0": "cat", "q1": "cat"}
-    content = squad_file(Path("new.json"))
-    for question in content["data"][0]["paragraphs"][0]["qas"]:
-        del question["answers"]  # what one wants to know
-    Path("new.json").write_text(json.dumps(content))
-    header, *rows = predict("out/tiny_squad", "new.json")
-    assert header == ["id", "question", "prediction", "score"]
-    assert [row[:3] for row in rows] == [["q0", "no cat ?", "cat"], ["q1", "no cat ?", "cat"]]
-    contexts = ["the cat saw", "the dog saw the cat .", ""]
-    Path("new.tsv").write_text("\n".join(["context\tquestion", *(
-        f"{context}\tno cat ?" for context in contexts)]))
-    header, *table = predict("out/tiny_squad", "new.tsv")
-    assert header == ["context", "question", "prediction", "score"]
-    assert [row[0] for row in table] == contexts and table[2][2:] == ["", "-inf"]
-    for context, question, answer, score in table[:2]:
-        logits = say(Path("out/tiny_squad/seed0"), question, context)
-        first = len(logits) - 1 - len(context.split())
-        pairs = {(logits[s, 0] + logits[e, 1]).item(): (s, e) for s in range(first, len(logits) - 1)
-                 for e in range(s, len(logits) - 1)}
-        start, end = pairs[max(pairs)]
-        assert answer == " ".join(context.split()[start - first:end - first + 1])
-        assert float(score) == pytest.approx(max(pairs), abs=2e-3)
-
-
 def span_run(folder, **sizes):
     """A SpanReader on PIECES that was not trained, as a fine-tuned run."""
     sizes = {"vocab_size": len(PIECES), "max_len": 512, **sizes}
@@ -201,3 +173,31 @@ def test_submitted_scores_are_in_the_range_of_training(tmp_path, monkeypatch):
                                  train=types.SimpleNamespace(labels=np.array([4.0, 1.0])))
     write_submissions(tmp_path, None, data, 8, None)
     assert rows_of(tmp_path / "own.tsv")[1:] == [["0", "1.000"], ["1", "2.000"], ["2", "4.000"]]
+
+
+def test_answers_with_scores(tuned):
+    args = ["--task=squad", "--max_len=24", "--doc_stride=8", "--dropout=0", "--max_steps=60"]
+    assert tune(*args) == 0
+    found = json.loads(Path("out/tiny_squad/seed0/predictions_dev.json").read_text())
+    assert found == {"q0": "cat", "q1": "cat"}
+    content = squad_file(Path("new.json"))
+    for question in content["data"][0]["paragraphs"][0]["qas"]:
+        del question["answers"]  # what one wants to know
+    Path("new.json").write_text(json.dumps(content))
+    header, *rows = predict("out/tiny_squad", "new.json")
+    assert header == ["id", "question", "prediction", "score"]
+    assert [row[:3] for row in rows] == [["q0", "no cat ?", "cat"], ["q1", "no cat ?", "cat"]]
+    contexts = ["the cat saw", "the dog saw the cat .", ""]
+    Path("new.tsv").write_text("\n".join(["context\tquestion", *(
+        f"{context}\tno cat ?" for context in contexts)]))
+    header, *table = predict("out/tiny_squad", "new.tsv")
+    assert header == ["context", "question", "prediction", "score"]
+    assert [row[0] for row in table] == contexts and table[2][2:] == ["", "-inf"]
+    for context, question, answer, score in table[:2]:
+        logits = say(Path("out/tiny_squad/seed0"), question, context)
+        first = len(logits) - 1 - len(context.split())
+        pairs = {(logits[s, 0] + logits[e, 1]).item(): (s, e) for s in range(first, len(logits) - 1)
+                 for e in range(s, len(logits) - 1)}
+        start, end = pairs[max(pairs)]
+        assert answer == " ".join(context.split()[start - first:end - first + 1])
+        assert float(score) == pytest.approx(max(pairs), abs=2e-3)

@@ -463,23 +463,6 @@ def test_equal_numbers_share_their_mean_rank():
     assert METRICS["spearmanr"](labels, predictions) == pytest.approx(0.9 ** 0.5)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_correlations_equal_scipys():
-    """Also with ties, constant input, and input that is almost constant after rounding."""
-    stats = pytest.importorskip("scipy.stats")
-    rng = np.random.default_rng(0)
-    pairs = [rng.normal(size=(2, n)) for n in (2, 3, 10, 300)]
-    pairs += [rng.integers(0, 4, (2, n)).astype(float) for n in (5, 30, 300)]  # ties
-    pairs += [(rng.integers(0, 26, 99) / 5, rng.normal(size=99)), (np.arange(9.0), np.arange(9.0)),
-              (np.arange(9.0), -np.arange(9.0) ** 3), (np.ones(9), np.arange(9.0)),
-              (np.arange(9.0), np.full(9, 0.1)), (np.ones(9), np.ones(9)),
-              (1e6 + rng.normal(size=50), 1e-9 * rng.normal(size=50))]
-    for x, y in pairs:
-        for name, theirs in [("pearson", stats.pearsonr), ("spearmanr", stats.spearmanr)]:
-            expected = theirs(x, y).statistic
-            assert METRICS[name](x, y) == pytest.approx(expected, abs=1e-9, nan_ok=True)
-
-
 @pytest.mark.parametrize("labels, predictions, accuracy, f1, matthews", [
     # true positives, false positives, false negatives, true negatives: 2, 1, 3, 4
     ([1, 1, 1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 1, 0, 0, 0, 0], 0.6, 2 * 2 / (2 * 2 + 1 + 3),
@@ -533,3 +516,20 @@ def test_only_training_may_leave_out_rows(tmp_path, split):
     else:
         with pytest.raises(UserError, match=r"dev.tsv:201: 1 fields, expected 2 \(1 of 200"):
             read_split(task, "dev")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_correlations_equal_scipys():
+    """Also with ties, constant input, and input that is almost constant after rounding."""
+    stats = pytest.importorskip("scipy.stats")
+    rng = np.random.default_rng(0)
+    pairs = [rng.normal(size=(2, n)) for n in (2, 3, 10, 300)]
+    pairs += [rng.integers(0, 4, (2, n)).astype(float) for n in (5, 30, 300)]  # ties
+    pairs += [(rng.integers(0, 26, 99) / 5, rng.normal(size=99)), (np.arange(9.0), np.arange(9.0)),
+              (np.arange(9.0), -np.arange(9.0) ** 3), (np.ones(9), np.arange(9.0)),
+              (np.arange(9.0), np.full(9, 0.1)), (np.ones(9), np.ones(9)),
+              (1e6 + rng.normal(size=50), 1e-9 * rng.normal(size=50))]
+    for x, y in pairs:
+        for name, theirs in [("pearson", stats.pearsonr), ("spearmanr", stats.spearmanr)]:
+            expected = theirs(x, y).statistic
+            assert METRICS[name](x, y) == pytest.approx(expected, abs=1e-9, nan_ok=True)

@@ -535,24 +535,6 @@ def test_no_space_left(place, file, share):
     assert train("--max_steps=6") == 0
 
 
-def test_two_processes_do_not_train_in_one_folder(place):
-    """Two start at the same moment: one goes on, the other prints one line and writes nothing."""
-    both = [subprocess.Popen(command("--max_steps=300", "--eval_interval=1000"), text=True,
-                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)]
-    while all(process.poll() is None for process in both):
-        time.sleep(0.01)
-    first, second = sorted(both, key=lambda process: process.poll() is not None)
-    error = second.stderr.read()
-    assert second.returncode == 2 and error.count("\n") == 1, error
-    assert f"out/tiny: process {first.pid} trains there" in error
-    assert train("--out=out/tiny", "--dry_run=True") == 0  # what writes nothing is let in
-    first.send_signal(signal.SIGTERM)
-    first.communicate()
-    second.communicate()
-    assert first.returncode == 128 + signal.SIGTERM and steps_saved("out/tiny") > 0
-    assert [path.name for path in Path("out").iterdir()] == ["tiny"]
-
-
 def test_micro_batches_of_a_step_have_their_own_dropout():
     """Two equal micro-batches have two losses."""
     config = pretrain.Config(value_lr=0.0, lr=0.0, warmup_steps=0, max_steps=9)
@@ -690,3 +672,21 @@ def test_the_last_step_and_every_snapshot_are_evaluated(place):
     assert [r["step"] for r in log() if "grad_norm" in r] == [7]
     assert sorted(os.listdir("out/tiny/usage")) == [f"step_00000{n}.npz" for n in (3, 6, 7)]
     assert [path.name for path in Run("out/tiny").checkpoints()] == ["step_000007"]
+
+
+def test_two_processes_do_not_train_in_one_folder(place):
+    """Two start at the same moment: one goes on, the other prints one line and writes nothing."""
+    both = [subprocess.Popen(command("--max_steps=300", "--eval_interval=1000"), text=True,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)]
+    while all(process.poll() is None for process in both):
+        time.sleep(0.01)
+    first, second = sorted(both, key=lambda process: process.poll() is not None)
+    error = second.stderr.read()
+    assert second.returncode == 2 and error.count("\n") == 1, error
+    assert f"out/tiny: process {first.pid} trains there" in error
+    assert train("--out=out/tiny", "--dry_run=True") == 0  # what writes nothing is let in
+    first.send_signal(signal.SIGTERM)
+    first.communicate()
+    second.communicate()
+    assert first.returncode == 128 + signal.SIGTERM and steps_saved("out/tiny") > 0
+    assert [path.name for path in Path("out").iterdir()] == ["tiny"]

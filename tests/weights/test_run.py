@@ -127,20 +127,6 @@ def test_a_damaged_log_is_named_with_its_line(place):
         Run("out/tiny").evaluations()
 
 
-def test_a_run_goes_on_under_the_same_settings(place, capsys):
-    run, config = Run("run"), pretrain.Config(max_steps=5)
-    run.begin(config, Path("tiny.txt"), {"init_checkpoint": "", "first_step": 0,
-                                         "pooler_trained": False})
-    run.check_settings(config)
-    assert not capsys.readouterr().out
-    run.check_settings(pretrain.Config(max_steps=9, log_interval=1))
-    assert capsys.readouterr().out == (
-        "log_interval was 10, is now 1\nmax_steps was 5, is now 9; the learning rate now reaches 0 "
-        "at the new max_steps (it rises again first)\n")
-    with pytest.raises(UserError, match=r"run was trained with memory_layers = \[\], not \[2\]"):
-        run.check_settings(pretrain.Config(max_steps=5, memory_layers=(2,)))
-
-
 def test_the_best_epoch_is_the_last_that_was_written(tmp_path):
     """A run that is fine-tuned still has a folder for each best epoch so far, by number."""
     for epoch in (2, 10):
@@ -164,3 +150,17 @@ def test_seeds_are_in_order_of_their_numbers(tmp_path):
         (tmp_path / f"seed{seed}").mkdir()
         (tmp_path / f"seed{seed}/config.json").write_text(json.dumps({"task": "rte"}))
     assert [run.folder.name for run in Run(tmp_path).seeds()] == ["seed0", "seed2", "seed10"]
+
+
+def test_a_run_goes_on_under_the_same_settings(place, capsys):
+    run, config = Run("run"), pretrain.Config(max_steps=5)
+    run.begin(config, Path("tiny.txt"), {"init_checkpoint": "", "first_step": 0,
+                                         "pooler_trained": False})
+    run.check_settings(config)
+    assert not capsys.readouterr().out
+    run.check_settings(pretrain.Config(max_steps=9, log_interval=1))
+    assert capsys.readouterr().out == (
+        "log_interval was 10, is now 1\nmax_steps was 5, is now 9; the learning rate now reaches 0 "
+        "at the new max_steps (it rises again first)\n")
+    with pytest.raises(UserError, match=r"run was trained with memory_layers = \[\], not \[2\]"):
+        run.check_settings(pretrain.Config(max_steps=5, memory_layers=(2,)))
