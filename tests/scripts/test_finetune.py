@@ -461,7 +461,7 @@ def test_settings_of_fine_tuning_are_used(tuned, capsys):
     assert list(medians["seeds"]) == ["3", "4"] and Path("out/run/seed4").is_dir()
     assert (f"median of 2: f1 {medians['eval_f1']:.2f}, "
             f"exact_match {medians['eval_exact_match']:.2f};") in said
-    assert read_weights("out/run/seed3/step_000001")["config"]["dropout"] == 0.3
+    assert load_model("out/run/seed3/step_000001").bert.config.dropout == 0.3
 
 
 def test_the_first_metric_picks_the_best_epoch(tuned, monkeypatch):

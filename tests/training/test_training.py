@@ -624,7 +624,7 @@ def test_a_model_starts_where_its_settings_say(place):
                 zip(start.bert.layers, model.bert.layers, strict=True)]
         assert same == [True, not reinit, not reinit, True]
     origin = {"init_checkpoint": "x", "first_step": 7, "pooler_trained": True}
-    Run("out/go_on").begin(config, Path("tiny.txt"), origin)
+    Path("out/go_on/config.json").write_text(json.dumps(origin))
     _, found = pretrain.make_model(config, corpus, Run("out/go_on").newest_checkpoint())
     assert origin.items() <= found.items()
 

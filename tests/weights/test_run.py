@@ -11,7 +11,6 @@ import pytest
 
 import pretrain
 from lib.common.errors import UserError
-from lib.corpus.vocabulary import SPECIALS
 from lib.weights.run import Run
 from tests.helpers import log, save_model, tiny_bert, train, tune
 
@@ -134,15 +133,13 @@ def test_the_best_epoch_is_the_last_that_was_written(tmp_path):
         assert Run(tmp_path).weights_folder() == tmp_path / f"best_epoch_{epoch}"
 
 
-def test_a_run_keeps_the_tokenizer_of_its_corpus(tmp_path):
+def test_a_run_keeps_the_tokenizer_of_its_corpus(place):
     """A byte-level BPE has a tokenizer.json beside its vocab.txt."""
-    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIALS, "the"]))
-    origin = {"init_checkpoint": "", "first_step": 0, "pooler_trained": False}
-    for name in ("wordpiece", "bytes"):
-        Run(tmp_path / name).begin(pretrain.Config(), tmp_path / "vocab.txt", origin)
-        (tmp_path / "tokenizer.json").write_text("{}")
-    assert {path.name for path in (tmp_path / "wordpiece").iterdir()} == {"config.json", "vocab.txt"}
-    assert (tmp_path / "bytes/tokenizer.json").read_text() == "{}"
+    for out, expected in (("out/wordpiece", False), ("out/bytes", True)):
+        assert train("--max_steps=1", f"--out={out}") == 0
+        assert Path(out, "vocab.txt").read_bytes() == Path("tiny.txt").read_bytes()
+        assert Path(out, "tokenizer.json").exists() == expected
+        Path("data/tiny/tokenizer.json").write_text("{}")
 
 
 def test_seeds_are_in_order_of_their_numbers(tmp_path):
