@@ -6,6 +6,7 @@ import collections
 import json
 import math
 import random
+import types
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import prepare_data
 from lib.common.errors import UserError
 from lib.corpus.vocabulary import SPECIALS, load_tokenizer, wordpiece_tokenizer
 from lib.tasks.examples import Examples, batches_by_length, encode_examples
-from lib.tasks.glue import GLUE, TASKS, find_task, read_split, row_names
+from lib.tasks.glue import GLUE, TASKS, find_task, read_split, row_names, tsv_text
 from lib.tasks.scores import METRICS, score_squad
 from lib.tasks.squad import Question, best_answers, make_windows, read_squad
 from lib.tasks.task_data import TrainingBatches
@@ -516,6 +517,24 @@ def test_only_training_may_leave_out_rows(tmp_path, split):
     else:
         with pytest.raises(UserError, match=r"dev.tsv:201: 1 fields, expected 2 \(1 of 200"):
             read_split(task, "dev")
+
+
+def test_a_cell_is_one_field_of_a_table():
+    assert tsv_text([["a\tb", "c\r\nd"], [1, 0.5]]) == "a b\tc  d\n1\t0.5\n"
+
+
+def test_an_answer_has_no_space_around_it():
+    """A token of byte-level BPE has the space before its word."""
+    question = Question("q", "it?", "the cat sat", [])
+    windows = types.SimpleNamespace(questions=[question], question_of_window=[question],
+                                    offsets=[np.array([[0, 3], [3, 7], [7, 11]])], first_length=[4])
+    assert best_answers(windows, np.array([[1.0, 5, 5]])) == ({"q": "cat"}, {"q": 1.0})
+
+
+def test_the_first_answer_is_the_label(fox):
+    question = Question("q", "it?", "cat sat", [(4, "sat"), (0, "cat")])
+    found = make_windows(fox, [question], 16, 8)
+    assert found.labels.tolist() == [[5, 5]]  # after [CLS] it ? [SEP] cat
 
 
 @pytest.mark.filterwarnings("ignore")
