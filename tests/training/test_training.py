@@ -674,6 +674,13 @@ def test_the_last_step_and_every_snapshot_are_evaluated(place):
     assert [path.name for path in Run("out/tiny").checkpoints()] == ["step_000007"]
 
 
+@pytest.mark.parametrize("card, peak", [("Tesla V100-SXM2-32GB", 125e12), ("NVIDIA H200", 989e12)])
+def test_peaks_are_dense_ones(monkeypatch, card, peak):
+    """As in the data sheets, without sparsity."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+    assert peak_flops(torch.device("cuda")) == peak
+
+
 def test_two_processes_do_not_train_in_one_folder(place):
     """Two start at the same moment: one goes on, the other prints one line and writes nothing."""
     both = [subprocess.Popen(command("--max_steps=300", "--eval_interval=1000"), text=True,

@@ -11,6 +11,7 @@ import pytest
 
 import pretrain
 from lib.common.errors import UserError
+from lib.weights.checkpoint import load_weights
 from lib.weights.run import Run
 from tests.helpers import log, save_model, tiny_bert, train, tune
 
@@ -147,6 +148,15 @@ def test_seeds_are_in_order_of_their_numbers(tmp_path):
         (tmp_path / f"seed{seed}").mkdir()
         (tmp_path / f"seed{seed}/config.json").write_text(json.dumps({"task": "rte"}))
     assert [run.folder.name for run in Run(tmp_path).seeds()] == ["seed0", "seed2", "seed10"]
+
+
+def test_weights_of_another_model_are_refused():
+    """Neither a memory that a model has not is dropped, nor one that it has left random."""
+    memory, plain = tiny_bert(memory_layers=(2,)), tiny_bert()
+    for model, other, has in ((plain, memory, "an unknown"), (memory, plain, "no")):
+        with pytest.raises(UserError, match=f"it has {has} bert.layers.1.memory"):
+            load_weights(model, other.state_dict(), "other")
+    assert load_weights(memory, plain.state_dict(), "other", partial=True) == set(plain.state_dict())
 
 
 def test_a_run_goes_on_under_the_same_settings(place, capsys):
