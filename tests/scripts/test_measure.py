@@ -447,6 +447,20 @@ def test_fill_guesses_from_the_text_between_cls_and_sep(workdir, capsys):
         [f"{p:.1%}", PIECES[i]] for p, i in pairs]
 
 
+def test_reads_are_of_the_corpus_and_sequences_that_were_asked_for(workdir, monkeypatch):
+    save_model("out/run", tiny_bert(vocab_size=len(PIECES), memory_layers=(2,)))
+    shutil.copy("vocab.txt", "out/run")
+    seen, reads = [], (np.zeros((3, 1, 2), int), np.ones((3, 1, 2)))
+    corpus = types.SimpleNamespace(name="other", layers={2: reads}, n_slots={2: 16},
+                                   contexts=lambda *more: [])
+    monkeypatch.setattr(measure, "CorpusReads",
+                        lambda model, *asked: seen.append(asked) or corpus)
+    more = ["--data", "other", "--sequences", "7", "--device", "cpu"]
+    measure.main(["slots", "out/run", "--layer", "2", *more])
+    measure.main(["fill", "out/run", "the [MASK]", *more])
+    assert seen == [("out/run", "other", 7)] * 2
+
+
 def test_fill_names_words_slots_and_what_else_reads_them(place, capsys):
     assert train("--max_steps=2") == 0
     capsys.readouterr()
