@@ -1,7 +1,6 @@
 """
 Settings from config files and the command line.
 """
-import argparse
 import dataclasses
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 
 import pretrain
 from lib.common.errors import UserError
-from lib.common.settings import load_settings, whole_number
+from lib.common.settings import load_settings
 from tests.helpers import Settings
 
 
@@ -39,17 +38,6 @@ def test_help_shows_every_setting_with_its_comment(capsys):
     assert end.value.code == 0 and "$ python pretrain.py configs/demo.py" in said
     assert "--value_lr VALUE (0.001) of the value tables, constant (our reading)" in said
     assert all(f"--{field.name} VALUE" in said for field in dataclasses.fields(pretrain.Config))
-
-
-def test_the_lowest_value_is_a_value():
-    """Of a setting and of a number on the command line; what is below is not."""
-    assert load_settings(Settings, ["--lr=0"]).lr == 0
-    with pytest.raises(UserError, match="lr = -0.1: expected at least 0"):
-        load_settings(Settings, ["--lr=-0.1"])
-    assert (whole_number("1"), whole_number("3", least=3)) == (1, 3)
-    for text, least in (("0", 1), ("2", 3), ("1.5", 1), ("-1", 1), ("", 1)):
-        with pytest.raises(argparse.ArgumentTypeError, match=f"at least {least}"):
-            whole_number(text, least)
 
 
 def test_sizes_are_settings(capsys):
