@@ -537,6 +537,17 @@ def test_the_first_answer_is_the_label(fox):
     assert found.labels.tolist() == [[5, 5]]  # after [CLS] it ? [SEP] cat
 
 
+def test_only_the_chosen_examples_are_trained_on(workdir):
+    """Each once an epoch, and the same ones in every epoch."""
+    examples = Examples([np.array([2, n, 3]) for n in range(10)], np.full(10, 3), np.arange(10), 0)
+    config = argparse.Namespace(seed=1, batch_size=2, accumulation=1, train_examples=4, device="cpu")
+    batches = TrainingBatches(examples, config)
+    assert batches.steps_per_epoch == 2 and batches.chosen.tolist() != [0, 1, 2, 3]
+    for epoch in range(3):
+        trained = [batches.get(2 * epoch + n)["labels"].tolist() for n in range(2)]
+        assert sorted(sum(trained, [])) == batches.chosen.tolist()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_correlations_equal_scipys():
     """Also with ties, constant input, and input that is almost constant after rounding."""
