@@ -461,6 +461,23 @@ def test_reads_are_of_the_corpus_and_sequences_that_were_asked_for(workdir, monk
     assert seen == [("out/run", "other", 7)] * 2
 
 
+def test_curves_are_of_the_logs_numbers(workdir, monkeypatch):
+    """Perplexity as it is, top-1 usage in percent, against the steps of both models."""
+    matplotlib_figure = pytest.importorskip("matplotlib.figure")
+    run_by_hand("out/a", first_step=100)
+    records = [{"step": step, "perplexity": perplexity, "accuracy": 0.5,
+                "layers": {"2": {"top1_mu": usage}}}
+               for step, perplexity, usage in ((0, 30.0, 0.125), (4, 25.0, 0.75), (8, 20.0, 0.25))]
+    Path("out/a/log.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
+    drawn = []
+    monkeypatch.setattr(matplotlib_figure.Figure, "savefig",
+                        lambda figure, path, **more: drawn.append(figure) or path.write_text(""))
+    measure.main(["curves", "out/a", "--out", "curves"])
+    lines = [line.get_xydata().tolist() for axes in drawn[0].axes for line in axes.lines]
+    for points in ([[100, 30], [104, 25], [108, 20]], [[100, 12.5], [104, 75], [108, 25]]):
+        assert points in lines
+
+
 def test_fill_names_words_slots_and_what_else_reads_them(place, capsys):
     assert train("--max_steps=2") == 0
     capsys.readouterr()

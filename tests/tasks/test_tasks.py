@@ -544,8 +544,8 @@ def test_only_the_chosen_examples_are_trained_on(workdir):
     batches = TrainingBatches(examples, config)
     assert batches.steps_per_epoch == 2 and batches.chosen.tolist() != [0, 1, 2, 3]
     for epoch in range(3):
-        trained = [batches.get(2 * epoch + n)["labels"].tolist() for n in range(2)]
-        assert sorted(sum(trained, [])) == batches.chosen.tolist()
+        trained = [label for n in range(2) for label in batches.get(2 * epoch + n)["labels"]]
+        assert sorted(trained) == batches.chosen.tolist()
 
 
 @pytest.mark.filterwarnings("ignore")
