@@ -254,7 +254,8 @@ def test_a_folder_of_transformers_5_has_only_a_tokenizer_json(workdir):
 
 def test_a_byte_level_bpe_is_known_from_its_vocabulary():
     """The merges of a BPE that `tokenizers` learned here, and what it makes of a text."""
-    texts = ["the cat sat on the mat, the cats sat", "a hat that\n the  rat ate at Café", "attata"]
+    texts = ["the cat sat on the mat, the cats sat", "a hat that\n the  rat ate at Café", "attata",
+             "aaa aaaaa aaa aaa"]
     theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
     theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     theirs.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
@@ -263,7 +264,7 @@ def test_a_byte_level_bpe_is_known_from_its_vocabulary():
     learned = json.loads(theirs.to_str())["model"]
     vocab = [*sorted(learned["vocab"], key=learned["vocab"].get), *GPT2_SPECIALS]
     ids = {token: number for number, token in enumerate(vocab)}
-    assert len(learned["merges"]) > 20
+    assert len(learned["merges"]) > 20 and ["aa", "a"] in learned["merges"]  # the left pair first
     assert vocabulary._merges(ids) == [tuple(pair) for pair in learned["merges"]]
     ours = vocabulary.byte_level_tokenizer(vocab)
     for text in [*texts, "", " ca", "Ünïcode 😀"]:
