@@ -20,8 +20,14 @@ To use a memory in another model, copy this file and values.py. They need nothin
 >>> for optimizer in (dense, values):
 ...     optimizer.step()
 ...     optimizer.zero_grad()
+
+It trains under torch.compile (fullgraph=True, with or without a mask), activation checkpointing,
+autocast and DistributedDataParallel, where LazyAdam joins the reads of all ranks. A GradScaler
+takes both optimizers. Threads can share a model in evaluation; torch.export takes one with a mask.
+DataParallel, FullyShardedDataParallel and fully_shard end in an error.
 """
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from values import LazyAdam, ValueTable
@@ -58,23 +64,56 @@ class PKM(nn.Module):
         """Read the memory for every token.
 
         x: (..., d_model). mask: (...), bool or number, nonzero at real tokens. Returns x's
-        shape, in autocast's dtype where autocast is on. Padded tokens are not looked up and do
-        not enter the batch norm's statistics; their output is 0. With a mask, a compiled model
-        has a graph break here.
+        shape, in autocast's dtype where autocast is on. The output of padded tokens is 0. They
+        move no value and do not enter the batch norm's statistics.
         """
         if mask is not None:
-            return self._unpadded(x, mask.bool())
+            mask = mask.bool()
+            if x.is_cpu and not torch.compiler.is_compiling():  # spares the padding's work
+                read = self.forward(x[mask])
+                return read.new_zeros(x.shape).index_put((mask,), read)
+            x = x.where(mask[..., None], 0)
+            mask = mask.view(-1, 1)
         query = self.query(x.flatten(0, -2))  # (tokens, heads * key_dim)
         dtype = query.dtype  # under autocast its dtype, the same as an FFN's output has
         with torch.autocast(x.device.type, enabled=False):
-            query = self.query_norm(query.to(self.keys.dtype))
+            query = self.normalize(query.to(self.keys.dtype), mask)
             slots, weights = self.search(query)
+            if mask is not None:
+                weights = weights.where(mask[..., None], 0)
             return self.values(slots, weights, dtype).view_as(x)
 
-    @torch.compiler.disable  # every batch has another number of real tokens
-    def _unpadded(self, x, mask):
-        y = self(x[mask])
-        return y.new_zeros(x.shape).index_put((mask,), y)
+    def normalize(self, query, mask=None):
+        """Apply the batch norm. In training the real tokens alone make its statistics.
+
+        query: (tokens, heads * key_dim). mask: (tokens, 1) bool, or None. The running statistics
+        do not move where activation checkpointing computes a layer again.
+        """
+        norm = self.query_norm
+        if not norm.training or isinstance(norm, nn.Identity):
+            return norm(query)
+        if not isinstance(norm, nn.BatchNorm1d):
+            raise TypeError(f"PKM trains with a BatchNorm1d, found {type(norm).__name__}")
+        if len(query) == 1:
+            raise ValueError("in training PKM's batch norm needs more than one token")
+        # in a backward pass, where activation checkpointing calls forward again
+        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        momentum = 0.0 if again else norm.momentum
+        norm.num_batches_tracked.add_(0 if again else 1)
+        if mask is None:
+            return F.batch_norm(query, norm.running_mean, norm.running_var, norm.weight,
+                                norm.bias, True, momentum, norm.eps)
+        query = query.to(torch.promote_types(query.dtype, torch.float32))
+        count = mask.sum()
+        share = mask.T / count.clamp(min=1).to(query.dtype)  # (1, tokens)
+        mean = share @ query
+        var = share @ (query - mean).square()
+        with torch.no_grad():
+            momentum = momentum * (count > 1).to(query.dtype)
+            unbiased = var * count / (count - 1).clamp(min=1)
+            for running, new in ((norm.running_mean, mean), (norm.running_var, unbiased)):
+                running.lerp_(new[0].to(running.dtype), momentum.to(running.dtype))
+        return (query - mean) * (norm.weight * (var + norm.eps).rsqrt()) + norm.bias
 
     def search(self, query):
         """Find each head's topk best slots, exactly, and the softmax of their scores.

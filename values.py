@@ -4,16 +4,18 @@ import warnings
 import weakref
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.adam import adam
 
 NAME = re.sub(r"\W", "_", __name__)  # namespace of the op, so that copies of this file coexist
-WARN_AT = 256  # backward passes without an update
+WARN_AT = 256  # backward passes without an update; 2 if there is no LazyAdam for the table
+TELLS_EXPORTING = torch.__version__ >= (2, 12)
 CHUNK = 2**18  # elements updated at a time: 1 MB in float32, which fits a core's cache
 # All ValueTables. Compiled code, copies and shared storage reach the backward pass as tensors only,
-# so it finds a ValueTable by the memory of its weight, not through its module.
-TABLES = weakref.WeakSet()
+# so it finds a ValueTable by the memory of its weight, not through its module. A reload keeps them.
+TABLES = globals().get("TABLES", weakref.WeakSet())
 
 
 class ValueTable(nn.Module):
@@ -23,12 +25,14 @@ class ValueTable(nn.Module):
     the whole table is never made: clip_grad_norm_ and GradScaler do not see it. Backward stores
     (slots, weights, grad_out) in `reads`, and LazyAdam uses them.
     """
+    replicated = True  # where there are several ranks, each has the whole table
 
     def __init__(self, n_slots, dim):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_slots, dim))
         self.reset_parameters()
         self.reads = []  # stored since the last update, one for each backward pass
+        self.has_optimizer = False  # a LazyAdam takes the reads
         TABLES.add(self)
 
     def reset_parameters(self):
@@ -39,20 +43,26 @@ class ValueTable(nn.Module):
         TABLES.add(self)
 
     def forward(self, slots, weights, dtype=None):
-        """Sum the rows at `slots`, weighted by `weights`.
+        """Sum the rows at `slots`, weighted by `weights`. A token of weights 0 moves no row.
         slots (int) and weights: (tokens, heads, topk). Returns (tokens, dim) in `dtype`."""
         slots, weights = slots.flatten(1), weights.flatten(1)
-        # A traced or exported table has an ordinary gradient. In torch 2.11, is_exporting() is also
-        # true while compiling.
-        exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-        tracing = torch.jit.is_tracing() or exporting
+        tracing = torch.jit.is_tracing() or is_exporting()  # then the gradient is an ordinary one
         training = torch.is_grad_enabled() and self.weight.requires_grad and not tracing
+        if training and not self.weight.is_leaf:
+            raise RuntimeError("DataParallel and FullyShardedDataParallel train copies of a "
+                               "ValueTable, not its weight: use DistributedDataParallel")
         weight = self.weight.detach() if training else self.weight
         out = F.embedding_bag(slots, weight, per_sample_weights=weights.to(weight.dtype),
                               mode="sum").to(dtype or weight.dtype)
         if training:
             out = StoreRead.apply(out, self.weight, slots, weights.detach())
         return out
+
+
+def is_exporting():
+    """Tell whether torch.export runs. Up to torch 2.11 this is also true while compiling."""
+    return torch.compiler.is_exporting() and (TELLS_EXPORTING
+                                              or not torch.compiler.is_dynamo_compiling())
 
 
 class StoreRead(torch.autograd.Function):
@@ -95,10 +105,12 @@ def store(grad_out, weight, slots, weights):
     if not (tables := tables_of(weight)):
         raise RuntimeError("under torch.compile a ValueTable trains only with its own weight, not "
                            "with one passed by functional_call")
+    if tables[0].replicated and several_ranks():
+        forget_gradient(weight)
     reads = tables[0].reads
     reads.append((slots, weights, grad_out))
-    if len(reads) == WARN_AT:
-        warnings.warn(f"a ValueTable stores the reads of {WARN_AT} backward passes, without a "
+    if len(reads) == (WARN_AT if any(table.has_optimizer for table in tables) else 2):
+        warnings.warn(f"a ValueTable stores the reads of {len(reads)} backward passes, without a "
                       "LazyAdam step() or zero_grad(); ignore this if you accumulate so many")
 
 
@@ -117,12 +129,48 @@ def take_reads(weight):
     """Take all stored reads of a table's weight, which several tables may share."""
     if not (tables := tables_of(weight)):
         raise RuntimeError("a ValueTable got another weight tensor after this LazyAdam was made "
-                           "(load_state_dict with assign=True?): create a new LazyAdam")
+                           "(load_state_dict with assign=True, or fully_shard, which cannot train "
+                           "a ValueTable?): create a new LazyAdam")
     reads = []
     for table in tables:
         reads += table.reads
         table.reads.clear()
     return reads
+
+
+# Several ranks, each with the whole table: DistributedDataParallel.
+
+def several_ranks():
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def forget_gradient(weight):
+    """Remove the gradient of zeros that DistributedDataParallel makes for a table in backward.
+    With it, AdamW would decay the values."""
+    def forget():
+        for table in tables_of(weight):
+            table.weight.grad = None
+
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(forget))  # twice, to come after DistributedDataParallel's own callback
+
+
+def gather_reads(weight, reads):
+    """Join the reads of all ranks, whose mean loss is minimized. Every rank must call it.
+    Ranks with fewer tokens add tokens of weight 0."""
+    size = torch.tensor(reads[0].shape if reads else (0, 0), device=weight.device)
+    dist.all_reduce(size, dist.ReduceOp.MAX)
+    (tokens, width), dtype = size.tolist(), torch.promote_types(weight.dtype, torch.float32)
+    shapes = (width, torch.int32), (width, dtype), (weight.shape[1], dtype)
+    joined = []
+    for n, (columns, kind) in enumerate(shapes):
+        own = torch.zeros(tokens, columns, dtype=kind, device=weight.device)
+        if reads:
+            own[:len(reads[n])] = reads[n]
+        joined.append(own.new_empty(dist.get_world_size() * tokens, columns))
+        dist.all_gather_into_tensor(joined[n], own)
+    slots, weights, grad_out = joined
+    return slots, weights / dist.get_world_size(), grad_out
 
 
 def reads_by_row(slots, chunk):
@@ -140,36 +188,56 @@ def reads_by_row(slots, chunk):
 class LazyAdam(torch.optim.Optimizer):
     """Adam for ValueTables that updates only the rows read since the last step.
 
-    The other rows keep their moments, as in torch.optim.SparseAdam. There is no weight decay.
+    The other rows keep their moments, as in torch.optim.SparseAdam. There is no weight decay. A
+    step with a gradient that is not finite is left out and counted in `skipped`.
     tables: ValueTables, or groups whose "params" are ValueTables. zero_grad() drops stored reads.
     """
+    _step_supports_amp_scaling = True  # GradScaler.step(optimizer) sets grad_scale, then calls step
 
     def __init__(self, tables, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
         groups = list(tables) or [{"params": []}]  # torch refuses an empty list
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self.skipped = 0
 
     def add_param_group(self, param_group):
         tables = list(param_group["params"])
         for table in tables:
             if not isinstance(table, ValueTable):
                 raise TypeError(f"LazyAdam takes ValueTables, found {type(table).__name__}")
+            if type(table.weight) is not nn.Parameter:
+                raise TypeError(f"LazyAdam cannot update a {type(table.weight).__name__} "
+                                "(fully_shard?): use DistributedDataParallel")
+            table.has_optimizer = True
         super().add_param_group({**param_group, "params": [table.weight for table in tables]})
 
     @torch.no_grad()
-    def step(self, closure=None, grad_scale=1.0):
-        """Update once. grad_scale: a GradScaler's scale; if it found an inf, do not call step()."""
+    def step(self, closure=None, grad_scale=None):
+        """Update once. grad_scale: what the loss was multiplied by, if GradScaler did not say."""
         with torch.enable_grad():
             loss = closure() if closure else None
+        if grad_scale is None:
+            grad_scale = getattr(self, "grad_scale", None) or 1.0
+        updates = []
         for group in self.param_groups:
             for weight in group["params"]:
-                if reads := take_reads(weight):
-                    slots, weights, grad_out = map(torch.cat, zip(*reads, strict=True))
-                    self._update(weight, group, slots, weights / grad_scale, grad_out)
+                if not weight.requires_grad:
+                    warnings.warn("LazyAdam got a frozen ValueTable, which it does not update")
+                reads = [torch.cat(parts) for parts in zip(*take_reads(weight), strict=True)]
+                if tables_of(weight)[0].replicated and several_ranks():
+                    reads = gather_reads(weight, reads)
+                if reads:
+                    updates.append((weight, group, *reads))
+        if not all(grad_out.isfinite().all() for *_, grad_out in updates):
+            self.skipped += 1
+            return loss
+        for weight, group, slots, weights, grad_out in updates:
+            self._update(weight, group, slots, weights / grad_scale, grad_out)
         return loss
 
     def _update(self, weight, group, slots, weights, grad_out):
         """Apply Adam to the rows at `slots` (tokens, reads), one chunk after the other."""
-        seen = grad_out.any(1).nonzero().flatten()  # tokens that the loss sees; others move no row
+        # Padded tokens, whose weights are 0, and tokens that the loss does not see move no row.
+        seen = (grad_out.any(1) & weights.any(1)).nonzero().flatten()
         if not len(seen):
             return
         slots, weights, grad_out = slots[seen], weights[seen].flatten(), grad_out[seen]

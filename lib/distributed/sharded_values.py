@@ -45,6 +45,7 @@ class ShardedValueTable(ValueTable):
     Under autocast the weights of reads are rounded to bfloat16 (1 part in 256) before they travel,
     and so is each rank's part of their gradients. One process has them in float32.
     """
+    replicated = False
 
     def __init__(self, table):
         (n_slots, dim), world_size = table.weight.shape, get_world_size()

@@ -7,6 +7,7 @@ Count which slots the memories of a model read, for the metrics of section 3.2.
 """
 import contextlib
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,11 +19,14 @@ from model import value_tables
 @contextlib.contextmanager
 def watch_reads(model, see):
     """Call see(layer, slots, weights) at every memory lookup inside the block. The tensors are on
-    the CPU, (tokens, heads, topk), best first. A compiled model calls no hooks: run the raw one."""
-    def hook(layer):
-        return lambda table, read, output: see(layer, *(x.detach().cpu() for x in read[:2]))
+    the CPU, (tokens, heads, topk), best first, without padded tokens. A compiled model calls no
+    hooks: run the raw one."""
+    def hook(layer, table, read, output):
+        slots, weights = (x.detach().cpu() for x in read[:2])
+        real = weights.any(2).any(1)  # the weights of a padded token are 0
+        see(layer, slots[real], weights[real])
 
-    hooks = [table.register_forward_hook(hook(layer))
+    hooks = [table.register_forward_hook(partial(hook, layer))
              for layer, table in value_tables(model).items()]
     try:
         yield

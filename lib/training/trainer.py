@@ -65,7 +65,8 @@ class Trainer:
         groups = optimizer_groups(model, config.weight_decay, config.keys_lr)
         self.dense_optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.999), eps=1e-6,
                                        fused=device.type in ("cpu", "cuda"))
-        self.value_optimizer = LazyAdam(value_tables(model).values(), lr=config.value_lr)
+        tables = [table for table in value_tables(model).values() if table.weight.requires_grad]
+        self.value_optimizer = LazyAdam(tables, lr=config.value_lr)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
     def learning_rate(self, step):

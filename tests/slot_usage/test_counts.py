@@ -39,3 +39,20 @@ def test_effective_k_of_known_weights():
         model.bert.layers[1].memory.values(slots, weights)
     metrics = usage_metrics(**counts[2])
     assert metrics["effective_k"] == pytest.approx(2) and metrics["accesses"] == 2
+
+
+def test_padding_is_not_counted(monkeypatch):
+    """Count a padded batch as its real tokens alone, also where padding is looked up, as on GPUs."""
+    memory = tiny_bert(memory_layers=(1,)).bert.layers[0].memory.eval()
+    x, mask = torch.randn(3, 5, 8), torch.arange(5) < torch.tensor([[5], [2], [1]])
+    counts = []
+    for looked_up, args in ((False, (x[mask],)), (False, (x, mask)), (True, (x, mask))):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda looked_up=looked_up: looked_up)
+        model = tiny_bert(memory_layers=(1,))
+        model.bert.layers[0].memory = memory
+        with torch.no_grad(), count_reads(model) as counted:
+            memory(*args)
+        counts.append(counted[1])
+    for other in counts[1:]:
+        for name in counts[0]:
+            np.testing.assert_allclose(other[name], counts[0][name], rtol=1e-6)
