@@ -24,12 +24,14 @@ from lib.training.flops import flops_per_token
 from lib.weights.checkpoint import load_model
 from model import value_tables
 from tests.helpers import (
+    PIECES,
     ROOT,
     TINY,
     assert_one_line,
     assert_same,
     prepare,
     record_search,
+    save_model,
     tiny_bert,
     train,
 )
@@ -288,6 +290,24 @@ def test_gpt2s_vocabulary(workdir, gpt2_files, capsys):
     capsys.readouterr()
     measure.main(["sample", "out/bytes", "The café", "--tokens", "5", "--device", "cpu"])
     assert "sample 1: The café" in capsys.readouterr().out
+
+
+def test_a_long_prompt_is_guessed_from_its_last_window(workdir, capsys):
+    """The first window says something else."""
+    model = tiny_bert(vocab_size=len(PIECES), causal=True, init_std=0.5)
+    save_model("out/run", model.eval())
+    shutil.copy("vocab.txt", "out/run")
+    Path("out/run/config.json").write_text(json.dumps({"seq_len": 6, "dataset": "none"}))
+    measure.main(["sample", "out/run", "the cat sat . mat cat the mat .", "--device", "cpu"])
+    ids = [3, 5, 6, 7, 10, 9, 6, 5, 9, 10]  # from [SEP] on
+    guesses = []
+    for seen in (ids[-6:], ids[:6]):
+        with torch.no_grad():
+            best = model(torch.tensor([seen]))[0, -1].softmax(0).topk(5)
+        pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        guesses.append([[f"{p:.1%}", PIECES[i]] for p, i in pairs])
+    lines = map(str.split, capsys.readouterr().out.splitlines())
+    assert [line for line in lines if line[0].endswith("%")] == guesses[0] != guesses[1]
 
 
 def test_the_models_of_runs_are_timed(place, monkeypatch, capsys):

@@ -352,6 +352,16 @@ def test_a_low_temperature_samples_the_likeliest_token():
     assert sample(1e-3) == sample(1e-40) == sample(5e-324) == sample(0) != sample(5.0)
 
 
+def test_alpha_and_beta_weigh_in_training_too():
+    model = tiny_bert(memory_layers=(2,), alpha=0.5, beta=2.0, dropout=0.0).train()
+    layer, seen = model.bert.layers[1], []
+    layer.attention_norm.register_forward_hook(lambda *call: seen.append(call[2]))
+    y = layer(torch.randn(2, 5, 8))
+    [x] = seen
+    total = x + 0.5 * layer.down(F.gelu(layer.up(x))) + 2 * layer.memory(x)
+    torch.testing.assert_close(y, layer.norm(total))
+
+
 def test_a_span_readers_mask_may_be_numbers():
     torch.manual_seed(0)
     reader = SpanReader(tiny_bert().bert.config).eval()

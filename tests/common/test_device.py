@@ -2,6 +2,7 @@
 The device, its dtype, and the advice on a busy CPU.
 """
 import os
+import types
 
 import pytest
 import torch
@@ -38,6 +39,24 @@ def test_advice_is_a_thread_for_each_free_core(monkeypatch, load, cores, threads
         assert f"OMP_NUM_THREADS={advised} is faster than {threads} threads" in line
     else:
         assert line is None
+
+
+@pytest.mark.parametrize("capability, dtype, reason", [
+    ((7, 0), "float16", "gradients are scaled"), ((7, 5), "float16", "gradients are scaled"),
+    ((8, 0), "bfloat16", "no scaler"), ((9, 0), "bfloat16", "no scaler")])
+def test_a_card_computes_in_the_precision_that_it_has(monkeypatch, capability, dtype, reason):
+    """A card is chosen before all else. MPS comes next, in float32."""
+    ones = types.SimpleNamespace(item=lambda: 1.0)
+    monkeypatch.setattr(torch, "ones", lambda *sizes, device: ones)  # no card is needed
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    device, chosen, line = choose_device()
+    assert (device.type, chosen) == ("cuda", getattr(torch, dtype)) and reason in line
+    assert choose_device("cuda", "float32")[1] == torch.float32
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device()[:2] == (torch.device("mps"), torch.float32)
 
 
 @pytest.mark.parametrize("load", [9.0, None])

@@ -4,6 +4,7 @@ Times, and the machine they were measured on.
 import functools
 import os
 
+import pytest
 import torch
 
 from lib.common import timing
@@ -31,6 +32,13 @@ def test_what_does_not_fit_is_skipped(capsys):
     assert timing.fits("little", 1, torch.device("cpu"))
     assert not timing.fits("a model", 1e18, torch.device("cpu"))
     assert "skipped: a model needs 1000000000.0 GB" in capsys.readouterr().out
+
+
+def test_peak_memory_is_in_bytes():
+    """As Linux tells it in /proc."""
+    if (peak := timing.read_proc("self/status", "VmHWM")) is None:
+        pytest.skip("reads Linux's /proc")
+    assert timing.peak_bytes(torch.device("cpu")) == pytest.approx(1024 * int(peak.split()[0]), rel=0.1)
 
 
 def test_the_environment_of_openmp_is_kept(monkeypatch):

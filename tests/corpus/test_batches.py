@@ -11,12 +11,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 import pretrain
 from lib.common.errors import UserError
 from lib.corpus import vocabulary
-from lib.corpus.batches import Corpus, MaskedBatches, mask_tokens, masked_heldout
+from lib.corpus.batches import (
+    Corpus,
+    MaskedBatches,
+    causal_heldout,
+    cut_split,
+    mask_tokens,
+    masked_heldout,
+)
 from lib.corpus.vocabulary import (
+    GPT2_SPECIALS,
     Specials,
     full_tokenizer,
     load_tokenizer,
@@ -215,6 +224,55 @@ def test_too_few_tokens_for_a_sequence(place):
         else:
             with pytest.raises(UserError, match="too few"):
                 MaskedBatches(corpus, changed)
+
+
+def test_few_held_out_sequences_are_spread_evenly(place):
+    """The first, the middle and the last one of a split, for either objective."""
+    corpus = Corpus("tiny")
+    whole = cut_split(corpus, "test", 16)[:len(corpus.split("test")) // 14]
+    assert np.array_equal(cut_split(corpus, "test", 16, 3), whole[[0, (len(whole) - 1) // 2, -1]])
+    [batch] = causal_heldout(corpus, "test", 16, 1000)
+    [some] = causal_heldout(corpus, "test", 16, 1000, sequences=3)
+    chosen = [0, (len(batch["ids"]) - 1) // 2, -1]
+    assert all(np.array_equal(some[name], batch[name][chosen]) for name in ("ids", "labels"))
+
+
+def test_the_unigram_perplexity_of_a_corpus_is_of_its_words(workdir):
+    """Train has 1 + 1 [UNK], 2 + 1 "the", "cat" and ".", 1 + 1 "sat", "mat" and "##s": 17 in all.
+    Val has "the", ".", "mat" and three [UNK]. [SEP] counts in neither."""
+    prepare_sample()
+    expected = (17 / 3) ** (2 / 6) * (17 / 2) ** (4 / 6)
+    assert Corpus("sample").meta["unigram_perplexity"] == pytest.approx(expected)
+
+
+def test_a_folder_of_transformers_5_has_only_a_tokenizer_json(workdir):
+    """Its tokens are in the order of their ids, not of their names."""
+    load_tokenizer("vocab.txt").save("tokenizer.json")
+    Path("vocab.txt").unlink()
+    assert read_vocab(".") == PIECES
+
+
+def test_a_byte_level_bpe_is_known_from_its_vocabulary():
+    """The merges of a BPE that `tokenizers` learned here, and what it makes of a text."""
+    texts = ["the cat sat on the mat, the cats sat", "a hat that\n the  rat ate at Café", "attata",
+             "aaa aaaaa aaa aaa"]
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    theirs.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
+        vocab_size=290, show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    learned = json.loads(theirs.to_str())["model"]
+    vocab = [*sorted(learned["vocab"], key=learned["vocab"].get), *GPT2_SPECIALS]
+    ids = {token: number for number, token in enumerate(vocab)}
+    assert len(learned["merges"]) > 20 and ["aa", "a"] in learned["merges"]  # the left pair first
+    assert vocabulary._merges(ids) == [tuple(pair) for pair in learned["merges"]]
+    ours = vocabulary.byte_level_tokenizer(vocab)
+    for text in [*texts, "", " ca", "Ünïcode 😀"]:
+        assert ours.encode(text).ids == theirs.encode(text).ids
+        assert ours.decode(ours.encode(text).ids) == text
+    the, cat = (theirs.encode(text).ids for text in ("the", " cat"))
+    assert ours.encode("<s>the <mask> cat</s>").ids == [  # the mask has the space before it
+        ids["<s>"], *the, ids["<mask>"], *cat, ids["</s>"]]
 
 
 def test_batches_are_a_function_of_seed_and_step(place):

@@ -548,6 +548,39 @@ def test_docs_from_source(workdir, monkeypatch):
     assert Path("data/docs_task/test.tsv").read_text().splitlines() == rows["test"][:2]
 
 
+def test_a_line_of_parquet_may_end_as_on_windows(workdir):
+    write_parquet("a.parquet", ["the cat\r\nsat\r\n", "mat"])
+    assert list(stream(Path("a.parquet"), "blank")) == ["the cat\n", "sat\n", None, "mat\n", None]
+
+
+def test_wikitext_keeps_its_official_splits(workdir):
+    Path("wiki").mkdir()
+    for name, words in (("train", "the cat"), ("valid", "the mat"), ("test", "sat")):
+        Path(f"wiki/wiki.{name}.tokens").write_text(f" {words} \n")
+    prepare("wikitext2", "--from", "wiki", "--vocab", "vocab.txt")
+    assert [texts_of(Corpus("wikitext2"), split) for split in SPLITS] == [
+        ["the cat"], ["the mat"], ["sat"]]
+
+
+def test_a_row_of_parquet_is_a_document_whatever_else_is(workdir):
+    write_parquet("a.parquet", ["the cat\n\nsat", "mat"])
+    for kind in ("blank", "file"):
+        assert list(stream(Path("a.parquet"), kind)) == [
+            "the cat\n", "sat\n", None, "mat\n", None]
+
+
+def test_sizes_of_learned_vocabularies(workdir, monkeypatch):
+    """As --help says them; a file that is named twice is read once."""
+    written = {}
+    monkeypatch.setattr(prepare_data, "write_corpus", lambda name, origin, sources, vocab, *more, **other:
+                        written.update({name: (vocab, len(sources))}))
+    monkeypatch.setattr(prepare_data, "docstrings", lambda: ("somewhere", []))
+    prepare("docs")
+    prepare("text", "a", "sample.txt", "sample.txt", ".")
+    prepare("text", "b", "vocab.txt", "--vocab_size", 300)
+    assert written == {"docs": (4096, 1), "a": (8192, 2), "b": (300, 1)}
+
+
 def test_gpt2_corpus_and_run(place, gpt2_files, capsys, monkeypatch):
     """From text to filled-in masks and an exported tokenizer, with GPT-2's vocabulary."""
     prepare("text", "bytes", "text.txt", "--tokenizer", "gpt2")

@@ -11,8 +11,9 @@ import torch
 
 from lib.common.errors import UserError
 from lib.corpus.vocabulary import SPECIALS
-from lib.for_transformers.export import export, main
+from lib.for_transformers.export import export, main, measured, their_settings, their_tokenizer
 from lib.weights.checkpoint import init_from, load_model, read_weights
+from lib.weights.run import Run
 from tests.helpers import ROOT, assert_same, log, save_model, tiny_bert, train
 from tests.weights.test_huggingface import assert_same_logits, saved_run, tiny_head
 
@@ -113,6 +114,38 @@ def test_dropout_and_case_are_the_models(tmp_path):
     assert config.hidden_dropout_prob == config.attention_probs_dropout_prob == 0.2
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.tokenize("The the A") == ["The", "the", "A"]
+
+
+@pytest.mark.parametrize("folder, accuracy", [("best", "0.75"), ("step_000003", "0.5")])
+def test_a_fine_tuned_checkpoints_card_has_its_own_metrics(tmp_path, folder, accuracy):
+    """Those of the best epoch, or of the last one, whose checkpoint stays."""
+    run = saved_run(tmp_path, tiny_head("classifier", ("a", "b")), labels=("a", "b"))
+    if folder == "best":
+        (run / "step_000003").rename(run / "best")
+    (run / "config.json").write_text(json.dumps({"task": "RTE"}))
+    (run / "eval_results.json").write_text(json.dumps(
+        {"eval_accuracy": 0.75, "last_accuracy": 0.5}))
+    assert measured(Run(run), run / folder, "classifier") == [
+        f"accuracy {accuracy}, on the dev split"]
+
+
+def test_exported_settings_are_the_models():
+    """Whatever the order of the vocabulary and the names of the classes."""
+    config = tiny_bert(init_std=0.3, max_len=16, dropout=0.2).bert.config
+    vocab = ["[UNK]", "[MASK]", "[PAD]", "[CLS]", "[SEP]", "the"]
+    found = their_settings(config, "classifier", ["no", "maybe", "yes"], vocab, False)
+    expected = {"pad_token_id": 2, "initializer_range": 0.3, "max_position_embeddings": 16,
+                "id2label": {0: "no", 1: "maybe", 2: "yes"},
+                "label2id": {"no": 0, "maybe": 1, "yes": 2}, "hidden_dropout_prob": 0.2,
+                "attention_probs_dropout_prob": 0.2, "layer_norm_eps": 1e-12, "is_decoder": False}
+    assert expected.items() <= found.items()
+
+
+def test_an_exported_tokenizer_knows_the_models_length(tmp_path):
+    run = saved_run(tmp_path, tiny_head(None))
+    config = load_model(run).bert.config
+    vocab = (run / "vocab.txt").read_text().split()
+    assert their_tokenizer(run / "vocab.txt", vocab, config)[1]["model_max_length"] == 24
 
 
 def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path):

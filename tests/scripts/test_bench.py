@@ -103,6 +103,56 @@ def test_out_of_memory_is_one_line(monkeypatch, capsys, error):
     assert "Traceback" not in error
 
 
+def test_rates_are_of_the_median_round(monkeypatch, capsys):
+    """Rounds of 2, 4 and 9 seconds, half as fast as plain BERT; two ranks of 2 x 16 tokens."""
+    records = [{"system": system, "seconds": [2.0, 9.0, 4.0], "times_plain": 2.0}
+               for system in ("plain", "+PKM", "+ResM")]
+    monkeypatch.setattr(bench, "compare", lambda *args, **more: [dict(r) for r in records])
+    monkeypatch.setattr(bench, "get_world_size", lambda: 2)
+
+    def results(*args):
+        monkeypatch.setattr(sys, "argv", ["bench.py", *args, "--n_keys", "32"])
+        bench.main()
+        return json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+
+    for record in results("--sizes", "demo", "--lengths", "8"):
+        assert (record["batches/s"], record["relative_batches/s"]) == (1 / 4, 1 / 2)
+    found = results("train", "--size", "demo", "--length", "16", "--batch_size", "2")
+    assert [(r["tokens"], r["tokens/s"]) for r in found] == [(64, 16)] * 3
+
+
+def test_the_papers_speeds_are_those_of_its_table_1():
+    """Batches/s of BERT, PKM and ResM."""
+    for size, plain, replaced, added in (("base", 79.8, 61.4, 59.3), ("large", 43.1, 37.2, 36.1)):
+        assert bench.TABLE_1[size, "+PKM"] == pytest.approx(replaced / plain)
+        assert bench.TABLE_1[size, "+ResM"] == pytest.approx(added / plain)
+
+
+def test_what_is_timed_is_inference_and_training(monkeypatch):
+    """Inference without gradients and dropout. A step moves weights and values, with dropout."""
+    args = bench.parse(["train", "--size", "demo", "--n_keys", "32"])
+    args.device, args.dtype = torch.device("cpu"), torch.float32
+    model, seen = bench.build(args, None, "demo", "+ResM"), []
+    model.register_forward_hook(
+        lambda module, *more: seen.append((module.training, torch.is_grad_enabled())))
+    ids = bench.random_ids(args, 2, 8)
+    bench.forward(args, model.train(), ids)()
+    before = [p.clone() for p in (model.bert.words.weight, *(
+        table.weight for table in bench.value_tables(model).values()))]
+    bench.training_step(args, model.train(), lambda: model(ids, labels=ids))()
+    after = [model.bert.words.weight, *(t.weight for t in bench.value_tables(model).values())]
+    assert seen == [(False, False), (True, True)]
+    assert len(after) == 3 and not any(map(torch.equal, before, after))
+    modes, step = [], bench.training_step
+    monkeypatch.setattr(bench, "training_step", lambda args, model, *more, **others: (
+        modes.append(model.training), step(args, model, *more, **others))[1])
+    monkeypatch.setattr(sys, "argv", ["bench.py", "causal", "--size", "demo", "--layers", "2",
+                                      "--lengths", "8", "--length", "8", "--n_keys", "32",
+                                      "--rounds", "1", "--batch_size", "1"])
+    bench.main()
+    assert modes == [True] * 3
+
+
 def test_float16_training_is_refused(monkeypatch):
     monkeypatch.setattr("bench.choose_device", lambda *_: (torch.device("cpu"), torch.float16, "float16"))
     with pytest.raises(UserError, match="timed in float32 and bfloat16"):

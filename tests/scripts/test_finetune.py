@@ -200,6 +200,28 @@ def test_one_path_is_one_folder_of_weights(tuned, capsys):
     assert Path("out/run_own/seed0").is_dir()  # named after the run, not after its seed
 
 
+def test_settings_of_fine_tuning_are_used(tuned, capsys):
+    """A paragraph of 36 tokens has 4 windows of 18 that begin 8 apart. SQuAD's scores are percent
+    already."""
+    args = ["--max_len=24", "--doc_stride=8", "--seed=3", "--seeds=2", "--dropout=0.3"]
+    assert tune("--task=squad", "--max_steps=1", "--out=out/run", *args) == 0
+    said = capsys.readouterr().out
+    assert "train-v1.1.json: 8 examples" in said  # of two questions
+    medians = scores("out/run")
+    assert list(medians["seeds"]) == ["3", "4"] and Path("out/run/seed4").is_dir()
+    assert (f"median of 2: f1 {medians['eval_f1']:.2f}, "
+            f"exact_match {medians['eval_exact_match']:.2f};") in said
+    assert load_model("out/run/seed3/step_000001").bert.config.dropout == 0.3
+
+
+def test_the_first_metric_picks_the_best_epoch(tuned, monkeypatch):
+    results = iter([{"pearson": 0.5, "spearmanr": 0.9}, {"pearson": 0.7, "spearmanr": 0.1}])
+    monkeypatch.setattr(finetune, "score_dev", lambda *more: next(results))
+    assert tune("--task=pairs", "--epochs=2", "--train_examples=8", "--out=out/run") == 0
+    found = scores("out/run/seed0")
+    assert (found["eval_epoch"], found["eval_pearson"], found["eval_spearmanr"]) == (2, 0.7, 0.1)
+
+
 def test_a_seed_draws_its_own_head(tuned, monkeypatch):
     heads, train_epochs = [], finetune.train_epochs
 

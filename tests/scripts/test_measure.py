@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import types
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ from lib.training.trainer import Trainer
 from lib.weights.checkpoint import find_weights, load_model
 from lib.weights.run import Run
 from model import Classifier
-from tests.helpers import ROOT, prepare, record_search, save_model, train, tune
+from tests.helpers import PIECES, ROOT, prepare, record_search, save_model, tiny_bert, train, tune
 
 
 def test_table(place, capsys):
@@ -361,6 +362,120 @@ def test_slots_are_those_that_the_contexts_read_most(place, capsys):
                   str(most[0]["slot"]), "--data", "tiny", "--contexts", "1", "--device", "cpu"])
     out = capsys.readouterr().out
     assert "(never read)" in out and most[0]["contexts"][0][1] in out
+
+
+def printed_rows(capsys, *command):
+    """The cells of the table that a command prints, and its header."""
+    capsys.readouterr()
+    measure.main(list(command))
+    header, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in
+                        capsys.readouterr().out.splitlines() if line.startswith("|"))
+    return header, rows
+
+
+def run_by_hand(folder, **settings):
+    """A run of nothing but its settings."""
+    Path(folder).mkdir(parents=True)
+    settings = {"first_step": 0, "memory_layers": [2], "tokenizer_hash": "h", "dataset": "tiny",
+                "objective": "masked", **settings}
+    Path(folder, "config.json").write_text(json.dumps(settings))
+    return Run(folder)
+
+
+def test_curves_are_in_a_table_from_first_to_last(workdir, capsys):
+    run = run_by_hand("out/a", first_step=100)
+    records = [{"step": step, "perplexity": perplexity, "accuracy": accuracy,
+                "layers": {"2": {"top1_mu": mu}, "3": {"top1_mu": 2 * mu}}}
+               for step, perplexity, accuracy, mu in ((0, 30.0, 0.1, 0.125), (7, 20.0, 0.3, 0.25))]
+    records.append({"step": 8, "loss": 1.0})
+    Path(run.folder, "log.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
+    header, rows = printed_rows(capsys, "curves", "out/a")
+    assert dict(zip(header, rows[0], strict=True)) == {
+        "run": "out/a", "steps": "107", "first ppl": "30.00", "last ppl": "20.00",
+        "accuracy": "30.0%", "layers": "2/3", "top-1 MU %": "25.0/50.0"}
+
+
+def test_staleness_has_the_accesses_of_the_newest_snapshot(workdir, capsys):
+    run = run_by_hand("out/a")
+    for step, top1 in ((5, [4, 0, 0, 0]), (10, [0, 3, 3, 0])):
+        run.write_usage(step, {2: {"read": np.array(top1), "top1": np.array(top1)}})
+    header, rows = printed_rows(capsys, "staleness", "out/a")
+    assert dict(zip(header, rows[0], strict=True)) == {
+        "run": "out/a", "layer": "2", "accesses": "6", "never": "25.0%", "5": "25.0%",
+        "10": "50.0%"}
+
+
+def test_slots_have_reads_and_top_1_reads_in_their_columns(workdir, monkeypatch, capsys):
+    reads = np.array([[[5, 1]], [[5, 2]], [[1, 5]]]), np.full((3, 1, 2), 0.5)
+    corpus = types.SimpleNamespace(name="tiny", layers={2: reads}, n_slots={2: 9},
+                                   contexts=lambda layer, slot, most: [(0.5, f"reads {slot}")])
+    monkeypatch.setattr(measure, "read_corpus", lambda args: ("out/a", corpus))
+    header, rows = printed_rows(capsys, "slots", "out/a", "--layer", "2", "--most", "3")
+    assert header == ["slot", "reads", "top-1", "weight", "context"]
+    assert rows == [["5", "3", "2", "0.50", "reads 5"], ["1", "2", "1", "0.50", "reads 1"],
+                    ["2", "1", "0", "0.50", "reads 2"]]
+
+
+def test_distances_of_classes_are_in_their_columns(workdir, monkeypatch, capsys):
+    record = {"run": "out/a", "layer": 2, "when": "before", "kl_between": 0.1, "kl_floor": 0.2,
+              "kl": 0.3, "iou_between": 0.4, "iou_floor": 0.5, "iou": 0.6, "accesses": 7}
+    monkeypatch.setattr(measure, "compare_classes", lambda *more: [record])
+    header, rows = printed_rows(capsys, "by_class", "out/a", "--device", "cpu")
+    assert header[3:9] == ["KL", "floor", "corrected", "IOU", "floor", "corrected"]
+    assert rows == [["out/a", "2", "before", *(f"0.{n}00" for n in range(1, 7)), "7"]]
+
+
+def test_scores_of_several_numbers_of_seeds(workdir, capsys):
+    for task, seeds in (("rte", 3), ("sst2", 1)):
+        for seed in range(seeds):
+            fine_tuned(f"out/{task}/seed{seed}", 0.5, task=task, seed=seed)
+    header, rows = printed_rows(capsys, "glue", "out/rte", "out/sst2")
+    assert dict(zip(header, rows[0], strict=True))["seeds"] == "1-3"
+
+
+def test_fill_guesses_from_the_text_between_cls_and_sep(workdir, capsys):
+    model = tiny_bert(vocab_size=len(PIECES), init_std=0.5)
+    save_model("out/run", model.eval())
+    shutil.copy("vocab.txt", "out/run")
+    Path("out/run/config.json").write_text('{"seq_len": 16, "dataset": "none"}')
+    measure.main(["fill", "out/run", "the [MASK] sat", "--device", "cpu"])
+    with torch.no_grad():
+        best = model(torch.tensor([[2, 5, 4, 7, 3]]))[0, 2].softmax(0).topk(5)
+    pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    lines = map(str.split, capsys.readouterr().out.splitlines())
+    assert [line for line in lines if line[0].endswith("%")] == [
+        [f"{p:.1%}", PIECES[i]] for p, i in pairs]
+
+
+def test_reads_are_of_the_corpus_and_sequences_that_were_asked_for(workdir, monkeypatch):
+    save_model("out/run", tiny_bert(vocab_size=len(PIECES), memory_layers=(2,)))
+    shutil.copy("vocab.txt", "out/run")
+    seen, reads = [], (np.zeros((3, 1, 2), int), np.ones((3, 1, 2)))
+    corpus = types.SimpleNamespace(name="other", layers={2: reads}, n_slots={2: 16},
+                                   contexts=lambda *more: [])
+    monkeypatch.setattr(measure, "CorpusReads",
+                        lambda model, *asked: seen.append(asked) or corpus)
+    more = ["--data", "other", "--sequences", "7", "--device", "cpu"]
+    measure.main(["slots", "out/run", "--layer", "2", *more])
+    measure.main(["fill", "out/run", "the [MASK]", *more])
+    assert seen == [("out/run", "other", 7)] * 2
+
+
+def test_curves_are_of_the_logs_numbers(workdir, monkeypatch):
+    """Perplexity as it is, top-1 usage in percent, against the steps of both models."""
+    matplotlib_figure = pytest.importorskip("matplotlib.figure")
+    run_by_hand("out/a", first_step=100)
+    records = [{"step": step, "perplexity": perplexity, "accuracy": 0.5,
+                "layers": {"2": {"top1_mu": usage}}}
+               for step, perplexity, usage in ((0, 30.0, 0.125), (4, 25.0, 0.75), (8, 20.0, 0.25))]
+    Path("out/a/log.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
+    drawn = []
+    monkeypatch.setattr(matplotlib_figure.Figure, "savefig",
+                        lambda figure, path, **more: drawn.append(figure) or path.write_text(""))
+    measure.main(["curves", "out/a", "--out", "curves"])
+    lines = [line.get_xydata().tolist() for axes in drawn[0].axes for line in axes.lines]
+    for points in ([[100, 30], [104, 25], [108, 20]], [[100, 12.5], [104, 75], [108, 25]]):
+        assert points in lines
 
 
 def test_fill_names_words_slots_and_what_else_reads_them(place, capsys):

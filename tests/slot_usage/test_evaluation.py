@@ -1,6 +1,7 @@
 """
 Evaluation of language models, against section 3.2 read by read.
 """
+import json
 import math
 
 import numpy as np
@@ -8,9 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from lib.common.errors import UserError
 from lib.corpus.batches import Corpus, masked_heldout
 from lib.slot_usage.counts import count_reads
-from lib.slot_usage.evaluation import evaluate_language_model
+from lib.slot_usage.evaluation import (
+    check_same_text,
+    describe_evaluation,
+    evaluate_language_model,
+)
 from tests.helpers import record_search, tiny_bert
 
 
@@ -107,6 +113,46 @@ def test_perplexity_depends_on_neither_batch_size_nor_padding(place):
         assert results["perplexity"] == pytest.approx(reference["perplexity"], rel=1e-5)
         assert results["layers"][2] == pytest.approx(reference["layers"][2], rel=1e-6)
         assert np.array_equal(same[2]["read"], counts[2]["read"])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_evaluation_leaves_the_mode_as_it_was(training):
+    model = Stub().train(training)
+    batches = [batch(np.zeros((1, 4), int), np.zeros((1, 2), int), [[1, 2]])]
+    evaluate_language_model(model, batches, torch.device("cpu"))
+    assert model.training == training
+
+
+def test_an_evaluation_has_the_dtype_of_training():
+    model, rng = tiny_bert(), np.random.default_rng(0)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.5)
+    batches = [batch(*rng.integers(12, size=(3, 2, 12)))]
+    full, half = (evaluate_language_model(model, batches, torch.device("cpu"), dtype)[0]["loss"]
+                  for dtype in (torch.float32, torch.bfloat16))
+    assert full == pytest.approx(half, rel=0.05) and full != half
+
+
+@pytest.mark.parametrize("key", ["tokenizer_hash", "dataset", "objective"])
+def test_perplexities_of_other_texts_are_not_compared(tmp_path, key):
+    for name, value in (("a", "one"), ("b", "one"), ("c", "two")):
+        settings = {"tokenizer_hash": "h", "dataset": "tiny", "objective": "masked", key: value}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(settings))
+    same = [tmp_path / name for name in "ab"]
+    assert check_same_text(same) == ("one" if key == "dataset" else "tiny")
+    with pytest.raises(UserError, match="c has another vocabulary, corpus or objective"):
+        check_same_text([*same, tmp_path / "c"])
+
+
+def test_an_evaluation_is_said_in_lines():
+    usage = {"mu": 0.5, "mu_uniform": 0.75, "top1_mu": 0.25, "top1_mu_uniform": 0.375, "kl_u": 1.5,
+             "kl_w": 2.5, "effective_k": 3.5, "accesses": 4000}
+    results = {"perplexity": 36.138, "accuracy": 0.3821, "layers": {2: usage}}
+    first, second = describe_evaluation(results)
+    assert first == "perplexity 36.14, accuracy 38.2%"
+    assert second == ("layer 2: MU 50.0% (uniform use: 75.0%), top-1 MU 25.0% (37.5%), KL_u 1.50, "
+                      "KL_w 2.50, 4,000 accesses")
 
 
 def test_a_compiled_model_is_measured_through_its_raw_module():

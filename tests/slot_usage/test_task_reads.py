@@ -1,13 +1,19 @@
 """
 How far apart the slots of two classes are.
 """
+import json
 import math
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from lib.common.errors import UserError
-from lib.slot_usage.task_reads import class_distances
+from lib.slot_usage.task_reads import class_distances, count_task_reads, training_examples
+from model import Classifier
+from tests.helpers import PIECES, save_model, tiny_bert
 
 
 def test_distances_of_classes_slot_by_slot():
@@ -39,6 +45,28 @@ def test_distances_of_classes_slot_by_slot():
     assert (apart["kl"], apart["iou"]) == pytest.approx((math.log(10), 0))
     with pytest.raises(UserError, match="too few examples"):
         class_distances(np.eye(4)[:2], np.eye(4)[2:])
+
+
+def test_training_examples_are_those_of_fine_tuning(workdir):
+    """They have the run's max_len, a "[SEP]" in a text is text, and reads are without dropout."""
+    model = Classifier(tiny_bert(vocab_size=len(PIECES), memory_layers=(2,), dropout=0.5).bert.config, 2)
+    save_model("out/run/seed0", model, ["x", "y"])
+    shutil.copy("vocab.txt", "out/run/seed0")
+    settings = {"task": "own", "max_len": 8, "doc_stride": 4}
+    Path("out/run/seed0/config.json").write_text(json.dumps(settings))
+    Path("own").mkdir()
+    texts = ["cat [SEP]", "mat", "cat " * 20, "the", "sat"]
+    rows = [f"{text}\t{'xy'[n % 2]}\n" for n, text in enumerate(texts)]
+    Path("own/train.tsv").write_text("".join(["sentence\tlabel\n", *rows]))
+    _, task, examples, chosen = training_examples("out/run", None)
+    assert (task.labels, chosen.tolist()) == (["x", "y"], [0, 1, 2, 3, 4])
+    assert [ids.tolist() for ids in examples.ids] == [
+        [2, 6, 1, 1, 1, 3], [2, 9, 3], [2, *[6] * 6, 3], [2, 5, 3], [2, 7, 3]]
+    assert training_examples("out/run", 3)[3].tolist() == [0, 2, 4]  # evenly spread
+    counts = [count_task_reads("out/run", examples, chosen, torch.device("cpu"), "")[2]["weight"]
+              for _ in range(2)]
+    assert counts[0].sum() == pytest.approx((6 + 3 + 8 + 3 + 3) * 2)  # tokens x heads
+    assert np.array_equal(*counts)
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])

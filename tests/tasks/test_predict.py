@@ -3,8 +3,10 @@ A fine-tuned model on new text, and what fine-tuning writes of its dev split.
 """
 import itertools
 import json
+import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +16,19 @@ import torch
 import measure
 from lib.common.errors import UserError
 from lib.corpus.vocabulary import load_tokenizer
+from lib.for_transformers.export import export
+from lib.tasks.examples import Examples
 from lib.tasks.glue import TEXTS, find_task, pick_columns, read_split, read_table
+from lib.tasks.predict import (
+    predict_examples,
+    predict_file,
+    score_dev,
+    write_dev_predictions,
+    write_submissions,
+)
 from lib.weights.checkpoint import load_model
-from tests.helpers import ROOT, squad_file, tune
+from model import Classifier, SpanReader
+from tests.helpers import PIECES, ROOT, save_model, squad_file, tiny_bert, tune
 
 
 def rows_of(path):
@@ -96,6 +108,71 @@ def test_scores_of_pairs(tuned):
     header, *rows = rows_of("out/tiny_pairs/seed0/predictions_dev.tsv")
     assert header == ["index", "sentence1", "sentence2", "label", "prediction"]
     assert [float(row[3]) for row in rows] == read_split(find_task("pairs"), "dev")[1].tolist()
+
+
+def span_run(folder, **sizes):
+    """A SpanReader on PIECES that was not trained, as a fine-tuned run."""
+    sizes = {"vocab_size": len(PIECES), "max_len": 512, **sizes}
+    save_model(f"{folder}/seed0", SpanReader(tiny_bert(**sizes).bert.config))
+    shutil.copy("vocab.txt", f"{folder}/seed0")
+    settings = {"task": "squad", "max_len": 16, "doc_stride": 4}
+    Path(folder, "seed0/config.json").write_text(json.dumps(settings))
+
+
+def test_windows_of_new_questions_are_those_of_training(workdir, monkeypatch):
+    """16 tokens with a question of 3 leave room for 10 of 30, which begin 4 apart: 6 windows. For
+    a folder of Hugging Face's they have 384 tokens, as Devlin et al.'s."""
+    pytest.importorskip("safetensors")
+    span_run("out/run")
+    export("out/run", "folder")
+    Path("new.tsv").write_text(f"question\tcontext\nthe cat sat\t{'cat ' * 30}\n")
+    Path("long.tsv").write_text(f"question\tcontext\nthe cat sat\t{'cat ' * 500}\n")
+    found = []
+    monkeypatch.setattr("lib.tasks.predict.predict_examples", lambda model, windows: (
+        found.append(windows.lengths.tolist()) or np.array([[-np.inf, 0, 0]] * len(windows.ids))))
+    for run, file in (("out/run", "new.tsv"), ("folder", "long.tsv")):
+        predict_file(run, Path(file), torch.device("cpu"))
+    assert found == [[16] * 6, [384, 378]]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_predicting_leaves_the_mode_as_it_was(training):
+    model = Classifier(tiny_bert().bert.config, 2).train(training)
+    predict_examples(model, Examples([np.array([2, 7, 3])], np.array([3]), None, 0))
+    assert model.training == training
+
+
+def test_each_dev_split_has_its_own_scores_and_file(tmp_path, monkeypatch):
+    """Two matched rows, of which one is right, and three mismatched ones, which all are."""
+    (tmp_path / "glue/MNLI").mkdir(parents=True)
+    task, data = find_task("mnli", tmp_path), {}
+    said = {"dev_matched": ([0, 1], [0, 0]), "dev_mismatched": ([1, 1, 2], [1, 1, 2])}
+    for (suffix, split), (labels, predicted) in zip(task.dev.items(), said.values(), strict=True):
+        rows = [f"a\t{split} {n}\t{task.labels[label]}\n" for n, label in enumerate(labels)]
+        task.file(split).write_text("".join(["sentence1\tsentence2\tgold_label\n", *rows]))
+        data[suffix] = types.SimpleNamespace(labels=np.array(labels), predicted=predicted)
+    monkeypatch.setattr("lib.tasks.predict.predict_examples",
+                        lambda model, examples, *more: np.eye(3)[examples.predicted])
+    data = types.SimpleNamespace(task=task, dev=data)
+    assert score_dev(None, data, 8, None) == {"accuracy": 0.5, "accuracy_mm": 1}
+    write_dev_predictions(tmp_path, None, data, 8, None)
+    for split, (_, predicted) in said.items():
+        _, *rows = rows_of(tmp_path / f"predictions_{split}.tsv")
+        assert [row[4] for row in rows] == [task.labels[n] for n in predicted]
+        assert [row[2] for row in rows] == [f"{split} {n}" for n in range(len(rows))]
+
+
+def test_submitted_scores_are_in_the_range_of_training(tmp_path, monkeypatch):
+    """The lowest score of training is 1 here, not 0."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/train.tsv").write_text("sentence\tscore\na\t1\nb\t4\n")
+    (tmp_path / "own/test.tsv").write_text("sentence\na\nb\nc\n")
+    monkeypatch.setattr("lib.tasks.predict.predict_examples",
+                        lambda *more: np.array([[-9.0], [2.0], [9.0]]))
+    data = types.SimpleNamespace(task=find_task(str(tmp_path / "own")), test={"own": None},
+                                 train=types.SimpleNamespace(labels=np.array([4.0, 1.0])))
+    write_submissions(tmp_path, None, data, 8, None)
+    assert rows_of(tmp_path / "own.tsv")[1:] == [["0", "1.000"], ["1", "2.000"], ["2", "4.000"]]
 
 
 def test_answers_with_scores(tuned):

@@ -6,6 +6,7 @@ import collections
 import json
 import math
 import random
+import types
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import prepare_data
 from lib.common.errors import UserError
 from lib.corpus.vocabulary import SPECIALS, load_tokenizer, wordpiece_tokenizer
 from lib.tasks.examples import Examples, batches_by_length, encode_examples
-from lib.tasks.glue import GLUE, find_task, read_split, row_names
+from lib.tasks.glue import GLUE, TASKS, find_task, read_split, row_names, tsv_text
 from lib.tasks.scores import METRICS, score_squad
 from lib.tasks.squad import Question, best_answers, make_windows, read_squad
 from lib.tasks.task_data import TrainingBatches
@@ -333,9 +334,9 @@ def test_an_answer_starts_where_it_has_most_context(fox, room, stride):
             spans.append((start, min(room, total - start)))
             start += min(spans[-1][1], stride)
         assert found.lengths.tolist() == [length + 4 for _, length in spans]
+        windows = [max_context_by_hand(spans, t) for t in range(total)]
         for n, (start, length) in enumerate(spans):
-            expected = [t for t in range(start, start + length)
-                        if max_context_by_hand(spans, t) == n]
+            expected = [t for t in range(start, start + length) if windows[t] == n]
             assert [start + at - 3 for at in range(*found.starts[n])] == expected
 
 
@@ -468,6 +469,90 @@ def test_class_metrics_equal_scikit_learns():
 def test_equal_numbers_share_their_mean_rank():
     labels, predictions = np.array([1, 2, 2, 3]), np.array([1, 2, 3, 4])
     assert METRICS["spearmanr"](labels, predictions) == pytest.approx(0.9 ** 0.5)
+
+
+@pytest.mark.parametrize("labels, predictions, accuracy, f1, matthews", [
+    # true positives, false positives, false negatives, true negatives: 2, 1, 3, 4
+    ([1, 1, 1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 1, 0, 0, 0, 0], 0.6, 2 * 2 / (2 * 2 + 1 + 3),
+     (2 * 4 - 1 * 3) / math.sqrt(3 * 5 * 5 * 7)),
+    ([0, 0, 0, 0], [0, 0, 0, 1], 0.75, 0, 0), ([0, 0], [0, 0], 1, 0, 0), ([1, 0], [1, 1], 0.5, 2 / 3, 0)])
+def test_class_metrics_of_counted_examples(labels, predictions, accuracy, f1, matthews):
+    expected = {"accuracy": accuracy, "f1": f1, "matthews_correlation": matthews}
+    for name, value in expected.items():
+        assert METRICS[name](np.array(labels), np.array(predictions)) == pytest.approx(value), name
+
+
+def test_correlations_by_hand():
+    """Deviations (-2, -1, 3) and (1, -4, 3) give 11 / sqrt(14 * 26); ranks 1, 2, 3 and 2, 1, 3."""
+    labels, predictions = np.array([8.0, 9.0, 13.0]), np.array([3.0, -2.0, 5.0])
+    assert METRICS["pearson"](labels, predictions) == pytest.approx(11 / math.sqrt(14 * 26))
+    assert METRICS["spearmanr"](labels, predictions) == pytest.approx(0.5)
+    for name in ("pearson", "spearmanr"):  # a constant is correlated with nothing
+        assert np.isnan(METRICS[name](labels, np.ones(3)))
+
+
+def test_the_metrics_that_are_official():
+    """The first picks the best epoch. The columns are the titles that name them."""
+    first = {name: task.metrics[0] for name, task in TASKS.items()}
+    assert first == {**dict.fromkeys(TASKS, "accuracy"), "cola": "matthews_correlation",
+                     "stsb": "pearson", "squad": "f1"}
+    columns = {task.table_title: list(task.table_metrics) for task in TASKS.values()}
+    assert columns == {
+        "SQuAD 1.1 (EM/F1)": ["exact_match", "f1"], "MNLI-(m/mm)": ["accuracy", "accuracy_mm"],
+        "QQP": ["accuracy"], "QNLI": ["accuracy"], "SST-2": ["accuracy"],
+        "CoLA (Matt)": ["matthews_correlation"], "MRPC (Acc/F1)": ["accuracy", "f1"],
+        "STS-B (P/S)": ["pearson", "spearmanr"], "RTE": ["accuracy"]}
+    assert {name: task.scale for name, task in TASKS.items() if task.scale != 100} == {"squad": 1}
+
+
+def test_submissions_of_mnli_are_of_their_split(tmp_path):
+    (tmp_path / "glue/MNLI").mkdir(parents=True)
+    task = find_task("mnli", tmp_path)
+    assert task.test == {"MNLI-m": "test_matched", "MNLI-mm": "test_mismatched"}
+    assert task.file("test_mismatched").name == "test_mismatched.tsv"
+
+
+@pytest.mark.parametrize("split", ["train", "dev"])
+def test_only_training_may_leave_out_rows(tmp_path, split):
+    """A dev split is scored as a whole, or not at all."""
+    for name in ("train", "dev"):
+        rows = ["a\tx", *["b\ty"] * 198, "cut off" if name == split else "b\ty"]
+        (tmp_path / f"{name}.tsv").write_text("\n".join(["sentence\tlabel", *rows]))
+    task = find_task(str(tmp_path))
+    if split == "train":
+        assert len(read_split(task, "train")[0]) == 199 and len(read_split(task, "dev")[0]) == 200
+    else:
+        with pytest.raises(UserError, match=r"dev.tsv:201: 1 fields, expected 2 \(1 of 200"):
+            read_split(task, "dev")
+
+
+def test_a_cell_is_one_field_of_a_table():
+    assert tsv_text([["a\tb", "c\r\nd"], [1, 0.5]]) == "a b\tc  d\n1\t0.5\n"
+
+
+def test_an_answer_has_no_space_around_it():
+    """A token of byte-level BPE has the space before its word."""
+    question = Question("q", "it?", "the cat sat", [])
+    windows = types.SimpleNamespace(questions=[question], question_of_window=[question],
+                                    offsets=[np.array([[0, 3], [3, 7], [7, 11]])], first_length=[4])
+    assert best_answers(windows, np.array([[1.0, 5, 5]])) == ({"q": "cat"}, {"q": 1.0})
+
+
+def test_the_first_answer_is_the_label(fox):
+    question = Question("q", "it?", "cat sat", [(4, "sat"), (0, "cat")])
+    found = make_windows(fox, [question], 16, 8)
+    assert found.labels.tolist() == [[5, 5]]  # after [CLS] it ? [SEP] cat
+
+
+def test_only_the_chosen_examples_are_trained_on(workdir):
+    """Each once an epoch, and the same ones in every epoch."""
+    examples = Examples([np.array([2, n, 3]) for n in range(10)], np.full(10, 3), np.arange(10), 0)
+    config = argparse.Namespace(seed=1, batch_size=2, accumulation=1, train_examples=4, device="cpu")
+    batches = TrainingBatches(examples, config)
+    assert batches.steps_per_epoch == 2 and batches.chosen.tolist() != [0, 1, 2, 3]
+    for epoch in range(3):
+        trained = [label for n in range(2) for label in batches.get(2 * epoch + n)["labels"]]
+        assert sorted(trained) == batches.chosen.tolist()
 
 
 @pytest.mark.filterwarnings("ignore")

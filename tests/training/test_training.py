@@ -6,11 +6,13 @@ $ PKM_TEST_KILLS=20 python -m pytest -k killed      # more SIGKILLs than 5
 import collections
 import contextlib
 import copy
+import dataclasses
 import hashlib
 import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -31,7 +33,7 @@ import pretrain
 from lib.common.errors import Failure, UserError
 from lib.corpus.batches import Corpus, MaskedBatches
 from lib.training.flops import flops_per_token, peak_flops
-from lib.training.trainer import Trainer, optimizer_groups, to_device
+from lib.training.trainer import State, Trainer, optimizer_groups, to_device
 from lib.weights.checkpoint import init_from, load_model
 from lib.weights.run import Run
 from model import Classifier, SpanReader, value_tables
@@ -548,6 +550,152 @@ def test_no_space_left(place, file, share):
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
     assert files("out/tiny/step_000004") == before and steps_saved("out/tiny") == 4
     assert train("--max_steps=6") == 0
+
+
+def test_micro_batches_of_a_step_have_their_own_dropout():
+    """Two equal micro-batches have two losses."""
+    config = pretrain.Config(value_lr=0.0, lr=0.0, warmup_steps=0, max_steps=9)
+    batches, losses, model = TwoBatches(), [], tiny_bert(dropout=0.5)
+    batches.get = lambda step, micro: TwoBatches.get(batches, 0, 0)
+    model.register_forward_hook(lambda module, args, loss: losses.append(loss.item()))
+    Trainer(config, model, batches, torch.device("cpu"), torch.float32).step(0)
+    assert len(losses) == len(set(losses)) == 2
+
+
+def test_a_checkpoint_gives_back_state_and_scale(tmp_path):
+    """The time and the losses since the last record, the best epoch, and the scaler's scale."""
+    def trainer():
+        return Trainer(pretrain.Config(), tiny_bert(), TwoBatches(), torch.device("cpu"),
+                       torch.float16)
+
+    first, again = trainer(), trainer()
+    first.scaler.scale(torch.ones(1))  # it has a scale from here on
+    first.scaler.update(8.0)
+    state = State(step=3, elapsed=7.0, seconds=2.0, losses=[1.5], best={"epoch": 2}, last={"epoch": 3})
+    first.save(Run(tmp_path), state)
+    assert again.restore(tmp_path / "step_000003") == state
+    assert first.scaler.get_scale() == again.scaler.get_scale() == 8
+
+
+def test_a_record_and_its_line(tmp_path, monkeypatch, capsys):
+    """Six steps of 2 examples, a second each, on a card of 8 GFLOP/s that a model of 1 GFLOP an
+    example uses to a quarter; on each of four, to a sixteenth."""
+    monkeypatch.setattr("lib.training.trainer.peak_flops", lambda device: 8e9)
+    for ranks in (1, 4):
+        monkeypatch.setattr("lib.training.trainer.get_world_size", lambda ranks=ranks: ranks)
+        clock, records, batches = [0.0], [], TwoBatches()
+        batches.epochs = lambda steps: steps / 4
+
+        def step(n, clock=clock):
+            clock[0] += 1
+            return torch.tensor(n + 1.0), torch.tensor(10.0 * (n + 1))
+
+        monkeypatch.setattr(time, "perf_counter", lambda clock=clock: clock[0])
+        config = pretrain.Config(max_steps=6, warmup_steps=0, lr=0.6)
+        trainer = Trainer(config, tiny_bert(), batches, torch.device("cpu"), torch.bfloat16, 1e9)
+        trainer.step, run = step, Run(tmp_path)
+        run.log = records.append
+        trainer.train(run, State(), lambda n: {"log"} if n % 3 == 0 else set(), None, [])
+        assert records == [pytest.approx(
+            {"step": n, "epoch": n / 4, "loss": n - 1, "lr": (7 - n) / 10, "grad_norm": 10 * n,
+             "examples_per_s": 2, "elapsed": n, "mfu": 0.25 / ranks}) for n in (3, 6)]
+        assert "step 3/6 | epoch 0.75 | loss 2.0000 | 2 examples/s | mfu" in (
+            lines := capsys.readouterr().out)
+        assert re.findall(r"eta (\S+)", lines) == ["0:00:03", "0:00:00"]
+
+
+def test_settings_reach_the_model():
+    """Also where they are not the named model's. A new width has its own spread of weights."""
+    config = pretrain.Config(
+        model="base", n_layer=2, n_head=3, d_model=192, d_ff=48, dropout=0.3, memory_layers=(2,),
+        alpha=0.5, beta=2.0, n_keys=8, memory_heads=2, topk=4, key_dim=6, query_norm=False)
+    sizes = {"n_layer": 2, "n_head": 3, "d_model": 192, "d_ff": 48, "dropout": 0.3,
+             "memory_layers": (2,), "alpha": 0.5, "beta": 2.0, "n_keys": 8, "memory_heads": 2,
+             "topk": 4, "key_dim": 6, "query_norm": False, "causal": False, "init_std": 0.04}
+    assert pretrain.model_sizes(config) == sizes  # 0.02 x (768 / 192)^0.5
+    named = pretrain.model_sizes(pretrain.Config(model="large"))
+    assert [named[key] for key in ("n_layer", "n_head", "d_model", "d_ff")] == [24, 16, 1024, 4096]
+    assert "init_std" not in named
+
+
+def test_a_seed_draws_its_own_weights(place):
+    """Before the first step already."""
+    first = []
+    for number, seed in enumerate((0, 1, 1)):
+        assert train(f"--seed={seed}", "--max_steps=1", f"--out=out/{number}") == 0
+        first.append(log(f"out/{number}")[0]["perplexity"])
+    assert first[0] != first[1] == first[2]
+
+
+def test_a_model_starts_where_its_settings_say(place):
+    """With reinit_ffn the FFNs of memory layers are drawn anew; a checkpoint keeps its origin."""
+    corpus, config = Corpus("tiny"), pretrain.Config(**TINY)
+    start, origin = pretrain.make_model(config, corpus, None)
+    assert origin == {"init_checkpoint": "", "first_step": 0, "pooler_trained": False}
+    shutil.copytree(save_model("out/start", start).parent, "out/go_on")
+    shutil.copy("tiny.txt", "out/start/vocab.txt")
+    for reinit in (False, True):
+        changed = dataclasses.replace(config, init_from="out/start", reinit_ffn=reinit)
+        model, _ = pretrain.make_model(changed, corpus, None)
+        same = [torch.equal(a.up.weight, b.up.weight) for a, b in
+                zip(start.bert.layers, model.bert.layers, strict=True)]
+        assert same == [True, not reinit, not reinit, True]
+    origin = {"init_checkpoint": "x", "first_step": 7, "pooler_trained": True}
+    Path("out/go_on/config.json").write_text(json.dumps(origin))
+    _, found = pretrain.make_model(config, corpus, Run("out/go_on").newest_checkpoint())
+    assert origin.items() <= found.items()
+
+
+def test_a_tasks_head_is_not_copied(plain_run, capsys):
+    """The trained pooler is. A start from an unfinished run is a warning."""
+    sizes = tiny_bert().bert.config
+    tuned = Classifier(sizes, 2)
+    start = save_model(plain_run[1].parent / "tuned", tuned)
+    (start.parent / "config.json").write_text('{"max_steps": 9}')
+    model = Classifier(sizes, 2)
+    head = model.head.weight.clone()
+    init_from(model, start)
+    assert torch.equal(model.head.weight, head) and not torch.equal(head, tuned.head.weight)
+    assert torch.equal(model.bert.pooler.weight, tuned.bert.pooler.weight)
+    assert "is of an unfinished run: 3 of 9 steps" in capsys.readouterr().out
+
+
+def test_what_a_run_prints_before_it_trains(place, monkeypatch, capsys):
+    """12 steps of 2 x 2 sequences; an epoch is every full sequence of 14 tokens but one."""
+    seen, flops = [], pretrain.flops_per_token
+    monkeypatch.setattr(pretrain, "flops_per_token",
+                        lambda model, seq_len: seen.append(seq_len) or flops(model, seq_len))
+    assert train("--eval_only=True") == 0
+    tokens = len(Corpus("tiny").split("train"))
+    said = capsys.readouterr().out
+    assert f"12 steps of 2 x 2 sequences, 64 tokens: {48 / (tokens // 14 - 1):.1f} epochs" in said
+    assert f"{tokens:,} training tokens" in said and seen == [16]
+
+
+def test_no_snapshots_and_few_checkpoints(place):
+    args = ["--max_steps=4", "--checkpoint_interval=1", "--usage_interval=0", "--eval_interval=99"]
+    for keep in (1, 3):
+        assert train(*args, f"--keep_checkpoints={keep}", f"--out=out/{keep}") == 0
+        names = sorted(path.name for path in Path(f"out/{keep}").iterdir())
+        steps = [f"step_{n:06d}" for n in range(5 - keep, 5)]
+        assert names == ["config.json", "log.jsonl", *steps, "vocab.txt"]
+
+
+def test_the_last_step_and_every_snapshot_are_evaluated(place):
+    """Whatever the intervals: the end comes before any of them."""
+    long = [f"--{name}_interval=100" for name in ("log", "eval", "checkpoint")]
+    assert train("--max_steps=7", "--usage_interval=3", *long) == 0
+    assert [r["step"] for r in log() if "perplexity" in r] == [0, 1, 2, 3, 4, 6, 7]
+    assert [r["step"] for r in log() if "grad_norm" in r] == [7]
+    assert sorted(os.listdir("out/tiny/usage")) == [f"step_00000{n}.npz" for n in (3, 6, 7)]
+    assert [path.name for path in Run("out/tiny").checkpoints()] == ["step_000007"]
+
+
+@pytest.mark.parametrize("card, peak", [("Tesla V100-SXM2-32GB", 125e12), ("NVIDIA H200", 989e12)])
+def test_peaks_are_dense_ones(monkeypatch, card, peak):
+    """As in the data sheets, without sparsity."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+    assert peak_flops(torch.device("cuda")) == peak
 
 
 def test_two_processes_do_not_train_in_one_folder(place):

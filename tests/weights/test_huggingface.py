@@ -149,6 +149,28 @@ def demo_of_hugging_face(folder, vocab):
     return model
 
 
+def test_classes_have_the_names_of_their_numbers(tmp_path):
+    """Not in the order of the alphabet."""
+    theirs = hugging_face("BertForSequenceClassification", id2label={0: "no", 1: "maybe", 2: "also"})
+    theirs.config.save_pretrained(tmp_path)
+    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
+    assert read_weights(tmp_path)["labels"] == ["no", "maybe", "also"]
+
+
+@pytest.mark.parametrize("key, value", [
+    ("hidden_act", "relu"), ("layer_norm_eps", 1e-5), ("position_embedding_type", "relative_key"),
+    ("tie_word_embeddings", False)])
+def test_a_folder_of_another_kind_of_bert_is_refused(tmp_path, key, value):
+    theirs = hugging_face("BertForMaskedLM")
+    theirs.config.save_pretrained(tmp_path)
+    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
+    read_weights(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {key: value}))
+    with pytest.raises(UserError, match=f"{key} = {value!r}"):
+        read_weights(tmp_path)
+
+
 def test_a_run_starts_from_hugging_faces_weights(place, capsys):
     """It finds them by name in data/weights, and its first evaluation is their loss."""
     theirs = demo_of_hugging_face("data/weights/bert-base-uncased", "tiny.txt")

@@ -11,6 +11,7 @@ import pytest
 
 import pretrain
 from lib.common.errors import UserError
+from lib.weights.checkpoint import load_weights
 from lib.weights.run import Run
 from tests.helpers import log, save_model, tiny_bert, train, tune
 
@@ -153,6 +154,38 @@ def test_a_damaged_log_is_named_with_its_line(place):
     file.unlink()
     with pytest.raises(UserError, match="log.jsonl: not readable"):
         Run("out/tiny").evaluations()
+
+
+def test_the_best_epoch_is_the_last_that_was_written(tmp_path):
+    """A run that is fine-tuned still has a folder for each best epoch so far, by number."""
+    for epoch in (2, 10):
+        Run(tmp_path).save_best(epoch, {"weights": {}})
+        assert Run(tmp_path).weights_folder() == tmp_path / f"best_epoch_{epoch}"
+
+
+def test_a_run_keeps_the_tokenizer_of_its_corpus(place):
+    """A byte-level BPE has a tokenizer.json beside its vocab.txt."""
+    for out, expected in (("out/wordpiece", False), ("out/bytes", True)):
+        assert train("--max_steps=1", f"--out={out}") == 0
+        assert Path(out, "vocab.txt").read_bytes() == Path("tiny.txt").read_bytes()
+        assert Path(out, "tokenizer.json").exists() == expected
+        Path("data/tiny/tokenizer.json").write_text("{}")
+
+
+def test_seeds_are_in_order_of_their_numbers(tmp_path):
+    for seed in (10, 2, 0):
+        (tmp_path / f"seed{seed}").mkdir()
+        (tmp_path / f"seed{seed}/config.json").write_text(json.dumps({"task": "rte"}))
+    assert [run.folder.name for run in Run(tmp_path).seeds()] == ["seed0", "seed2", "seed10"]
+
+
+def test_weights_of_another_model_are_refused():
+    """Neither a memory that a model has not is dropped, nor one that it has left random."""
+    memory, plain = tiny_bert(memory_layers=(2,)), tiny_bert()
+    for model, other, has in ((plain, memory, "an unknown"), (memory, plain, "no")):
+        with pytest.raises(UserError, match=f"it has {has} bert.layers.1.memory"):
+            load_weights(model, other.state_dict(), "other")
+    assert load_weights(memory, plain.state_dict(), "other", partial=True) == set(plain.state_dict())
 
 
 def test_a_run_goes_on_under_the_same_settings(place, capsys):
