@@ -54,17 +54,21 @@ def test_beta_0_is_the_model_without(kind):
 
 
 def test_only_chosen_layers_get_a_memory():
-    model = small_model("LlamaForCausalLM").bfloat16()
+    model = small_model("LlamaForCausalLM").bfloat16().eval()
     model.model.layers[1].to("meta")  # another device
     tables = add_memory(model, [2], **MEMORY)
     assert list(tables) == [2] and tables[2] is model.model.layers[1].memory.values
     assert tables[2].weight.dtype is torch.bfloat16 and tables[2].weight.is_meta
     assert not hasattr(model.model.layers[0], "memory")
+    assert not model.model.layers[1].memory.training
 
 
-@pytest.mark.parametrize("kind, settings", [
+DROPOUT = pytest.mark.parametrize("kind, settings", [
     ("GPTNeoXForCausalLM", {"hidden_dropout": 0.5}), ("OPTForCausalLM", {"dropout": 0.5}),
     ("GPT2LMHeadModel", {"resid_pdrop": 0.5}), ("DistilBertForMaskedLM", {"dropout": 0.5})])
+
+
+@DROPOUT
 def test_no_dropout_on_the_memory(kind, settings):
     """All else being equal, also what dropout draws, a layer's output differs by the whole read."""
     model, (ids, mask) = with_memory(kind, (2,), 1.0, 1.5, **settings).train(), batch()
@@ -87,6 +91,20 @@ def test_no_dropout_on_the_memory(kind, settings):
     torch.manual_seed(1)
     logits(model, ids, mask)
     assert not torch.equal(seen[-1], without)  # the FFN's is still there
+
+
+@DROPOUT
+def test_all_other_dropout_stays(kind, settings):
+    """With values of 0 the model draws and drops the same as without memory."""
+    model, (ids, mask) = with_memory(kind, (2,), 1.0, **settings).train(), batch()
+    find_layers(model)[1].memory.values.weight.data.zero_()
+    plain = small_model(kind, **settings).double().train()
+    plain.load_state_dict(model.state_dict(), strict=False)
+    outputs = []
+    for m in (model, plain):
+        torch.manual_seed(0)
+        outputs.append(logits(m, ids, mask)[mask.bool()])
+    assert_near(*outputs, 1e-12)
 
 
 def test_a_copy_has_hooks_of_its_own():
