@@ -21,8 +21,8 @@ from torch import nn
 from lib.for_transformers.folder import save_with_code
 from pkm import PKM
 
-# What a layer's attention leaves for its memory, one for each thread. The hooks are on modules
-# inside the layer, since transformers' checkpointing runs the hooks of the layer only once.
+# What a layer leaves for its memory within one pass, for each thread. The hooks are on modules in
+# the layer: checkpointing in transformers does not run the layer's own hooks a second time.
 HERE = threading.local()
 
 
@@ -31,16 +31,17 @@ def add_memory(model, layers, alpha=1.0, beta=1.0, **sizes):
 
     (alpha, beta) = (1, 1) is ResM. (0, 1) is PKM, which drops the FFN's weights. sizes: PKM's
     n_keys, heads, topk, key_dim and query_norm. All other weights keep their names, and layer 4's
-    memory is <layers>.3.memory, with the dtype and device of the layer. A dropout that follows
-    the FFN leaves the memory alone. In training, the layer's attention mask tells which tokens
-    are padding: they move no row and do not enter the batch norm's statistics. In evaluation a
-    mask changes no real token's output. Returns {layer: ValueTable}, for LazyAdam. TypeError or
-    ValueError if the model or a layer cannot take a memory, or for wrong layers and sizes.
+    memory is <layers>.3.memory, with the dtype and device of the layer. No dropout of the layer
+    applies to it. The mask of the layer's attention tells which tokens are padding: they move no
+    value and do not enter the batch norm's statistics. Returns {layer: ValueTable}, for LazyAdam.
+    TypeError or ValueError for wrong arguments, and if the model cannot take a memory.
     """
     stack = find_layers(model)
-    check(stack, layers, alpha, beta, sizes)
-    config = model.config.get_text_config()
-    memories = {n: PKM(config.hidden_size, **sizes) for n in layers if beta}
+    check_arguments(stack, layers, alpha, beta, sizes)
+    for n in layers:
+        check_layer(stack[n - 1], n)
+    width = model.config.get_text_config().hidden_size
+    memories = {n: PKM(width, **sizes) for n in layers if beta}
     for n in layers:
         layer = stack[n - 1]
         if beta:
@@ -53,78 +54,79 @@ def add_memory(model, layers, alpha=1.0, beta=1.0, **sizes):
 
 
 def find_layers(model):
-    """Find the model's list of layers, an nn.ModuleList. ValueError if there is not just one."""
+    """Find the model's list of layers, an nn.ModuleList. ValueError if it has none, or several."""
     name, config = type(model).__name__, getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder, which add_memory does not know")
-    if hasattr(config, "num_hidden_groups"):
+        raise ValueError(f"{name}: add_memory does not know encoder-decoder models")
+    if hasattr(config, "num_hidden_groups"):  # ALBERT
         raise ValueError(f"{name}: its layers share their weights, and would share a memory")
     stacks = [module for module in model.modules()
-              if isinstance(module, nn.ModuleList) and any(map(ffn_names, module))]
-    if len(stacks) != 1:
-        raise ValueError(f"{name}: expected one list of layers with an attention and an FFN, "
-                         f"found {len(stacks)}" + " (give the part that it is for)" * bool(stacks))
+              if isinstance(module, nn.ModuleList) and any(map(ffn_ends, module))]
+    if len(stacks) != 1 or config is None:
+        raise ValueError(f"{name}: expected a model of transformers, or the part of one, with one "
+                         f"list of layers with an attention and an FFN: found {len(stacks)} lists")
     return stacks[0]
 
 
-def ffn_names(layer):
-    """Name the modules of a layer's FFN, the first and the last. () if it is of no known form."""
+def ffn_ends(layer):
+    """Name the first and the last module of a layer's FFN, or return ()."""
     modules = dict(layer.named_modules())
-    if attention_of(layer) is None:
+    takes = {name: len(arguments_of(module)) for name, module in modules.items()}
+    if not attention_of(layer):
         return ()
-    for name in ("mlp", "ffn"):
-        if name in modules and count_arguments(modules[name]) == 1:
-            return name, name
-    if isinstance(modules.get("output.LayerNorm"), nn.LayerNorm) and "intermediate" in modules and (
-            "output.dense" in modules and count_arguments(modules["output"]) == 2):
-        return "intermediate", "output.dense"  # BERT
+    if isinstance(modules.get("output.LayerNorm"), nn.LayerNorm) and takes["output"] == 2 and (
+            {"intermediate", "output.dense"} <= modules.keys()):  # BERT
+        return "intermediate", "output.dense"
     if type(layer).__name__ == "OPTDecoderLayer":
         return "fc1", "fc2"
-    return ()
+    return next(((name, name) for name in ("mlp", "ffn") if takes.get(name) == 1), ())
 
 
 def attention_of(layer):
-    """Find the first module of a layer that takes attention_mask."""
-    return next((module for module in layer.children() if "attention_mask" in
-                 inspect.signature(module.forward).parameters), None)
+    return next((m for m in layer.children() if "attention_mask" in arguments_of(m)), None)
 
 
-def count_arguments(module):
-    return len(inspect.signature(module.forward).parameters)
+def arguments_of(module):
+    return list(inspect.signature(module.forward).parameters)
 
 
-def check(stack, layers, alpha, beta, sizes):
-    """Raise a TypeError or a ValueError, in words, for what add_memory cannot do."""
+def check_arguments(stack, layers, alpha, beta, sizes):
+    """Raise a TypeError or a ValueError for what no model takes."""
     known = [name for name in inspect.signature(PKM).parameters if name != "d_model"]
-    if wrong := sizes.keys() - known:
-        raise TypeError(f"{min(wrong)} is no size of a memory: {', '.join(known)}")
-    if wrong := [f"{name} = {size!r}" for name, size in sizes.items()
-                 if not isinstance(size, int) or size < (name != "query_norm")]:
-        raise ValueError(f"{wrong[0]}: expected a whole number from 1")
+    for name, size in sizes.items():
+        if name not in known:
+            raise TypeError(f"{name} is no size of a memory: {', '.join(known)}")
+        if not isinstance(size, int) or (size < 1 and name != "query_norm"):
+            raise ValueError(f"{name} = {size!r}: expected a whole number from 1")
     if isinstance(layers, int | str):
         raise TypeError(f"layers = {layers!r}: expected numbers in a list, as in layers=(4, 8)")
-    if wrong := [n for n in layers if n not in range(1, len(stack) + 1)]:
-        raise ValueError(f"layers = {layers}: no layer {wrong[0]!r}: from 1 to {len(stack)}")
+    for n in layers:
+        if n not in range(1, len(stack) + 1):
+            raise ValueError(f"layers = {layers}: no layer {n!r}: from 1 to {len(stack)}")
     if len(set(layers)) < len(layers) or not layers:
         raise ValueError(f"layers = {layers}: expected at least one, and each only once")
     if alpha == beta == 0:
         raise ValueError("alpha = beta = 0: layers would have neither FFN nor memory")
     if any(hasattr(layer, "memory") for layer in stack):
         raise ValueError("there is a memory already")
-    for n in layers:
-        modules = dict(stack[n - 1].named_modules())
-        if any(name.endswith(("experts", "router")) for name in modules):
-            raise ValueError(f"layer {n}: its FFN is a mixture of experts, with no single input")
-        if any(getattr(module, "chunk_size_feed_forward", 0) for module in modules.values()):
-            raise ValueError(f"layer {n}: set config.chunk_size_feed_forward = 0: a memory needs "
-                             "all tokens at once")
-        if not ffn_names(stack[n - 1]):
-            raise ValueError(f"layer {n}: no FFN that add_memory knows")
+
+
+def check_layer(layer, n):
+    """Raise a ValueError if the layer, number n, cannot take a memory."""
+    modules = dict(layer.named_modules())
+    if any(name.endswith(("experts", "router")) for name in modules):
+        raise ValueError(f"layer {n}: its FFN is a mixture of experts, which add_memory does not "
+                         "know")
+    if any(getattr(module, "chunk_size_feed_forward", 0) for module in modules.values()):
+        raise ValueError(f"layer {n}: a memory needs all tokens at once: set "
+                         "config.chunk_size_feed_forward = 0")
+    if not ffn_ends(layer):
+        raise ValueError(f"layer {n}: add_memory knows no such layer: {type(layer).__name__}")
 
 
 def add_hooks(layer, alpha, beta):
     """Make the layer's FFN return alpha * FFN(x) + beta * memory(x)."""
-    first, last = ffn_names(layer)
+    first, last = ffn_ends(layer)
     if alpha == 0:  # the FFN becomes 0 * x
         for name in (first, last):
             layer.set_submodule(name, nn.Identity())
@@ -134,21 +136,20 @@ def add_hooks(layer, alpha, beta):
     if not beta:
         return
     attention = attention_of(layer)
-    position = list(inspect.signature(attention.forward).parameters).index("attention_mask")
-    attention.register_forward_pre_hook(partial(keep_mask, position), with_kwargs=True)
-    if first == "intermediate":
+    position = arguments_of(attention).index("attention_mask")
+    attention.register_forward_pre_hook(partial(leave_mask, position), with_kwargs=True)
+    if first == "intermediate":  # BERT's dropout comes next, so the read joins the residual
         layer.output.register_forward_pre_hook(partial(add_read_to_residual, layer, beta))
         return
-    if hasattr(layer, "post_mlp_dropout"):  # GPT-NeoX: the dropout moves to before the memory
+    if hasattr(layer, "post_mlp_dropout"):  # GPT-NeoX: its dropout moves to before the read
         ffn.register_forward_hook(partial(drop, layer.post_mlp_dropout.p))
         layer.post_mlp_dropout.p = 0.0
-    if first == "fc1":  # OPT: both of its dropouts
+    if first == "fc1":  # OPT: so do both of its dropouts
         for module in (layer.self_attn.out_proj, ffn):
             module.register_forward_hook(partial(drop, layer.dropout))
         layer.dropout = 0.0
-        layer.fc1.register_forward_pre_hook(keep_input)
-    hook = add_read_of_kept if first == "fc1" else add_read
-    ffn.register_forward_hook(partial(hook, layer, beta))
+        layer.fc1.register_forward_pre_hook(leave_input)
+    ffn.register_forward_hook(partial(add_read, layer, beta, first != last))
 
 
 # Hooks are functions bound by functools.partial: a deep copy of the model copies what they hold.
@@ -160,8 +161,8 @@ def drop(p, module, args, y):
     return F.dropout(y, p, module.training)
 
 
-def keep_mask(position, attention, args, kwargs):
-    """Keep which tokens are real for the memory of the same layer."""
+def leave_mask(position, attention, args, kwargs):
+    """Leave for the memory which tokens are real, before the layer's attention."""
     if getattr(attention, "_is_replica", False):
         raise RuntimeError("a memory does not work in DataParallel: use one process for each "
                            "device (torchrun), or one device (CUDA_VISIBLE_DEVICES=0)")
@@ -170,16 +171,13 @@ def keep_mask(position, attention, args, kwargs):
     leave("real", real_tokens(mask, attention, x.shape[:-1]))
 
 
-def keep_input(fc1, args):
+def leave_input(fc1, args):
     leave("x", args[0])
 
 
-def add_read(layer, beta, ffn, args, y):
-    return y + beta * read(layer, args[0])
-
-
-def add_read_of_kept(layer, beta, fc2, args, y):
-    return y + beta * read(layer, take("x"))
+def add_read(layer, beta, is_left, ffn, args, y):
+    """Add the read to FFN(x). is_left: x was left where the FFN begins, else it is args[0]."""
+    return y + beta * read(layer, take("x") if is_left else args[0])
 
 
 def add_read_to_residual(layer, beta, output, args):
@@ -194,18 +192,18 @@ def read(layer, x):
 
 
 def real_tokens(mask, attention, shape):
-    """Tell from an attention's mask which of its tokens are real.
+    """Tell from an attention's mask which tokens are real: those that see themselves.
 
-    mask: None, (batch, keys) of 0 and 1, or (batch, heads, queries, keys), bool or added to the
-    scores. A real token sees itself, whatever else it sees. The keys may begin with others, of a
-    cache. shape: (batch, queries), also of the result (bool). Returns None if there is no mask, and
-    in evaluation, which needs none, also if the mask does not tell. ValueError if training needs it.
+    mask: None, (batch, keys) of 0 and 1, or (batch, heads, queries or 1, keys), bool or added to
+    the scores. The tokens are the last keys, after those of a cache. shape: (batch, tokens).
+    Returns a bool tensor of that shape, or None without a mask. In evaluation, where padding
+    changes no real token, it is also None if the mask does not tell; in training a ValueError.
     """
     if mask is None:
         return None
     known = torch.is_tensor(mask) and mask.dim() in (2, 4)
     if not attention.training and not (known and mask.shape[-1] == shape[1]):
-        return None  # the keys of a cache may end with empty places
+        return None  # a cache's keys may end with empty places
     if not known:
         kind = list(mask.shape) if torch.is_tensor(mask) else type(mask).__name__
         raise ValueError(f"attention_mask: {kind}: expected (batch, time) or (batch, heads, time, "

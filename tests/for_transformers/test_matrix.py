@@ -1,8 +1,8 @@
 """
-Memories in models of today: each model of the table in each mode, or its refusal by name.
+Memories in models of today: each model in each mode, or the reason why it cannot be.
 
-Sizes are as small as they can be. To compile takes seconds, hence dynamo with its backend "eager",
-which finds graph breaks; test_inductor compiles to the end.
+To compile takes seconds. Most tests use dynamo with the backend "eager", which finds graph breaks
+and lost side effects. test_inductor compiles to the end.
 """
 import copy
 import threading
@@ -55,7 +55,8 @@ def test_formula(kind, padding):
     plain, parameters = by_hand(model)
     tell_padding(plain, mask)
     with torch.no_grad():
-        assert_near(real(logits(model, ids, mask), mask), real(logits(plain, ids, mask), mask), 1e-12)
+        y, expected = logits(model, ids, mask), logits(plain, ids, mask)
+    assert_near(real(y, mask), real(expected, mask), 1e-12)
     model.train()
     plain.train()
     found = gradients(model, (ids, mask))
@@ -105,10 +106,10 @@ def test_inductor():
         assert_near(real(y, mask), expected, 1e-5)
 
 
-NO_CHECKPOINTING = {
+NO_CHECKPOINTING = {  # transformers' own errors, also without a memory
     ("MPNetForMaskedLM", False): "does not support activation checkpointing",
     ("MPNetForMaskedLM", True): "does not support activation checkpointing",
-    ("DebertaV2ForMaskedLM", True): "backward through the graph a second time",  # nor without memory
+    ("DebertaV2ForMaskedLM", True): "backward through the graph a second time",
 }
 
 
@@ -162,7 +163,7 @@ def test_two_threads(kind, training):
 
 @models
 def test_bf16(kind):
-    """The memory has the layer's dtype; it trains, and its output is that of float32 but for rounding."""
+    """The memory has the layer's dtype and trains. Outputs are near those in float32."""
     model, (ids, mask) = with_memory(kind, dtype=torch.bfloat16), batch()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     with torch.no_grad():
@@ -197,4 +198,5 @@ def test_generate(kind):
         assert torch.equal(generated[0, alone.shape[1]:], together[n])
         with torch.no_grad():
             start = right[n, right_mask[n].bool()][None]
-            assert_near(padded[n, :start.shape[1]], model(start, **no_cache(model)).logits[0], 1e-10)
+            y = model(start, **no_cache(model)).logits[0]
+        assert_near(padded[n, :start.shape[1]], y, 1e-10)
