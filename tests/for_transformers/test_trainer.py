@@ -159,8 +159,8 @@ def test_the_best_checkpoint_comes_back_with_its_tables(tmp_path):
     model, values = model_with_memory()
     run = trainer(tmp_path, model, StepValues(values), eval_dataset=examples(4),
                   eval_strategy="steps", eval_steps=2, save_steps=2, load_best_model_at_end=True,
-                  metric_for_best_model="loss", greater_is_better=True)  # the worst, which is the first
-    run.train()
+                  metric_for_best_model="loss", greater_is_better=True)
+    run.train()  # the "best" has the highest loss: it is the first
     best = run.state.best_model_checkpoint
     assert best.endswith("checkpoint-2")
     again = transformers.AutoModelForMaskedLM.from_pretrained(best, trust_remote_code=True)

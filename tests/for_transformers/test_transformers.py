@@ -99,6 +99,18 @@ def test_an_exported_memory_gives_the_same_logits_in_transformers(tmp_path, head
     assert words == ["[CLS]", "w3", "w5", "[SEP]"]
 
 
+@pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForTokenClassification"])
+def test_an_exported_memory_gives_the_same_hidden_states(tmp_path, auto):
+    model, folder = exported(tmp_path, None, alpha=0.6, beta=1.5)
+    theirs = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True)
+    ids, mask, types = batch()
+    with torch.no_grad():
+        ours = model.double().bert(ids, mask, types)
+        states = theirs.double()(ids, attention_mask=mask, token_type_ids=types,
+                                 output_hidden_states=True).hidden_states
+    assert_near(states[-1][mask.bool()], ours[mask.bool()], 1e-12)
+
+
 def test_an_exported_memory_without_query_norm_gets_none(tmp_path):
     model, folder = exported(tmp_path, None, query_norm=False)
     theirs, (ids, mask, types) = load(folder, None), batch()
