@@ -80,12 +80,14 @@ def _run_as_rank(main):
     except RuntimeError as error:
         if local_rank and isinstance(error, Failure):
             sys.exit(1)
+        failure = error
         if lost_rank(error):
-            error = Failure(f"rank {rank} lost another one, or waited longer than rank_timeout for "
-                            f"it ({str(error).splitlines()[0]})")
-        if isinstance(error, Failure):
-            tell_torchrun(error)
-        raise error from None
+            failure = Failure(f"rank {rank} lost another one, or waited longer than rank_timeout "
+                              f"for it ({str(error).splitlines()[0]})")
+        elif not isinstance(error, Failure):
+            raise  # with its cause
+        tell_torchrun(failure)
+        raise failure from None
 
 
 def tell_torchrun(error):
@@ -171,7 +173,8 @@ def deal_batches(batches):
 
 def my_micro_batches(accumulation, batch_size=0):
     """List this rank's micro-batches of a step; UserError if the ranks cannot share them evenly.
-    Given the sequences of a micro-batch, the error names settings with as many in a step."""
+    With `batch_size`, the sequences of a micro-batch, the error names settings that work and keep
+    the sequences of a step."""
     world_size = get_world_size()
     if accumulation % world_size:
         sequences = accumulation * batch_size
