@@ -1,5 +1,5 @@
 """
-Run a script in the processes that torchrun starts (NCCL between CUDA cards, gloo between CPUs).
+Run a script in the processes of torchrun (NCCL between CUDA cards, gloo between CPUs).
 
 $ torchrun --standalone --nproc_per_node=4 pretrain.py configs/base_resm_init.py
 $ torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=HOST pretrain.py CONFIG.py
@@ -91,7 +91,7 @@ def _run_as_rank(main):
 
 
 def tell_torchrun(error):
-    """Leave an error's line for torchrun. Its own report of twenty lines then ends with it."""
+    """Leave an error's line for torchrun, whose report of twenty lines then ends with it."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         line = f"error: {error}"
         more = {"py_callstack": line, "timestamp": str(int(time.time()))}
@@ -99,7 +99,7 @@ def tell_torchrun(error):
 
 
 def lost_rank(error):
-    """Tell whether an error reports a rank that is gone, or that was waited for too long."""
+    """Tell whether an error reports a rank that is gone, or too slow."""
     return is_distributed() and (isinstance(error, dist.DistError) or "gloo" in str(error))
 
 

@@ -1,5 +1,5 @@
 """
-Say in sentences what a memory did, from a run's settings, log and usage snapshots alone.
+Say in sentences what a memory did. A run's settings, log and usage snapshots are enough.
 
 >>> print(*describe_run("out/demo_resm_init", "out/demo_more"), sep="\\n")
 
@@ -72,8 +72,8 @@ def describe_memory(path, settings, evaluations):
 
 
 def compare_with_control(path, control):
-    """Yield which run has the lower perplexity at the last step that both evaluated, and what else
-    differs between them."""
+    """Yield which run has the lower perplexity, and what else differs between them. They are
+    compared at the last step that both evaluated."""
     settings, others = (Run(run).settings([*TRAINING, "memory_layers"]) for run in (path, control))
     ours, theirs = ({e["step"]: e for e in Run(run).evaluations()} for run in (path, control))
     if Path(settings["init_checkpoint"]).parent == Path(control):
@@ -122,7 +122,7 @@ def rise(evaluations):
 
 
 def compare_with_start(evaluations, controls):
-    """Yield how perplexity went from the run's own start, and whether it rose on the way.
+    """Yield how perplexity went from the run's start, and whether it rose between.
     `controls`: the evaluations of the control, [] without one."""
     first, last = evaluations[0], evaluations[-1]
     start, end = first["perplexity"], last["perplexity"]
@@ -146,7 +146,7 @@ def in_layers(shares):
 
 
 def lowest_usage(evaluations):
-    """Return the last top-1 usage of the least used layer, as a share of what uniform use has."""
+    """Return the least used layer's last top-1 usage, as a share of uniform use."""
     return min(metrics["top1_mu"] / metrics["top1_mu_uniform"]
                for metrics in evaluations[-1]["layers"].values())
 
@@ -201,8 +201,8 @@ def slot_staleness(path):
 
 
 def describe_staleness(path):
-    """Yield how many slots were top-1 in no snapshot of the second half of training, the stale
-    slots of results/study.md. Yields nothing for fewer than two snapshots."""
+    """Yield how many slots are stale: top-1 in no snapshot of the second half of training (as in
+    results/study.md). Yields nothing for fewer than two snapshots."""
     if len(list(Run(path).folder.glob("usage/step_*.npz"))) < 2:
         return
     records = slot_staleness(path)

@@ -51,7 +51,7 @@ def usage_fall(evaluations, layer):
 
 
 def warn(run, max_steps):
-    """Print and log what an open run's last evaluation warns of, each subject once in a run."""
+    """Print and log the warnings of an open run's last evaluation, each subject once."""
     if not run.log_file:
         return  # only the first rank writes
     records = run.records()

@@ -47,8 +47,8 @@ def find_weights(path):
 
 
 def read_weights(path):
-    """Read the weights that `path` names (see find_weights), as model_file() returns them, but
-    the config as a BertConfig. A Hugging Face folder gives the weights that it has, under our
+    """Read the weights that `path` names (see find_weights). Returns what model_file() does, but
+    the config is a BertConfig. A Hugging Face folder gives the weights that it has, under our
     names."""
     folder, _ = find_weights(path)
     if not (folder / "model.pt").is_file():
@@ -69,7 +69,7 @@ def check_model_file(saved, file):
         raise UserError(f"{file}: labels = {labels!r}: expected a list of texts")
     if not is_state_dict(weights):
         raise UserError(f"{file}: its weights are no dict of names and tensors")
-    with torch.device("meta"):  # only the names are needed
+    with torch.device("meta"):  # needs no memory
         expected = build_model(saved["config"], head, labels).state_dict()
     if wrong := sorted(expected.keys() ^ weights.keys()):
         has = "no" if wrong[0] in expected else "an unknown"
@@ -189,7 +189,7 @@ def pooler_is_trained(folder, saved):
 
 
 def _group(name):
-    """Return the part of the model that a parameter belongs to, and its layer, from 1."""
+    """Return a parameter's part of the model, and its layer, from 1."""
     layer = re.match(r"bert\.layers\.(\d+)\.(\w+)", name)
     if not layer:
         return ("pooler" if "pooler" in name else "embeddings" if name.startswith("bert.")
