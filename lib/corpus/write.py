@@ -186,9 +186,9 @@ def _count_ids(file, vocab_size):
 
 
 def unigram_perplexity(train, heldout, special_ids):
-    """Return the held-out perplexity of a model that knows only the frequencies of tokens in train,
-    add-one smoothed. It is None without training text. train, heldout: how often each id occurs,
-    (vocab_size,). special_ids: ids to leave out."""
+    """Return the held-out perplexity of train's token frequencies, add-one smoothed. It is None
+    without training text. train, heldout: how often each id occurs, (vocab_size,). special_ids: ids
+    to leave out."""
     if not train.any():
         return None
     train, heldout = (np.delete(counts, special_ids) for counts in (train + 1, heldout))
