@@ -48,7 +48,8 @@ def describe_run(path, control=None):
     yield describe_usage(evaluations)
     late = after_a_quarter(evaluations, settings["max_steps"], settings["first_step"])
     counted = evaluations if settings["init_checkpoint"] else late  # as for the log's warnings
-    yield describe_drift(counted)
+    since = "" if settings["init_checkpoint"] else " after the first quarter of the steps"
+    yield describe_drift(counted, since)
     yield from describe_staleness(path)
     yield from advise(settings, evaluations, late, counted)
     runs = shlex.join([*([control] if control else []), path])
@@ -172,18 +173,18 @@ def worst_fall(evaluations):
     return max(falls, key=lambda fall: fall[0])
 
 
-def describe_drift(evaluations):
-    """Say whether slots fell out of use, or that no evaluation counts yet."""
+def describe_drift(evaluations, since):
+    """Say whether slots fell out of use. since: from when on the evaluations are, in words."""
     if not evaluations:
-        return "Drift counts after a quarter of the steps, where a model began at random."
+        return f"Drift counts{since}, where no evaluation is yet."
     fall, layer, best, low = worst_fall(evaluations)
     if not fall:
-        return "It did not drift: top-1 usage never fell."
+        return f"It did not drift{since}: top-1 usage never fell."
     highest, lowest, now = (f"{evaluation['layers'][layer]['top1_mu']:.1%}"
                             for evaluation in (best, low, evaluations[-1]))
     word, part = ("drifted", "a third or more") if fall >= DRIFT else ("did not drift",
                                                                        "less than a third")
-    return (f"It {word}: top-1 usage of layer {layer} fell by {fall:.0%} ({part}), from {highest} "
+    return (f"It {word}{since}: top-1 usage of layer {layer} fell by {fall:.0%} ({part}), from {highest} "
             f"at step {best['step']:,} to {lowest} at step {low['step']:,}, and ends at {now}.")
 
 

@@ -15,8 +15,8 @@ def find_warnings(evaluations, max_steps, initialized):
 
     evaluations: the log's records of evaluations, of all steps so far. initialized: whether the run
     began with a trained model. Its perplexity should be below its start after a quarter of the
-    steps. No layer should drift. A model that began at random first uses few slots, so its first
-    quarter does not count.
+    steps. No layer should drift. In a model that began at random usage can first fall and then
+    return (results/causal.md): its first quarter does not count.
     """
     first, last = evaluations[0], evaluations[-1]
     found, step = {}, last["step"]
