@@ -164,8 +164,7 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
 
 
 def identify_data(task):
-    """Return what tells other data from these: the SHA-256 of the files of train and dev, and the
-    labels."""
+    """Identify a task's data: the SHA-256 of the files of train and dev, and the labels."""
     files = {task.file(split) for split in ("train", *task.dev.values())}
     files |= {task.folder / name for name in task.archives}  # MRPC's dev split is a list of ids
     return {file.name: file_sha256(file) for file in files if file.is_file()} | {

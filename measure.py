@@ -144,7 +144,7 @@ def report(args):
 
 
 def slots(args):
-    """Show the most read slots of a layer, or given ones, with contexts that read them."""
+    """Show the most read slots of a layer, or given ones, with contexts."""
     checkpoint, corpus = read_corpus(args)
     if args.layer not in corpus.layers:
         raise UserError(f"{args.run}: no memory in layer {args.layer}; its memory layers: "

@@ -64,9 +64,9 @@ class BertConfig:
     def from_dict(cls, settings, where, names=None):
         """Make a BertConfig from a dict of settings that someone else may have written.
 
-        where: the file, for messages. names: the file's names of settings that it names otherwise,
-        {ours: theirs}. UserError for missing and unknown settings, for values that no model can
-        have, and for a model that is larger than this machine's memory."""
+        where: the file, for messages. names: {our name: the file's}, where they differ. UserError
+        for missing and unknown settings, for values that no model can have, and for a model that is
+        larger than this machine's memory."""
         if not isinstance(settings, dict):
             raise UserError(f"{where}: expected a model's settings, found {reprlib.repr(settings)}")
         names = {field.name: field.name for field in fields(cls)} | (names or {})
@@ -96,14 +96,15 @@ KINDS = {int: ([int], "a whole number"), float: ([int, float], "a number"),
 
 
 def find_flaw(settings):
-    """Find a setting that no model can have: its name, and its value with what was expected. None
-    if there is none. settings: those of BertConfig, by name."""
+    """Find a setting with a value that no model can have: (name, value and what was expected), or
+    None. settings: BertConfig's, by name."""
     for field in fields(BertConfig):
         value, (kinds, expected) = settings[field.name], KINDS[field.type]
         if type(value) not in kinds:
             return field.name, f"{reprlib.repr(value)}: expected {expected}"
-        if field.type is int and not (field.name != "type_vocab") <= value < 2**31:
-            return field.name, f"{value}: expected a whole number, at least 1"
+        least = 0 if field.name == "type_vocab" else 1
+        if field.type is int and not least <= value < 2**31:
+            return field.name, f"{value}: expected a whole number, at least {least}"
     at = SimpleNamespace(**settings)
     layers = at.memory_layers
     rules = {

@@ -170,8 +170,8 @@ def prepare_wikitext(args):
 
 
 def prepare_paper(args):
-    """Prepare a corpus of the paper, from files or folders on disk (.parquet or text; for
-    BookCorpus also the tar), or downloaded."""
+    """Prepare a corpus of the paper, downloaded or from disk. Files and folders may have
+    .parquet or text; BookCorpus may also be the tar."""
     if args.command == "pg19" and args.vocab_size:
         raise UserError("pg19 has no training split to learn a vocabulary from: give --vocab")
     vocab = choose_vocab(args, "bert-base-uncased")

@@ -222,8 +222,7 @@ def check_config(config):
                         f"{config.max_steps}: the rate would rise to the end: add "
                         f"--warmup_steps={config.max_steps // 10}, or take more steps")
     my_micro_batches(config.accumulation, config.batch_size)  # raises if ranks cannot share them
-    with torch.device("meta"):  # costs nothing, and finds sizes that do not fit together
-        max_len = MaskedLM(BertConfig(**model_sizes(config))).bert.config.max_len
+    max_len = BertConfig(**model_sizes(config)).max_len  # raises for sizes that do not fit together
     if config.seq_len > max_len:
         raise UserError(f"seq_len = {config.seq_len}: {config.model} has {max_len} positions")
     if config.tensorboard:

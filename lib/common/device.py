@@ -42,7 +42,7 @@ def choose_device(device="auto", dtype="auto"):
 
 
 def use_device(device, dtype):
-    """Choose the device and the dtype, print why, and prepare a CPU for a long run."""
+    """Choose device and dtype, print why, and prepare a CPU for a long run."""
     chosen, dtype, line = choose_device(device, dtype)
     print(line)
     if chosen.type == "cpu" and (advice := thread_advice()):
@@ -52,7 +52,7 @@ def use_device(device, dtype):
 
 
 def thread_advice():
-    """Advise one thread for each free core, in a line, or None if enough are free.
+    """Advise one thread for each free core in a line, None if enough are free.
 
     A thread that waits for a core makes all others wait. Beside one busy process on two cores, one
     thread was 2.8 times as fast as two (results/speed.md).

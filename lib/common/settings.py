@@ -143,7 +143,7 @@ def _check_key(where, fields, key):
 
 
 def _checked(where, fields, key, value):
-    """Return a setting's value in its type; UserError for an unknown key or a wrong value."""
+    """Return a setting's value in its type; UserError for a wrong key or value."""
     _check_key(where, fields, key)
     least, choices = fields[key].metadata["least"], fields[key].metadata["choices"]
     expected, given = type(fields[key].default), type(value)

@@ -149,7 +149,7 @@ def file_sha256(path):
 
 
 def fetch_from_hub(repo, *patterns, folder, kind="model", revision="main"):
-    """Download the files of a repository on the hub that match a pattern; return their names.
+    """Download a hub repository's files that match a pattern; return their names.
     Only the first pattern that matches any file is used. Failure if there is no such file, or the
     hub cannot be reached."""
     hub = need("huggingface_hub", "a download from the hub")
@@ -198,7 +198,7 @@ def unpack_once(path):
 
 
 def unpack(path, folder):
-    """Unpack a zip or tar to the new `folder`, and nothing outside of it; return the folder.
+    """Unpack a zip or tar into the new `folder`, nothing outside; return the folder.
     UserError, and no folder, if the archive is damaged or the disk is full."""
     print(f"{path}: unpacking", flush=True)
     inside = {} if path.suffix == ".zip" else {"filter": "data"}  # zips need no filter

@@ -46,7 +46,7 @@ def find_codecs(files, encoding, skip_unreadable=False):
     """Read text files to the end to find the codec of each: {file: codec}. Print their numbers.
 
     encoding: a codec for all files, or 'auto': UTF-8, else Windows-1252. UserError that names the
-    files that cannot be read so. With skip_unreadable they are left out and printed."""
+    files that are no such text. With skip_unreadable they are left out and printed."""
     codecs = ["utf-8", "cp1252"] if encoding == "auto" else [encoding]
     try:
         "".encode(codecs[0])
@@ -64,8 +64,8 @@ def find_codecs(files, encoding, skip_unreadable=False):
     if flaws and not (skip_unreadable and codec_of):
         more = f"; and {len(flaws) - 10:,} more" if len(flaws) > 10 else ""
         raise UserError(f"{'; '.join(flaws[:10])}{more}: {count} cannot be read: --encoding auto "
-                        "takes what is not UTF-8 as Windows-1252, --encoding NAME is for others, "
-                        "--skip_unreadable leaves them out")
+                        "reads files that are not UTF-8 as Windows-1252, --encoding NAME reads "
+                        "another encoding, --skip_unreadable leaves such files out")
     for flaw in flaws:
         print(f"left out: {flaw}")
     numbers = collections.Counter(codec_of.values()).items()
@@ -84,7 +84,7 @@ def _flaw(file, codec):
 
 
 def _lines(path, codec):
-    """Yield the lines of a text file; a very long one in pieces that end between two words."""
+    """Yield the lines of a text file, a long one in pieces cut between words."""
     rest = ""
     with path.open(encoding=codec, newline="\n") as file:
         try:
@@ -107,7 +107,7 @@ def _lines(path, codec):
 
 
 def _rows(path, between):
-    """Yield the lines in the column `text` of a .parquet file, and `between` after each row."""
+    """Yield the lines in a .parquet file's column `text`, and `between` after each row."""
     parquet = need("pyarrow.parquet", f"{path}")
     try:
         with parquet.ParquetFile(path) as file:

@@ -34,7 +34,7 @@ class Source(NamedTuple):
 
 
 def write_corpus(name, origin, sources, vocab, val_every=0):
-    """Write data/<name>/, whole or not at all, in place of an older one; print what is in it.
+    """Write data/<name>/, whole or not at all, in place of an older one; print its content.
 
     origin: where the text is from, in words. sources: a list of Source.
     vocab: the tokens by id, or how many to learn from the training documents.
@@ -186,9 +186,9 @@ def _count_ids(file, vocab_size):
 
 
 def unigram_perplexity(train, heldout, special_ids):
-    """Return the held-out perplexity of a model that knows only the frequencies of tokens in train,
-    add-one smoothed. It is None without training text. train, heldout: how often each id occurs,
-    (vocab_size,). special_ids: ids to leave out."""
+    """Return the held-out perplexity of train's token frequencies, add-one smoothed. It is None
+    without training text. train, heldout: how often each id occurs, (vocab_size,). special_ids: ids
+    to leave out."""
     if not train.any():
         return None
     train, heldout = (np.delete(counts, special_ids) for counts in (train + 1, heldout))

@@ -1,5 +1,5 @@
 """
-Run a script in the processes that torchrun starts (NCCL between CUDA cards, gloo between CPUs).
+Run a script in the processes of torchrun (NCCL between CUDA cards, gloo between CPUs).
 
 $ torchrun --standalone --nproc_per_node=4 pretrain.py configs/base_resm_init.py
 $ torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=HOST pretrain.py CONFIG.py
@@ -80,16 +80,18 @@ def _run_as_rank(main):
     except RuntimeError as error:
         if local_rank and isinstance(error, Failure):
             sys.exit(1)
+        failure = error
         if lost_rank(error):
-            error = Failure(f"rank {rank} lost another one, or waited longer than rank_timeout for "
-                            f"it ({str(error).splitlines()[0]})")
-        if isinstance(error, Failure):
-            tell_torchrun(error)
-        raise error from None
+            failure = Failure(f"rank {rank} lost another one, or waited longer than rank_timeout "
+                              f"for it ({str(error).splitlines()[0]})")
+        elif not isinstance(error, Failure):
+            raise  # with its cause
+        tell_torchrun(failure)
+        raise failure from None
 
 
 def tell_torchrun(error):
-    """Leave an error's line for torchrun. Its own report of twenty lines then ends with it."""
+    """Leave an error's line for torchrun, whose report of twenty lines then ends with it."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         line = f"error: {error}"
         more = {"py_callstack": line, "timestamp": str(int(time.time()))}
@@ -97,7 +99,7 @@ def tell_torchrun(error):
 
 
 def lost_rank(error):
-    """Tell whether an error reports a rank that is gone, or that was waited for too long."""
+    """Tell whether an error reports a rank that is gone, or too slow."""
     return is_distributed() and (isinstance(error, dist.DistError) or "gloo" in str(error))
 
 
@@ -171,7 +173,8 @@ def deal_batches(batches):
 
 def my_micro_batches(accumulation, batch_size=0):
     """List this rank's micro-batches of a step; UserError if the ranks cannot share them evenly.
-    Given the sequences of a micro-batch, the error names settings with as many in a step."""
+    With `batch_size`, the sequences of a micro-batch, the error names settings that work and keep
+    the sequences of a step."""
     world_size = get_world_size()
     if accumulation % world_size:
         sequences = accumulation * batch_size

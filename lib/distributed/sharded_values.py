@@ -1,5 +1,5 @@
 """
-Cut value tables by columns over the ranks, and save them as if they were whole.
+Cut value tables by columns over the ranks, and save them whole.
 """
 import mmap
 import os

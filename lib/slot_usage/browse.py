@@ -1,5 +1,5 @@
 """
-Write the HTML page of measure.py browse, in which a person finds what a slot knows.
+Write the HTML page of measure.py browse, which shows what a slot knows.
 
 page_data() gathers the data. page_html() puts them into browse.html as JSON. Two layers of
 64 x 64 slots read by 32,768 tokens make 1.1 MB. Larger ones want fewer --contexts.

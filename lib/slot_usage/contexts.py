@@ -93,7 +93,7 @@ class CorpusReads:
 
 @torch.no_grad()
 def print_guess(model, tokenizer, ids, position, corpus, most):
-    """Print the likeliest tokens at a position of a text, and the slots that it reads. ids: of the
+    """Print the likeliest tokens at a position of a text, and the slots read there. ids: of the
     text. corpus: a CorpusReads for `most` contexts of each slot, or None."""
     reads = {}
     ids, positions = (torch.tensor([x], device=model.bias.device) for x in (ids, [position]))

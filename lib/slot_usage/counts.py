@@ -68,7 +68,7 @@ def count_reads(model):
 
 
 def times_read(slots, n_slots):
-    """Count how often each slot is among the top k, and how often it is the best: (n_slots,) both.
+    """Count how often each slot is read, and how often it is the best: (n_slots,) both.
     slots: (tokens, heads, topk), best first."""
     return [np.bincount(read.ravel(), minlength=n_slots) for read in (slots, slots[..., 0])]
 

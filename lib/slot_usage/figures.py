@@ -1,5 +1,5 @@
 """
-Draw Figures 2 to 4 with matplotlib, for light and dark pages, phones and readers in grey.
+Draw Figures 2 to 4 for light and dark pages, phones and readers in grey.
 
 The background is transparent. Ink and colours are of medium lightness: each has a contrast of at
 least 3 with white and with #0d1117, a common dark page. At 5.5 inches the text stays readable on a
@@ -35,8 +35,8 @@ def subplots(rows, columns, height, **settings):
 
 
 def run_names(paths, names):
-    """Return {path: name in a figure}: the names, or the folders if there are none. UserError if
-    there are not as many names as paths."""
+    """Return {path: name in a figure}: the given names, or the folders' if none are given. UserError
+    if the numbers of names and paths differ."""
     if names and len(names) != len(paths):
         raise UserError(f"--names: {len(names)} names for {len(paths)} runs")
     return dict(zip(paths, names or [path.removeprefix("out/") for path in paths], strict=True))

@@ -1,17 +1,14 @@
 """
-Say in sentences what a memory did, from a run's settings, log and usage snapshots alone.
+Say in sentences what a memory did. A run's settings, log and usage snapshots are enough.
 
 >>> print(*describe_run("out/demo_resm_init", "out/demo_more"), sep="\\n")
 
 The thresholds, and where they come from:
 CHANCE   0.02   Another number of threads moves a perplexity by 1 to 2% (results/demo.md).
-DRIFT    1/3    Top-1 usage lost 5% of its best at a fitting rate, 40% at four times that rate
-                (results/study.md, "Why slots fall out of use").
 USED     2/3    Of what uniform use reaches. An added memory has 98%, one from scratch 57%
                 (results/study.md). Below 1/3 it is "hardly used": causal models have 13 to 17%
                 (results/causal.md).
-QUARTER  1/4    Of the steps. Perplexity that is still above its start then shows that the rate is
-                too high for a model that was trained to its end (our reading).
+DRIFT and QUARTER are those of the warnings in the log (lib/training/warn.py).
 """
 import shlex
 from pathlib import Path
@@ -21,9 +18,10 @@ import numpy as np
 from lib.common.errors import UserError
 from lib.slot_usage.counts import last_used
 from lib.slot_usage.evaluation import check_same_text
-from lib.weights.run import Run
+from lib.training.warn import DRIFT, after_a_quarter, usage_fall
+from lib.weights.run import Run, usage_key
 
-CHANCE, DRIFT, USED, QUARTER = 0.02, 1 / 3, 2 / 3, 1 / 4
+CHANCE, USED = 0.02, 2 / 3
 MEMORY = ["memory_layers", "alpha", "n_keys", "reinit_ffn", "keys_lr"]
 TRAINING = ["init_checkpoint", "max_steps", "seed", "lr", "warmup_steps", "weight_decay",
             "grad_clip", "dropout", "seq_len", "batch_size", "accumulation", "model", "n_layer",
@@ -48,9 +46,12 @@ def describe_run(path, control=None):
                "--out=out/NAME, and name it behind the run.")
     yield from compare_with_start(evaluations, controls)
     yield describe_usage(evaluations)
-    yield describe_drift(evaluations)
+    late = after_a_quarter(evaluations, settings["max_steps"], settings["first_step"])
+    counted = evaluations if settings["init_checkpoint"] else late  # as for the log's warnings
+    since = "" if settings["init_checkpoint"] else " after the first quarter of the steps"
+    yield describe_drift(counted, since)
     yield from describe_staleness(path)
-    yield from advise(settings, evaluations)
+    yield from advise(settings, evaluations, late, counted)
     runs = shlex.join([*([control] if control else []), path])
     commands = [f"python measure.py curves {runs} --out curves"]
     if Run(path).newest_checkpoint():
@@ -72,8 +73,8 @@ def describe_memory(path, settings, evaluations):
 
 
 def compare_with_control(path, control):
-    """Yield which run has the lower perplexity at the last step that both evaluated, and what else
-    differs between them."""
+    """Yield which run has the lower perplexity, and what else differs between them. They are
+    compared at the last step that both evaluated."""
     settings, others = (Run(run).settings([*TRAINING, "memory_layers"]) for run in (path, control))
     ours, theirs = ({e["step"]: e for e in Run(run).evaluations()} for run in (path, control))
     if Path(settings["init_checkpoint"]).parent == Path(control):
@@ -122,7 +123,7 @@ def rise(evaluations):
 
 
 def compare_with_start(evaluations, controls):
-    """Yield how perplexity went from the run's own start, and whether it rose on the way.
+    """Yield how perplexity went from the run's start, and whether it rose between.
     `controls`: the evaluations of the control, [] without one."""
     first, last = evaluations[0], evaluations[-1]
     start, end = first["perplexity"], last["perplexity"]
@@ -146,7 +147,7 @@ def in_layers(shares):
 
 
 def lowest_usage(evaluations):
-    """Return the last top-1 usage of the least used layer, as a share of what uniform use has."""
+    """Return the least used layer's last top-1 usage, as a share of uniform use."""
     return min(metrics["top1_mu"] / metrics["top1_mu_uniform"]
                for metrics in evaluations[-1]["layers"].values())
 
@@ -165,26 +166,25 @@ def worst_fall(evaluations):
     """Find the largest fall of a layer's top-1 usage from its best so far. Returns (share of the
     best that was lost, layer, evaluation of the best, evaluation after the fall)."""
     falls = []
-    for layer in evaluations[0]["layers"]:
-        best = evaluations[0]
-        for evaluation in evaluations:
-            usage, highest = (e["layers"][layer]["top1_mu"] for e in (evaluation, best))
-            if usage >= highest:
-                best, highest = evaluation, usage
-            falls.append((1 - usage / highest, layer, best, evaluation))
+    for number, low in enumerate(evaluations, 1):
+        for layer in low["layers"]:
+            fall, best = usage_fall(evaluations[:number], layer)
+            falls.append((fall, layer, best, low))
     return max(falls, key=lambda fall: fall[0])
 
 
-def describe_drift(evaluations):
-    """Say whether slots fell out of use."""
+def describe_drift(evaluations, since):
+    """Say whether slots fell out of use. since: from when on the evaluations are, in words."""
+    if not evaluations:
+        return f"Drift counts{since}, where no evaluation is yet."
     fall, layer, best, low = worst_fall(evaluations)
     if not fall:
-        return "It did not drift: top-1 usage never fell."
+        return f"It did not drift{since}: top-1 usage never fell."
     highest, lowest, now = (f"{evaluation['layers'][layer]['top1_mu']:.1%}"
                             for evaluation in (best, low, evaluations[-1]))
     word, part = ("drifted", "a third or more") if fall >= DRIFT else ("did not drift",
                                                                        "less than a third")
-    return (f"It {word}: top-1 usage of layer {layer} fell by {fall:.0%} ({part}), from {highest} "
+    return (f"It {word}{since}: top-1 usage of layer {layer} fell by {fall:.0%} ({part}), from {highest} "
             f"at step {best['step']:,} to {lowest} at step {low['step']:,}, and ends at {now}.")
 
 
@@ -195,15 +195,15 @@ def slot_staleness(path):
     for layer in Run(path).settings()["memory_layers"]:
         last = last_used(snapshots, layer)
         shares = np.bincount(last, minlength=len(snapshots) + 1) / len(last)
-        accesses = snapshots[max(snapshots)][f"layer{layer}_top1"].sum()
+        accesses = snapshots[max(snapshots)][usage_key(layer, "top1")].sum()
         records.append({"run": path, "layer": layer, "accesses": int(accesses),
                         "slots": dict(zip(["never", *snapshots], shares.tolist(), strict=True))})
     return records
 
 
 def describe_staleness(path):
-    """Yield how many slots were top-1 in no snapshot of the second half of training, the stale
-    slots of results/study.md. Yields nothing for fewer than two snapshots."""
+    """Yield how many slots are stale: top-1 in no snapshot of the second half of training (as in
+    results/study.md). Yields nothing for fewer than two snapshots."""
     if len(list(Run(path).folder.glob("usage/step_*.npz"))) < 2:
         return
     records = slot_staleness(path)
@@ -215,20 +215,21 @@ def describe_staleness(path):
            f"are {in_layers(stale)}.")
 
 
-def advise(settings, evaluations):
-    """Yield what to try next, if something looks wrong."""
-    drifted, used = worst_fall(evaluations)[0] >= DRIFT, lowest_usage(evaluations) >= USED
+def advise(settings, evaluations, late, counted):
+    """Yield what to try next, if something looks wrong. `late`: the evaluations after a quarter of
+    the steps. `counted`: those that count for drift."""
+    drifted = counted and worst_fall(counted)[0] >= DRIFT
     again = "try the command that trained it with --out=out/NAME"
     lower = f"{again} --lr={settings['lr'] / 4:g}"
-    quarter = settings["first_step"] + QUARTER * settings["max_steps"]
     start = evaluations[0]["perplexity"]
-    if not settings["init_checkpoint"] and (drifted or not used):
+    added = settings["init_checkpoint"]
+    if not added and (drifted or lowest_usage(evaluations) < USED):
         yield (f"More slots are used where a memory is added to a trained model: {again} "
                "--init_from=RUN.")
     elif drifted:
         slower_keys = f"{again} --keys_lr=0.1"
         yield f"Against the drift {slower_keys if settings['keys_lr'] > 0.1 else lower}."
-    elif any(e["step"] >= quarter and e["perplexity"] > start for e in evaluations):
+    elif added and any(evaluation["perplexity"] > start for evaluation in late):
         yield ("Perplexity was above its start after a quarter of the steps: if the initial "
                f"model was trained to its end, {lower}.")
     elif not settings["alpha"]:

@@ -1,5 +1,5 @@
 """
-Describe the tasks, GLUE, SQuAD 1.1 and folders of your own, and read their TSV files.
+Describe the tasks (GLUE, SQuAD 1.1, folders of your own), and read their TSV files.
 
 >>> task = find_task("sst2")                        # data/glue/SST-2
 >>> texts, labels = read_split(task, "train")
@@ -129,7 +129,7 @@ def read_split(task, split):
 
 
 def parse_label(text, classes):
-    """Return the number of a class, or a score if there are no classes; ValueError otherwise."""
+    """Return a class's number, or a score if there are no classes; else ValueError."""
     if text in classes:
         return classes.index(text)
     if not classes and abs(float(text)) < 1e30:  # float32 goes up to 3e38; nan is not less

@@ -39,13 +39,13 @@ def read_squad(path, answered=True):
         raise UserError(f"{path}: no question in it")
     [(shared, count)] = collections.Counter(question.id for question in questions).most_common(1)
     if count > 1:
-        raise UserError(f"{path}: {count} questions have the id {shared!r}: an answer is told by "
-                        "its id, so give each question another one")
+        raise UserError(f"{path}: {count} questions have the id {shared!r}: predictions are "
+                        "told apart by id, give each question its own")
     return questions
 
 
 def check_question(question, answered):
-    """Raise an error for what is no text, or for a question without an answer in its paragraph."""
+    """Raise an error if a part is no text, or an answer not in the paragraph."""
     for text in (question.id, question.text, question.context):
         if not isinstance(text, str):
             raise TypeError(f"question {question.id!a}: {text!a:.40} is no text")

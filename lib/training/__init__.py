@@ -1,1 +1,1 @@
-"""One update, and the loop."""
+"""One update, the loop, warnings, and a dry run."""

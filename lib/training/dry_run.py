@@ -19,7 +19,7 @@ from model import BertConfig
 class RandomBatches:
     """Make training batches of random tokens, in the shapes of MaskedBatches or CausalBatches.
 
-    vocab_size is that of data/<dataset>, or of Google's BERT if this corpus is not prepared.
+    The vocabulary is as large as data/<dataset>'s, or Google's BERT's if there is no such corpus.
     """
 
     unit = "tokens"

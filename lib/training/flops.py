@@ -1,5 +1,5 @@
 """
-Count the operations of a training step, and look up how many a card can do.
+Count the operations of a training step, and look up a card's peak.
 """
 import re
 
@@ -13,7 +13,7 @@ PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12, "L
 
 
 def peak_flops(device):
-    """Return the peak of a CUDA device in FLOP/s, or None if it is not known."""
+    """Return a CUDA device's peak in FLOP/s, or None if it is unknown."""
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     names = re.findall(r"\w+", card)  # whole words: an L40 is no L4
     return next((peak for name, peak in PEAK_FLOPS.items() if name in names), None)

@@ -65,7 +65,7 @@ class Trainer:
         self.compiled = torch.compile(model) if on else model
         groups = optimizer_groups(model, config.weight_decay, config.keys_lr)
         self.dense_optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.999), eps=1e-6,
-                                       fused=device.type in ("cpu", "cuda"))
+                                                 fused=device.type in ("cpu", "cuda"))
         tables = [table for table in value_tables(model).values() if table.weight.requires_grad]
         self.value_optimizer = LazyAdam(tables, lr=config.value_lr)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -114,7 +114,7 @@ class Trainer:
         while state.step < self.config.max_steps and not stopped:
             new.append(self.step(state.step))
             state.step += 1
-            # the ranks' clocks differ; any one that says so lets all of them save
+            # the ranks' clocks differ: all save as soon as one clock says that it is time
             stopped, late = stop_or_save(signals, time.perf_counter() - saved >= wait)
             todo = due(state.step) | ({"save"} if stopped or late else set())
             if not todo:
@@ -152,8 +152,8 @@ class Trainer:
               f" | {rate:,.0f} {unit}/s{mfu} | lr {record['lr']:.2e} | eta {eta}", flush=True)
 
     def check_finite(self, step, losses):
-        """Raise Failure if a (loss, gradient norm) of the steps up to `step` is not finite. In
-        float16 the norm may be infinite: the scaler skips such a step."""
+        """Raise Failure if a loss or gradient norm is not finite. losses: (loss, norm) of the steps
+        up to `step`. In float16 the norm may be infinite: the scaler skips such a step."""
         for n, (loss, norm) in enumerate(losses, step - len(losses) + 1):
             checked = (loss,) if self.dtype == torch.float16 else (loss, norm)
             if not all(map(math.isfinite, checked)):
@@ -164,8 +164,8 @@ class Trainer:
                     "from the last checkpoint")
 
     def checkpoint_files(self, state):
-        """Return what a checkpoint consists of, {name of the file: content}: the model, both
-        optimizers' moments, the state with the scaler."""
+        """Return the content of a checkpoint's files by name: the model, both optimizers' moments,
+        the state with the scaler."""
         values = mark_moments(self.value_optimizer.state_dict())
         return {"model": model_file(self.model, self.labels),
                 "optimizer": {"dense": self.dense_optimizer.state_dict(), "values": values},

@@ -15,7 +15,7 @@ from lib.common.files import load_file
 from lib.corpus.download import PRETRAINED, unknown_weights
 from lib.corpus.vocabulary import full_tokenizer
 from lib.distributed.sharded_values import mark_weights
-from lib.weights.huggingface import FILES, read_folder
+from lib.weights.huggingface import FILES, is_state_dict, read_folder
 from lib.weights.run import Run, read_state
 from model import HEADS, BertConfig, Classifier, build_model
 
@@ -47,8 +47,8 @@ def find_weights(path):
 
 
 def read_weights(path):
-    """Read the weights that `path` names (see find_weights), as model_file() returns them, but
-    the config as a BertConfig. A Hugging Face folder gives the weights that it has, under our
+    """Read the weights that `path` names (see find_weights). Returns what model_file() does, but
+    the config is a BertConfig. A Hugging Face folder gives the weights that it has, under our
     names."""
     folder, _ = find_weights(path)
     if not (folder / "model.pt").is_file():
@@ -60,18 +60,18 @@ def read_weights(path):
 
 
 def check_model_file(saved, file):
-    """Raise UserError unless the content of a model.pt is what model_file() makes for its config:
-    a head and labels that exist, and the weights of this model, no more and no less."""
+    """Raise UserError unless `saved` is what model_file() returns for its config. It needs a head
+    that exists, labels that are texts, and all weights of this model and no others."""
     head, labels, weights = saved.get("head"), saved.get("labels", []), saved["weights"]
     if not (head is None or isinstance(head, str)) or head not in HEADS:
         raise UserError(f"{file}: head = {head!r}: expected classifier, span or none")
     if not (isinstance(labels, list) and all(isinstance(label, str) for label in labels)):
         raise UserError(f"{file}: labels = {labels!r}: expected a list of texts")
-    if not (isinstance(weights, dict) and all(map(is_dense, weights.values()))):
-        raise UserError(f"{file}: its weights are no dict of tensors")
-    with torch.device("meta"):  # only the names are needed
+    if not is_state_dict(weights):
+        raise UserError(f"{file}: its weights are no dict of names and tensors")
+    with torch.device("meta"):  # needs no memory
         expected = build_model(saved["config"], head, labels).state_dict()
-    if wrong := sorted(expected.keys() ^ weights.keys(), key=str):
+    if wrong := sorted(expected.keys() ^ weights.keys()):
         has = "no" if wrong[0] in expected else "an unknown"
         raise UserError(f"{file}: it has {has} {wrong[0]}: its config is another model's")
     for name in expected.keys() - {"head.weight", "head.bias"}:  # their size is not in the config
@@ -79,11 +79,6 @@ def check_model_file(saved, file):
         if found.shape != w.shape or found.is_floating_point() != w.is_floating_point():
             raise UserError(f"{file}: {name} has shape {tuple(found.shape)} and {found.dtype}: its "
                             f"config describes {tuple(w.shape)}")
-
-
-def is_dense(value):
-    """Tell whether a value is an ordinary tensor."""
-    return torch.is_tensor(value) and value.layout == torch.strided
 
 
 def load_model(path):
@@ -194,7 +189,7 @@ def pooler_is_trained(folder, saved):
 
 
 def _group(name):
-    """Return the part of the model that a parameter belongs to, and its layer, from 1."""
+    """Return a parameter's part of the model, and its layer, from 1."""
     layer = re.match(r"bert\.layers\.(\d+)\.(\w+)", name)
     if not layer:
         return ("pooler" if "pooler" in name else "embeddings" if name.startswith("bert.")

@@ -115,8 +115,7 @@ def read_folder(folder):
     settings, config = read_config(folder / "config.json")
     file = next(folder / name for name in FILES if (folder / name).is_file())
     weights = load_file(file, hint="fetch it again")
-    if not (isinstance(weights, dict) and all(map(torch.is_tensor, weights.values()))
-            and all(isinstance(name, str) for name in weights)):
+    if not is_state_dict(weights):
         raise UserError(f"{file}: no state dict: expected names and tensors")
     head = next((head for head, name in HEAD_NAMES.items() if f"{name}.weight" in weights), None)
     vocab = folder / "vocab.txt"
@@ -133,6 +132,13 @@ def read_folder(folder):
             raise UserError(f"{folder}/config.json: id2label: expected the names of classes")
         saved["labels"] = [names.get(str(n), f"LABEL_{n}") for n in range(count) if count > 1]
     return saved
+
+
+def is_state_dict(content):
+    """Tell whether this is a dict of names and ordinary tensors, none of them sparse."""
+    return isinstance(content, dict) and all(
+        isinstance(name, str) and torch.is_tensor(w) and w.layout == torch.strided
+        for name, w in content.items())
 
 
 def read_config(file):

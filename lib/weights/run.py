@@ -22,6 +22,7 @@ import numpy as np
 
 from lib.common.errors import Failure, UserError, need
 from lib.common.files import (
+    CHECKPOINT,
     atomic,
     discard,
     load_file,
@@ -41,7 +42,6 @@ from lib.distributed.processes import (
 )
 from lib.distributed.sharded_values import save_whole
 
-FILES = {"model.pt", "optimizer.pt", "state.pt"}  # of a checkpoint; best/ has the first one only
 TYPES = {  # of what other programs read from config.json
     "max_steps": int, "seed": int, "first_step": int, "seq_len": int, "max_len": int, "task": str,
     "init_from": str, "doc_stride": int, "init_checkpoint": str, "dataset": str, "objective": str,
@@ -76,7 +76,7 @@ def numbered(folder, prefix, suffix=""):
 def drop(folder):
     """Delete a folder of weights. A link stays, and a folder that has files of other programs."""
     mine = first_rank() and not folder.is_symlink() and folder.is_dir()
-    if mine and set(os.listdir(folder)) <= FILES:
+    if mine and set(os.listdir(folder)) <= CHECKPOINT.keys():
         discard(folder)
 
 
@@ -91,7 +91,7 @@ def usage_key(layer, counts):
 
 
 def read_state(checkpoint):
-    """Read a checkpoint's state.pt; UserError if it does not say which step it is of."""
+    """Read a checkpoint's state.pt; UserError if its `step` is not the number of a step."""
     state = load_file(checkpoint / "state.pt")
     if type(state["step"]) is not int or state["step"] < 0:
         raise UserError(f"{checkpoint}/state.pt: step = {state['step']!r}: damaged, remove its "
@@ -110,7 +110,7 @@ class Run:
     def begin(self, config, vocab, origin, data):
         """Write config.json and the tokenizer's files. `config` is a dataclass, `vocab` the path of
         a vocab.txt. `origin` is what init_from() returned, or a continued run's old settings().
-        `data` tells other data from these: {name: SHA-256, or a list of labels}."""
+        `data` identifies the text or task: {name: SHA-256, or a list of labels}."""
         for file in (vocab, vocab.with_name("tokenizer.json")):  # the run works without its corpus
             if file.exists():
                 with atomic(self.folder / file.name) as temporary:
@@ -133,8 +133,8 @@ class Run:
         return settings
 
     def check_settings(self, config, data):
-        """Print what changed since the run began; UserError if a setting must not change, or if the
-        `data` did (see begin)."""
+        """Print what changed since the run began. UserError if `data` changed (see begin), or a
+        setting that must not change."""
         may_change = {field.name for field in fields(config) if field.metadata["may_change"]}
         before, now = self.settings(["first_step"]), json.loads(json.dumps(asdict(config)))
         for key in sorted(key for key in now if now[key] != before.get(key)):
@@ -145,7 +145,7 @@ class Run:
                     if key == "max_steps" else "")
             note += " (it rises again first)" if note and now[key] > before[key] else ""
             print(f"{key} was {before.get(key)!r}, is now {now[key]!r}{note}")
-        old = before.get("data", {})
+        old = before.get("data", data)  # runs of older versions do not say
         for name in sorted(old.keys() | data.keys()):
             if old.get(name) != data.get(name):
                 raise UserError(f"{self.folder} was trained on other data: {name} was "
@@ -153,7 +153,7 @@ class Run:
                                 "old data back, or begin anew with --out=out/NAME")
         facts = {**process_facts(), "ranks": get_world_size()}
         changed = [f"{key} {brief(before.get(key))} -> {brief(value)}"
-                   for key, value in facts.items() if before.get(key) != value]
+                   for key, value in facts.items() if before.get(key, value) != value]
         if changed:
             print(f"changed since the last start: {', '.join(changed)}; results may differ from "
                   "those of an uninterrupted run")

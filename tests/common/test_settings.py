@@ -1,6 +1,7 @@
 """
 Settings from config files and the command line.
 """
+import argparse
 import dataclasses
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import finetune
 import pretrain
 from lib.common.errors import UserError
-from lib.common.settings import load_settings
+from lib.common.settings import load_settings, whole_number
 from tests.helpers import ROOT, Settings
 
 
@@ -30,6 +31,16 @@ def test_load(tmp_path, monkeypatch, capsys, args, expected):
     assert all(type(value) is type(getattr(Settings, name))
                for name, value in dataclasses.asdict(config).items())
     assert f"lr={config.lr}" in capsys.readouterr().out
+
+
+def test_the_lowest_value_is_a_value_and_what_is_below_is_not():
+    assert load_settings(Settings, ["--lr=0"]).lr == 0
+    with pytest.raises(UserError, match="lr = -0.1: expected at least 0"):
+        load_settings(Settings, ["--lr=-0.1"])
+    assert (whole_number("1"), whole_number("3", least=3)) == (1, 3)
+    for text, least in (("0", 1), ("2", 3), ("1.5", 1), ("-1", 1), ("", 1)):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"at least {least}"):
+            whole_number(text, least)
 
 
 @pytest.mark.parametrize("script", [pretrain, finetune])

@@ -124,6 +124,11 @@ def hang(args):
     max_over_ranks()
 
 
+def broken(args):
+    """Raise a RuntimeError that has a cause."""
+    raise RuntimeError("the compiler failed") from ValueError("no compiler")
+
+
 def rewind(args):
     """Remove the checkpoints of the run args[0] that are newer than the step args[1]."""
     for folder in Path(args[0]).glob("step_*"):
@@ -133,7 +138,8 @@ def rewind(args):
 
 MAINS = {"pretrain.py": pretrain.main, "finetune.py": finetune.main, "measure.py": measure.main,
          "values": values, "one_mistaken": one_mistaken, "one_signalled": one_signalled,
-         "one_late": one_late, "hang": hang, "rewind": rewind}
+         "one_late": one_late, "hang": hang, "broken": broken,
+         "rewind": rewind}
 
 
 def call(dtype, script, args):

@@ -214,6 +214,12 @@ def test_a_mistake_is_one_line(compared, monkeypatch):
     assert set(Path().rglob("*")) == before
 
 
+def test_a_fault_of_the_code_keeps_its_cause(place):
+    _, errors = on_ranks((1, "float32", "broken")).communicate()
+    assert "ValueError: no compiler\n\nThe above exception was the direct cause" in errors
+    assert errors.rstrip().endswith("RuntimeError: the compiler failed")
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_all_ranks_save_when_the_clock_of_one_says_so(place, late):
     finish(on_ranks((2, "float32", "one_late", late, *PRETRAIN[1:], "--max_steps=6",

@@ -32,7 +32,7 @@ def write_run(name, perplexities, usage=((0.9, 0.8),), masked_tokens=50, **setti
         shares = usage[min(n, len(usage) - 1)] if usage else ()
         layers = {layer: {"top1_mu": share, "top1_mu_uniform": 0.95}
                   for layer, share in zip(settings["memory_layers"], shares, strict=True)}
-        records += [{"step": 100 * n, "perplexity": perplexity, "layers": layers,
+        records += [{"step": 100 * n, "perplexity": perplexity, "accuracy": 0.5, "layers": layers,
                      "masked_tokens": masked_tokens}, {"step": 100 * n, "loss": 1.0}]
     path = Path("out", name)
     path.mkdir(parents=True)
@@ -141,8 +141,14 @@ def test_unused_and_drifting():
     assert only("Against", found).endswith("--out=out/NAME --keys_lr=0.1.")
     found = sentences(write_run("slow", [40, 39, 38, 37], usage=fallen, keys_lr=0.1))
     assert only("Against", found).endswith("--out=out/NAME --lr=0.0005.")
-    found = sentences(write_run("scratch", [40, 39, 38], usage=fallen, init_checkpoint=""))
+    scratch = {"init_checkpoint": "", "first_step": 0, "usage": fallen}
+    found = sentences(write_run("scratch", [40, 39, 38], **scratch))
     assert "from scratch" in found[0] and only("More slots", found).endswith("--init_from=RUN.")
+    assert "to 24.0% at step 200" in only("It drifted", found)
+    # what falls in the first quarter does not count for a model that began at random
+    early = sentences(write_run("early", [40, 39, 38, 37], **scratch, max_steps=800))
+    assert "quarter of the steps: top-1 usage never fell" in only("It did not drift after", early)
+    assert only("Drift counts after", sentences(write_run("first", [40, 39], **scratch, max_steps=800)))
     for name, low, word, drifted in (("a", 0.55, "partly used", True),
                                      ("b", 0.61, "partly used", False), ("c", 0.64, "used", False)):
         found = sentences(write_run(name, [40, 39], usage=[(0.9, 0.9), (0.9, low)]))

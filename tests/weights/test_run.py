@@ -216,6 +216,12 @@ def test_a_run_knows_what_its_numbers_depend_on(place, capsys, monkeypatch):
     assert capsys.readouterr().out == (
         "changed since the last start: threads 1 -> 2, commit aaaaaaaaaaaa -> cccccccccccc-dirty; "
         "results may differ from those of an uninterrupted run\n")
+    saved = run.settings()
+    older = {key: saved[key] for key in saved.keys() - {"data", "ranks", *facts}}
+    (run.folder / "config.json").write_text(json.dumps(older))  # of a version that kept no facts
+    run.check_settings(config, data)
+    assert not capsys.readouterr().out
+    (run.folder / "config.json").write_text(json.dumps(saved))
     for other, words in [({**data, "labels": ["x", "z"]}, r"labels was \['x', 'y'\], is now"),
                          ({"train": "d" * 64, "labels": ["x", "y"]},
                           "train was bbbbbbbbbbbb, is now dddddddddddd: put the old data back, or"),
