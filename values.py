@@ -23,7 +23,8 @@ class ValueTable(nn.Module):
 
     Row r's gradient is the sum, over the reads of r, of weight * grad_out[token]. The gradient of
     the whole table is never made: clip_grad_norm_ and GradScaler do not see it. Backward stores
-    (slots, weights, grad_out) in `reads`, and LazyAdam uses them.
+    (slots, weights, grad_out) in `reads`, and LazyAdam uses them. torch.autograd.grad stores
+    nothing in eager mode, but in compiled code it does: call zero_grad() after it.
     """
     replicated = True  # where there are several ranks, each has the whole table
 
@@ -216,7 +217,10 @@ class LazyAdam(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure() if closure else None
         if grad_scale is None:
-            grad_scale = getattr(self, "grad_scale", None) or 1.0
+            grad_scale = getattr(self, "grad_scale", 1.0)  # GradScaler sets None after unscale_()
+            if grad_scale is None:
+                raise RuntimeError("GradScaler.unscale_() cannot unscale the reads of a LazyAdam: "
+                                   "call it only with the other optimizers")
         updates = []
         for group in self.param_groups:
             for weight in group["params"]:

@@ -182,6 +182,15 @@ def test_a_gradient_scaler(how):
         assert_near(a, b, 1e-9)
 
 
+def test_a_gradient_scaler_that_unscales_the_values_is_refused_in_words():
+    memory, scaler = small_memory(), torch.amp.GradScaler("cpu")
+    optimizer = LazyAdam([memory.values])
+    scaler.scale(memory(torch.randn(5, 6, dtype=torch.float64)).sum()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="unscale_"):
+        scaler.step(optimizer)
+
+
 def test_a_data_parallel_replica_is_refused_in_words():
     memory = small_memory()
     replica = memory.values._replicate_for_data_parallel()
