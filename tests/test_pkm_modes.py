@@ -1,8 +1,8 @@
 """
-Test the memory in the ways that people run models, each against eager mode on one process.
+Compare the memory in the modes that people use with eager mode on one process.
 
-This is masks in compiled and exported graphs, activation checkpointing, threads, GradScaler,
-DistributedDataParallel, and what is refused: DataParallel, FullyShardedDataParallel, fully_shard.
+The modes are masks in compiled and exported graphs, activation checkpointing, threads, GradScaler
+and DistributedDataParallel. DataParallel, FullyShardedDataParallel and fully_shard are refused.
 """
 import copy
 import threading
@@ -239,7 +239,7 @@ def micro_batch(step, micro, rank):
 
 
 def train_ranks(model, tables, wrap, world, ranks):
-    """Make 4 steps of 2 micro-batches for each of `ranks`, with the mean of all ranks' losses."""
+    """Make 4 steps of 2 micro-batches for each of `ranks`. The loss is the mean over ranks."""
     dense = torch.optim.SGD(model.parameters(), lr=0.01, weight_decay=0.5)
     optimizer = LazyAdam(tables, lr=0.1)
     for step in range(4):
@@ -272,9 +272,9 @@ def test_distributed_data_parallel_trains_as_one_process(world, tmp_path):
 
 
 def unread(rank, world):
-    """Update where one rank has read nothing, another one nothing that counts, and a third an inf."""
+    """Update where no rank has read, where one has, and where one has a gradient of inf."""
     table = ValueTable(6, 4)
-    optimizer, before = LazyAdam([table], lr=0.1), table.weight.detach().clone()
+    optimizer = LazyAdam([table], lr=0.1)
     dist.broadcast(table.weight.data, 0)
     before = table.weight.detach().clone()
     optimizer.step()

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lib.for_transformers.folder import save_with_code
+from lib.for_transformers.folder import SIZES, save_with_code
 from pkm import PKM
 
-# What a layer leaves for its memory within one pass, for each thread. The hooks are on modules in
-# the layer: checkpointing in transformers does not run the layer's own hooks a second time.
+# Holds a layer's mask and input for its memory, for each thread. A pass that fails may leave them,
+# and the next pass replaces them. The hooks are on modules in the layer: checkpointing in transformers does not run the layer's own hooks a second time.
 HERE = threading.local()
 
 
@@ -92,10 +92,9 @@ def arguments_of(module):
 
 def check_arguments(stack, layers, alpha, beta, sizes):
     """Raise a TypeError or a ValueError for what no model takes."""
-    known = [name for name in inspect.signature(PKM).parameters if name != "d_model"]
     for name, size in sizes.items():
-        if name not in known:
-            raise TypeError(f"{name} is no size of a memory: {', '.join(known)}")
+        if name not in SIZES:
+            raise TypeError(f"{name} is no size of a memory: {', '.join(SIZES)}")
         if not isinstance(size, int) or (size < 1 and name != "query_norm"):
             raise ValueError(f"{name} = {size!r}: expected a whole number from 1")
     if isinstance(layers, int | str):
@@ -176,12 +175,12 @@ def leave_input(fc1, args):
 
 
 def add_read(layer, beta, is_left, ffn, args, y):
-    """Add the read to FFN(x). is_left: x was left where the FFN begins, else it is args[0]."""
+    """Add the read to FFN(x). is_left: leave_input left x. Otherwise x is args[0]."""
     return y + beta * read(layer, take("x") if is_left else args[0])
 
 
 def add_read_to_residual(layer, beta, output, args):
-    """Add the read to x in output(inside of the FFN, x), which ends a layer of BERT."""
+    """Add the read to the residual x of a BERT layer's last module, output(inside, x)."""
     inside, x = args
     return inside, x + beta * read(layer, x)
 
@@ -192,7 +191,7 @@ def read(layer, x):
 
 
 def real_tokens(mask, attention, shape):
-    """Tell from an attention's mask which tokens are real: those that see themselves.
+    """Tell from an attention's mask which tokens are real. A real token sees itself.
 
     mask: None, (batch, keys) of 0 and 1, or (batch, heads, queries or 1, keys), bool or added to
     the scores. The tokens are the last keys, after those of a cache. shape: (batch, tokens).

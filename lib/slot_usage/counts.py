@@ -68,8 +68,8 @@ def count_reads(model):
 
 
 def times_read(slots, n_slots):
-    """Count how often each slot is among the top k, and how often it is the best: (n_slots,) both.
-    slots: (tokens, heads, topk), best first."""
+    """Count how often each slot is among the top k, and how often it is the best.
+    slots: (tokens, heads, topk), best first. Returns two arrays, both (n_slots,)."""
     return [np.bincount(read.ravel(), minlength=n_slots) for read in (slots, slots[..., 0])]
 
 

@@ -1,5 +1,5 @@
 """
-Memories in models of today: each model in each mode, or the reason why it cannot be.
+Test memories in each model and each mode, or the reason why a mode cannot be.
 
 To compile takes seconds. Most tests use dynamo with the backend "eager", which finds graph breaks
 and lost side effects. test_inductor compiles to the end.
