@@ -22,7 +22,8 @@ from lib.for_transformers.folder import SIZES, save_with_code
 from pkm import PKM
 
 # Holds a layer's mask and input for its memory, for each thread. A pass that fails may leave them,
-# and the next pass replaces them. The hooks are on modules in the layer: checkpointing in transformers does not run the layer's own hooks a second time.
+# and the next pass replaces them. The hooks are on modules in the layer: checkpointing in
+# transformers does not run the layer's own hooks a second time.
 HERE = threading.local()
 
 
@@ -33,7 +34,10 @@ def add_memory(model, layers, alpha=1.0, beta=1.0, **sizes):
     n_keys, heads, topk, key_dim and query_norm. All other weights keep their names, and layer 4's
     memory is <layers>.3.memory, with the dtype and device of the layer. No dropout of the layer
     applies to it. The mask of the layer's attention tells which tokens are padding: they move no
-    value and do not enter the batch norm's statistics. Returns {layer: ValueTable}, for LazyAdam.
+    value and do not enter the batch norm's statistics. Pass the whole model: save_pretrained of
+    the whole leaves out a memory that was added to a part.
+
+    Returns {layer: ValueTable}, for LazyAdam.
     TypeError or ValueError for wrong arguments, and if the model cannot take a memory.
     """
     stack = find_layers(model)
@@ -63,8 +67,8 @@ def find_layers(model):
     stacks = [module for module in model.modules()
               if isinstance(module, nn.ModuleList) and any(map(ffn_ends, module))]
     if len(stacks) != 1 or config is None:
-        raise ValueError(f"{name}: expected a model of transformers, or the part of one, with one "
-                         f"list of layers with an attention and an FFN: found {len(stacks)} lists")
+        raise ValueError(f"{name}: expected a model of transformers with one list of layers "
+                         f"with an attention and an FFN: found {len(stacks)} lists")
     return stacks[0]
 
 
