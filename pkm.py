@@ -23,8 +23,9 @@ To use a memory in another model, copy this file and values.py. They need nothin
 
 It trains under torch.compile (fullgraph=True, with or without a mask), activation checkpointing,
 autocast and DistributedDataParallel, where LazyAdam joins the reads of all ranks. A GradScaler
-takes both optimizers. Threads can share a model in evaluation; torch.export takes one with a mask.
-DataParallel, FullyShardedDataParallel and fully_shard end in an error.
+takes both optimizers, but its unscale_() only the dense one. Threads can share a model in
+evaluation; torch.export takes one with a mask. DataParallel, FullyShardedDataParallel and
+fully_shard end in an error.
 """
 import torch
 import torch.nn.functional as F

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 NAME = re.sub(r"\W", "_", __name__)  # namespace of the op, so that copies of this file coexist
-WARN_AT = 256  # backward passes without an update; 2 if there is no LazyAdam for the table
+WARN_AT = 130  # backward passes without an update; 2 if there is no LazyAdam for the table
 TELLS_EXPORTING = torch.__version__ >= (2, 12)
 CHUNK = 2**18  # elements updated at a time: 1 MB in float32, which fits a core's cache
 # All ValueTables. Compiled code, copies and shared storage reach the backward pass as tensors only,
@@ -23,7 +23,8 @@ class ValueTable(nn.Module):
 
     Row r's gradient is the sum, over the reads of r, of weight * grad_out[token]. The gradient of
     the whole table is never made: clip_grad_norm_ and GradScaler do not see it. Backward stores
-    (slots, weights, grad_out) in `reads`, and LazyAdam uses them.
+    (slots, weights, grad_out) in `reads`, and LazyAdam uses them. torch.autograd.grad stores
+    nothing in eager mode, but in compiled code it does: call zero_grad() after it.
     """
     replicated = True  # where there are several ranks, each has the whole table
 
@@ -167,8 +168,9 @@ def gather_reads(weight, reads):
         own = torch.zeros(tokens, columns, dtype=kind, device=weight.device)
         if reads:
             own[:len(reads[n])] = reads[n]
-        joined.append(own.new_empty(dist.get_world_size() * tokens, columns))
-        dist.all_gather_into_tensor(joined[n], own)
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, own)
+        joined.append(torch.cat(parts))
     slots, weights, grad_out = joined
     return slots, weights / dist.get_world_size(), grad_out
 
@@ -203,7 +205,9 @@ class LazyAdam(torch.optim.Optimizer):
         tables = list(param_group["params"])
         for table in tables:
             if not isinstance(table, ValueTable):
-                raise TypeError(f"LazyAdam takes ValueTables, found {type(table).__name__}")
+                kind = f"{type(table).__module__}.{type(table).__name__}"
+                raise TypeError(f"LazyAdam takes ValueTables, found {kind}: a copy of values.py "
+                                "has a LazyAdam of its own")
             if type(table.weight) is not nn.Parameter:
                 raise TypeError(f"LazyAdam cannot update a {type(table.weight).__name__} "
                                 "(fully_shard?): use DistributedDataParallel")
@@ -216,7 +220,10 @@ class LazyAdam(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure() if closure else None
         if grad_scale is None:
-            grad_scale = getattr(self, "grad_scale", None) or 1.0
+            grad_scale = getattr(self, "grad_scale", 1.0)  # GradScaler sets None after unscale_()
+            if grad_scale is None:
+                raise RuntimeError("GradScaler.unscale_() cannot unscale the reads of a LazyAdam: "
+                                   "call it only with the other optimizers")
         updates = []
         for group in self.param_groups:
             for weight in group["params"]:
@@ -243,22 +250,25 @@ class LazyAdam(torch.optim.Optimizer):
         slots, weights, grad_out = slots[seen], weights[seen].flatten(), grad_out[seen]
         state, (beta1, beta2) = self.state[weight], group["betas"]
         state["step"] = step = state.get("step", 0) + 1
-        for name in ("exp_avg", "exp_avg_sq"):  # the table's dtype and device may have changed
-            state[name] = state[name].to(weight) if name in state else torch.zeros_like(weight)
+        dtype = torch.promote_types(weight.dtype, torch.float32)  # float16 has no small squares
+        like = {"dtype": dtype, "device": weight.device}  # which may have changed
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = (state[name].to(**like) if name in state else
+                           torch.zeros_like(weight, **like))
         tensors = weight, state["exp_avg"], state["exp_avg_sq"]
         eps = group["eps"] / (1 - beta2**step)**0.5  # adam() adds it after bias correction
-        weights, grad_out = weights.to(weight.dtype), grad_out.to(weight.dtype)
+        weights, grad_out = weights.to(dtype), grad_out.to(dtype)
         chunk = max(1, CHUNK // weight.shape[1]) if weight.is_cpu else 2**16
         for rows, order, starts in reads_by_row(slots, chunk):
             grad = F.embedding_bag(order // slots.shape[1], grad_out, starts, mode="sum",
                                    per_sample_weights=weights[order])  # (rows, dim)
-            parts = [tensor.index_select(0, rows) for tensor in tensors]
+            parts = [tensor.index_select(0, rows).to(dtype) for tensor in tensors]
             before = torch.full((), step - 1.0, device=weight.device)  # adam() adds 1
             adam(parts[:1], [grad], parts[1:2], parts[2:], [], [before], fused=True,
                  lr=group["lr"], beta1=beta1, beta2=beta2, eps=eps, weight_decay=0.0,
                  amsgrad=False, maximize=False)
             for tensor, part in zip(tensors, parts, strict=True):
-                tensor.index_copy_(0, rows, part)
+                tensor.index_copy_(0, rows, part.to(tensor.dtype))
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)

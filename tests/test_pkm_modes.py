@@ -1,8 +1,8 @@
 """
-Test the memory in the ways that people run models, each against eager mode on one process.
+Compare the memory in the modes that people use with eager mode on one process.
 
-This is masks in compiled and exported graphs, activation checkpointing, threads, GradScaler,
-DistributedDataParallel, and what is refused: DataParallel, FullyShardedDataParallel, fully_shard.
+The modes are masks in compiled and exported graphs, activation checkpointing, threads, GradScaler
+and DistributedDataParallel. DataParallel, FullyShardedDataParallel and fully_shard are refused.
 """
 import copy
 import threading
@@ -35,7 +35,8 @@ def train_with_mask(call, memory, steps=3):
         x[~MASK] = torch.nan if step == 2 else 50.0
         out = call(x.requires_grad_(), MASK)
         (out * weight).sum().backward()
-        results += [out, x.grad, *(p.grad.clone() for p in memory.parameters() if p.grad is not None)]
+        grads = [p.grad.clone() for p in memory.parameters() if p.grad is not None]
+        results += [out, x.grad, *grads]
         memory.zero_grad()
         optimizer.step()
     return [*results, *memory.buffers(), memory.values.weight]
@@ -43,7 +44,7 @@ def train_with_mask(call, memory, steps=3):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_training_with_a_mask_equals_eager(backend):
-    """Compile one graph. Padded tokens of nan, and a step whose mask has fewer rows, change nothing."""
+    """Compile one graph. Padded tokens change nothing, even if they are nan."""
     torch.compiler.reset()
     expected = small_memory()
     expected = train_with_mask(expected, expected)
@@ -182,6 +183,15 @@ def test_a_gradient_scaler(how):
         assert_near(a, b, 1e-9)
 
 
+def test_a_gradient_scaler_that_unscales_the_values_is_refused_in_words():
+    memory, scaler = small_memory(), torch.amp.GradScaler("cpu")
+    optimizer = LazyAdam([memory.values])
+    scaler.scale(memory(torch.randn(5, 6, dtype=torch.float64)).sum()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="unscale_"):
+        scaler.step(optimizer)
+
+
 def test_a_data_parallel_replica_is_refused_in_words():
     memory = small_memory()
     replica = memory.values._replicate_for_data_parallel()
@@ -230,7 +240,7 @@ def micro_batch(step, micro, rank):
 
 
 def train_ranks(model, tables, wrap, world, ranks):
-    """Make 4 steps of 2 micro-batches for each of `ranks`, with the mean of all ranks' losses."""
+    """Make 4 steps of 2 micro-batches for each of `ranks`. The loss is the mean over ranks."""
     dense = torch.optim.SGD(model.parameters(), lr=0.01, weight_decay=0.5)
     optimizer = LazyAdam(tables, lr=0.1)
     for step in range(4):
@@ -263,9 +273,9 @@ def test_distributed_data_parallel_trains_as_one_process(world, tmp_path):
 
 
 def unread(rank, world):
-    """Update where one rank has read nothing, another one nothing that counts, and a third an inf."""
+    """Update where no rank has read, where one has, and where one has a gradient of inf."""
     table = ValueTable(6, 4)
-    optimizer, before = LazyAdam([table], lr=0.1), table.weight.detach().clone()
+    optimizer = LazyAdam([table], lr=0.1)
     dist.broadcast(table.weight.data, 0)
     before = table.weight.detach().clone()
     optimizer.step()

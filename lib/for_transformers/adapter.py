@@ -45,9 +45,9 @@ def save_memory(model, folder):
                for name, w in memory.state_dict().items()}
     settings = {"memory": model.config.product_key_memory, "base": base_of(model.config),
                 "base_name": model.config.name_or_path}
-    discard(folder / "memory.json")  # no tensors ever lie beside the settings of others
     with atomic(folder / "memory.safetensors") as temporary:
         to_file(tensors, temporary)
+        discard(folder / "memory.json")  # no tensors ever lie beside the settings of others
     write_text(folder / "memory.json", json.dumps(settings, indent=1) + "\n")
 
 
@@ -55,8 +55,8 @@ def load_memory(model, folder):
     """Add the memory that save_memory wrote to `folder`. Returns its tables as add_memory does.
 
     Tensors keep the dtype that they were saved in, except the query's, which has the model's.
-    UserError, before the model is changed, if the memory is another model's, if there is one
-    already, or if a file is missing or damaged.
+    UserError if the memory is another model's, if there is one already, or if a file is missing
+    or damaged. The model stays unchanged then.
     """
     if find_memories(model):
         raise UserError(f"{type(model).__name__} has a memory already: load into a new model")
@@ -117,7 +117,7 @@ def read_memory(model, folder):
 
 
 def base_of(config):
-    """Return what a memory's model is known by: {name: value}, None for what it does not have."""
+    """Return the settings of BASE in a config: {name: value or None}."""
     config = config.get_text_config()
     return {name: getattr(config, name, None) for name in BASE}
 

@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lib.for_transformers.folder import save_with_code
+from lib.for_transformers.folder import SIZES, save_with_code
 from pkm import PKM
 
-# What a layer leaves for its memory within one pass, for each thread. The hooks are on modules in
-# the layer: checkpointing in transformers does not run the layer's own hooks a second time.
+# Holds a layer's mask and input for its memory, for each thread. A pass that fails may leave them,
+# and the next pass replaces them. The hooks are on modules in the layer: checkpointing in
+# transformers does not run the layer's own hooks a second time.
 HERE = threading.local()
 
 
@@ -31,9 +32,12 @@ def add_memory(model, layers, alpha=1.0, beta=1.0, **sizes):
 
     (alpha, beta) = (1, 1) is ResM. (0, 1) is PKM, which drops the FFN's weights. sizes: PKM's
     n_keys, heads, topk, key_dim and query_norm. All other weights keep their names, and layer 4's
-    memory is <layers>.3.memory, with the dtype and device of the layer. No dropout of the layer
-    applies to it. The mask of the layer's attention tells which tokens are padding: they move no
-    value and do not enter the batch norm's statistics. Returns {layer: ValueTable}, for LazyAdam.
+    memory is <layers>.3.memory. A memory in a half-precision model is in float32 but for its query,
+    so that small updates count. No dropout of the layer applies to it. The mask of the layer's attention tells which tokens are padding: they move no
+    value and do not enter the batch norm's statistics. Pass the whole model: save_pretrained of
+    the whole leaves out a memory that was added to a part.
+
+    Returns {layer: ValueTable}, for LazyAdam.
     TypeError or ValueError for wrong arguments, and if the model cannot take a memory.
     """
     stack = find_layers(model)
@@ -46,7 +50,9 @@ def add_memory(model, layers, alpha=1.0, beta=1.0, **sizes):
         layer = stack[n - 1]
         if beta:
             like = [p for p in layer.parameters() if p.is_floating_point()][-1]
-            layer.memory = memories[n].to(like).train(layer.training)
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            layer.memory = memories[n].to(like.device, dtype).train(layer.training)
+            layer.memory.query.to(like.dtype)
         add_hooks(layer, alpha, beta)
     if beta:
         save_with_code(model, layers, alpha, beta, sizes)
@@ -63,8 +69,8 @@ def find_layers(model):
     stacks = [module for module in model.modules()
               if isinstance(module, nn.ModuleList) and any(map(ffn_ends, module))]
     if len(stacks) != 1 or config is None:
-        raise ValueError(f"{name}: expected a model of transformers, or the part of one, with one "
-                         f"list of layers with an attention and an FFN: found {len(stacks)} lists")
+        raise ValueError(f"{name}: expected a model of transformers with one list of layers "
+                         f"with an attention and an FFN: found {len(stacks)} lists")
     return stacks[0]
 
 
@@ -92,10 +98,9 @@ def arguments_of(module):
 
 def check_arguments(stack, layers, alpha, beta, sizes):
     """Raise a TypeError or a ValueError for what no model takes."""
-    known = [name for name in inspect.signature(PKM).parameters if name != "d_model"]
     for name, size in sizes.items():
-        if name not in known:
-            raise TypeError(f"{name} is no size of a memory: {', '.join(known)}")
+        if name not in SIZES:
+            raise TypeError(f"{name} is no size of a memory: {', '.join(SIZES)}")
         if not isinstance(size, int) or (size < 1 and name != "query_norm"):
             raise ValueError(f"{name} = {size!r}: expected a whole number from 1")
     if isinstance(layers, int | str):
@@ -105,6 +110,9 @@ def check_arguments(stack, layers, alpha, beta, sizes):
             raise ValueError(f"layers = {layers}: no layer {n!r}: from 1 to {len(stack)}")
     if len(set(layers)) < len(layers) or not layers:
         raise ValueError(f"layers = {layers}: expected at least one, and each only once")
+    for name, factor in (("alpha", alpha), ("beta", beta)):
+        if not isinstance(factor, int | float) or factor != factor:
+            raise TypeError(f"{name} = {factor!r}: expected a number")
     if alpha == beta == 0:
         raise ValueError("alpha = beta = 0: layers would have neither FFN nor memory")
     if any(hasattr(layer, "memory") for layer in stack):
@@ -176,12 +184,12 @@ def leave_input(fc1, args):
 
 
 def add_read(layer, beta, is_left, ffn, args, y):
-    """Add the read to FFN(x). is_left: x was left where the FFN begins, else it is args[0]."""
+    """Add the read to FFN(x). is_left: leave_input left x. Otherwise x is args[0]."""
     return y + beta * read(layer, take("x") if is_left else args[0])
 
 
 def add_read_to_residual(layer, beta, output, args):
-    """Add the read to x in output(inside of the FFN, x), which ends a layer of BERT."""
+    """Add the read to the residual x of a BERT layer's last module, output(inside, x)."""
     inside, x = args
     return inside, x + beta * read(layer, x)
 
@@ -192,7 +200,7 @@ def read(layer, x):
 
 
 def real_tokens(mask, attention, shape):
-    """Tell from an attention's mask which tokens are real: those that see themselves.
+    """Tell from an attention's mask which tokens are real. A real token sees itself.
 
     mask: None, (batch, keys) of 0 and 1, or (batch, heads, queries or 1, keys), bool or added to
     the scores. The tokens are the last keys, after those of a cache. shape: (batch, tokens).

@@ -15,6 +15,9 @@ CODE = ("pkm.py", "values.py", "add_memory.py", "folder.py", "modeling_pkm.py")
 # Appended to the activation's name. Classes without memory have no such activation, and their
 # error shows the name.
 REFUSED = " (this model has a memory: AutoModelFor..., trust_remote_code=True)"
+# {name: default} of a memory's sizes
+SIZES = {name: parameter.default for name, parameter in inspect.signature(PKM).parameters.items()
+         if name != "d_model"}
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
 AUTOS = {"AutoModel": "MODEL_MAPPING", **{
     f"AutoModelFor{task}": f"MODEL_FOR_{name}_MAPPING" for task, name in {
@@ -29,16 +32,14 @@ def save_with_code(model, layers, alpha, beta, sizes):
     if hasattr(model, "get_base_model"):  # PEFT's
         model = model.get_base_model()
     if hasattr(model, "save_pretrained"):
-        defaults = {name: parameter.default for name, parameter
-                    in inspect.signature(PKM).parameters.items() if name != "d_model"}
         model.config.product_key_memory = {"layers": list(layers), "alpha": alpha, "beta": beta,
-                                           **defaults, **sizes}
+                                           **SIZES, **sizes}
         model.save_pretrained = partial(save_pretrained, model)
 
 
 def save_pretrained(model, save_directory, *args, **kwargs):
-    """Save a model of transformers with its memory's code, so that no class loads a part of it.
-    Arguments are those of the model's own save_pretrained."""
+    """Save a model of transformers with its memory's code. Classes without memory refuse it.
+    Takes the arguments of the model's own save_pretrained."""
     import transformers
 
     folder, config = Path(save_directory), model.config
@@ -56,7 +57,10 @@ def save_pretrained(model, save_directory, *args, **kwargs):
         return type(model).save_pretrained(model, save_directory, *args, **kwargs)
     finally:
         setattr(text_config, name, plain)
-        config.auto_map = autos
+        if autos:
+            config.auto_map = autos
+        else:
+            del config.auto_map
 
 
 def activation(config):

@@ -7,14 +7,12 @@ Classes of transformers with product-key memory, which a folder has beside its w
 
 Each class of transformers is here under its own name, with the memory that the config describes.
 """
-import inspect
 from functools import cache
 
 import transformers
 
 from lib.for_transformers.add_memory import add_memory
-from lib.for_transformers.folder import REFUSED, activation
-from pkm import PKM
+from lib.for_transformers.folder import REFUSED, SIZES, activation
 from values import LazyAdam
 
 
@@ -46,10 +44,9 @@ def memory_settings(config):
     """Return add_memory's arguments."""
     if not isinstance(config, PKMBertConfig):
         return config.product_key_memory
-    sizes = [name for name in inspect.signature(PKM).parameters if name != "d_model"]
     theirs = {"layers": "memory_layers", "heads": "memory_heads"}
     return {name: getattr(config, theirs.get(name, name))
-            for name in ("layers", "alpha", "beta", *sizes)}
+            for name in ("layers", "alpha", "beta", *SIZES)}
 
 
 @cache

@@ -19,7 +19,7 @@ NAME = "values.pt"  # in a checkpoint's folder
 
 
 class StepValues(TrainerCallback):
-    """Updates a memory's values whenever Trainer updates the other weights.
+    """Updates a memory's values when Trainer updates the other weights.
 
     values: the LazyAdam of the memory's tables. A checkpoint also gets its state, and a resumed
     training continues bit for bit. With a PEFT model, whose checkpoints have adapters only, the

@@ -32,6 +32,8 @@ MACHINE = ["device", "threads", "torch"]  # the last two are not in every config
 def describe_run(path, control=None):
     """Yield at most ten sentences on the memory of a run. `control`: a run without memory.
     UserError for a run without memory or evaluations, and for a run that is not pretrained."""
+    if not Path(path).is_dir():
+        raise UserError(f"{path}: no such run")
     settings = Run(path).settings([*MEMORY, *TRAINING, "first_step"])
     if not settings["memory_layers"]:
         raise UserError(f"{path}: a run without memory: name the run with memory first, then its "

@@ -59,7 +59,8 @@ def try_steps(trainer):
     whole = timedelta(seconds=round(seconds[1] * config.max_steps))
     compiling = " with compiling" if trainer.compiled is not trainer.model else ""
     print(f"loss {loss:.4f}, gradient norm {norm:.2f}\n"
-          f"{seconds[1]:.3g} s a step, {batches.size / seconds[1]:,.0f} tokens/s (the first step "
+          f"{seconds[1]:.3g} s a step of {batches.size:,} tokens, "
+          f"{batches.size / seconds[1]:,.0f} tokens/s (the first step "
           f"took {seconds[0]:.3g} s{compiling})\n"
           f"{config.max_steps:,} steps take {whole}, and evaluations and checkpoints come on top")
     rank = f" of each of {get_world_size()} ranks" if get_world_size() > 1 else ""

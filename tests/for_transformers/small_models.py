@@ -1,5 +1,5 @@
 """
-Small random models of transformers, each with a memory and with a copy that computes it by hand.
+Make small random models of transformers with a memory, and copies that compute it by hand.
 """
 import copy
 
@@ -66,7 +66,7 @@ def spread(model):
 
 
 def with_memory(kind, layers=(1, 2), alpha=0.6, beta=1.5, dtype=torch.double, **more):
-    """Make a model with memories, whose batch norms have statistics of their own."""
+    """Make a model with memories, whose batch norms have random statistics."""
     model = small_model(kind, **more).to(dtype)
     add_memory(model, layers, alpha, beta, **MEMORY)
     spread(model)
@@ -95,7 +95,7 @@ def no_cache(model):
 
 
 def loss_of(model, ids, mask):
-    """Compute a loss that sees the real tokens alone, all of them."""
+    """Compute a loss of all real tokens and of no padding."""
     return logits(model, ids, mask)[mask.bool()].double().square().mean()
 
 
@@ -117,7 +117,7 @@ def gradients(model, *batches):
 
 
 class ByHand(nn.Module):
-    """alpha * FFN(x) + beta * the softmax-weighted sum of the best slots, out of all slots."""
+    """Computes alpha * FFN(x) + beta * memory(x), where each query is compared with all slots."""
 
     def __init__(self, ffn, memory, alpha, beta, norm=None):
         super().__init__()

@@ -1,5 +1,5 @@
 """
-A memory saved alone, a model saved with its memory, and how each comes back or is refused.
+Test how a memory alone, and a model with its memory, is saved, loaded and refused.
 """
 import copy
 import json

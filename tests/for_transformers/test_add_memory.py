@@ -1,5 +1,5 @@
 """
-What add_memory accepts and refuses, what it drops, how it reads a mask, and copies of its models.
+Test what add_memory accepts, refuses and drops, how it reads masks, and copies of models.
 """
 import copy
 import io

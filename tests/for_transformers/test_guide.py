@@ -1,5 +1,5 @@
 """
-The guide for users of transformers: its Python blocks run in order, as does what they claim.
+Run the Python blocks of the guide for users of transformers, and check what they claim.
 """
 import re
 from pathlib import Path

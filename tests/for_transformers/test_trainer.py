@@ -1,5 +1,5 @@
 """
-StepValues in transformers' Trainer: resumed, scaled, distributed, compiled, frozen, with PEFT.
+Test StepValues in Trainer: resumed, scaled, distributed, compiled, frozen, with PEFT.
 """
 import shutil
 import subprocess
