@@ -457,3 +457,20 @@ def test_strictly_exported_values_train_as_any_parameter():
     exported(x).sum().backward()
     if values.TELLS_EXPORTING:
         assert exported.get_parameter("values.weight").grad.any()
+
+
+def test_small_gradients_of_half_precision_values_count_as_in_float32():
+    """Take steps of the same size: squares of small gradients are 0 in float16."""
+    moved = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        torch.manual_seed(0)
+        table = ValueTable(20, 8)
+        table.weight.data.zero_()
+        table.to(dtype)
+        optimizer = LazyAdam([table], lr=0.01)
+        for _ in range(5):
+            out = table(torch.randint(20, (9, 2, 3)), torch.full((9, 2, 3), 0.5))
+            (1e-4 * out.float()).sum().backward()
+            optimizer.step()
+        moved.append(table.weight.abs().mean().item())
+    assert moved[1:] == pytest.approx([moved[0]] * 2, rel=0.02)

@@ -58,7 +58,8 @@ def test_only_chosen_layers_get_a_memory():
     model.model.layers[1].to("meta")  # another device
     tables = add_memory(model, [2], **MEMORY)
     assert list(tables) == [2] and tables[2] is model.model.layers[1].memory.values
-    assert tables[2].weight.dtype is torch.bfloat16 and tables[2].weight.is_meta
+    assert tables[2].weight.dtype is torch.float32 and tables[2].weight.is_meta
+    assert model.model.layers[1].memory.query.weight.dtype is torch.bfloat16
     assert not hasattr(model.model.layers[0], "memory")
     assert not model.model.layers[1].memory.training
 
