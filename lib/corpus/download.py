@@ -87,7 +87,7 @@ def fetch(url, sha256="", folder=DOWNLOADS):
     goes on from there. Failure if the file cannot be had or has another SHA-256."""
     path = folder / Path(url).name
     part = path.with_name(f"{path.name}.part")
-    with lock(path, "downloads it", wait=True):
+    with lock(path.with_name(f"{path.name}.lock"), "downloads it", wait=True):
         if path.exists():
             return path
         requests = need("requests", "a download")

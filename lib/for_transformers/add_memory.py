@@ -11,6 +11,7 @@ BERT and its relatives, DistilBERT, ModernBERT, GPT-2, GPT-NeoX, OPT, Llama, Mis
 and every class with their layers can take one. Needs torch only.
 """
 import inspect
+import math
 import threading
 from functools import partial
 
@@ -111,7 +112,7 @@ def check_arguments(stack, layers, alpha, beta, sizes):
     if len(set(layers)) < len(layers) or not layers:
         raise ValueError(f"layers = {layers}: expected at least one, and each only once")
     for name, factor in (("alpha", alpha), ("beta", beta)):
-        if not isinstance(factor, int | float) or factor != factor:
+        if not isinstance(factor, int | float) or math.isnan(factor):
             raise TypeError(f"{name} = {factor!r}: expected a number")
     if alpha == beta == 0:
         raise ValueError("alpha = beta = 0: layers would have neither FFN nor memory")
