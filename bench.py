@@ -269,6 +269,8 @@ def against_transformers(args):
     with torch.device(args.device):
         theirs = transformers.BertForSequenceClassification(config)
         their_lm = transformers.BertForMaskedLM(config).train()
+    if (longest := max(*args.lengths, args.length)) > ours.bert.config.max_len:
+        raise UserError(f"--length {longest}: {args.size} has {ours.bert.config.max_len} positions")
     results, data = [], masked_batch(args)
     for length in args.lengths:
         ids = random_ids(args, 1, length)

@@ -40,7 +40,7 @@ def run_main(main):
         print(f"error: {error}: set PYTHONIOENCODING=utf-8 if the terminal or the file that you "
               "write to is UTF-8", file=sys.stderr)
         sys.exit(1)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
         print(f"error: {str(error).splitlines()[0]} Take a smaller batch_size (and more "
@@ -59,8 +59,9 @@ def flush_stdout():
 
 
 def out_of_memory(error):
-    """Tell whether torch's RuntimeError reports it; on a CPU the error has no own type."""
-    return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    """Tell whether an error reports it; torch's has no own type on a CPU."""
+    return (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+            or "can't allocate memory" in str(error))
 
 
 def need(module, purpose):

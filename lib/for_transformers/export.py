@@ -38,6 +38,9 @@ def export(path, folder):
     source, vocab_file = find_weights(path)
     saved, vocab = read_weights(source), read_vocab(vocab_file)
     config, head = saved["config"], saved.get("head")
+    if len(vocab) != config.vocab_size:
+        raise UserError(f"{vocab_file}: {len(vocab):,} tokens, the weights have "
+                        f"{config.vocab_size:,}")
     has_memory = bool(config.memory_layers) and (config.alpha, config.beta) != (1, 0)
     if config.causal and has_memory:
         raise UserError(f"{path} is a causal language model with memory: transformers has none")
