@@ -87,6 +87,7 @@ def fetch(url, sha256="", folder=DOWNLOADS):
     goes on from there. Failure if the file cannot be had or has another SHA-256."""
     path = folder / Path(url).name
     part = path.with_name(f"{path.name}.part")
+    # lock() is for folders and refuses the path of a file, which `path` can be
     with lock(path.with_name(f"{path.name}.lock"), "downloads it", wait=True):
         if path.exists():
             return path

@@ -33,10 +33,11 @@ def add_memory(model, layers, alpha=1.0, beta=1.0, **sizes):
 
     (alpha, beta) = (1, 1) is ResM. (0, 1) is PKM, which drops the FFN's weights. sizes: PKM's
     n_keys, heads, topk, key_dim and query_norm. All other weights keep their names, and layer 4's
-    memory is <layers>.3.memory. A memory in a half-precision model is in float32 but for its query,
-    so that small updates count. No dropout of the layer applies to it. The mask of the layer's attention tells which tokens are padding: they move no
-    value and do not enter the batch norm's statistics. Pass the whole model: save_pretrained of
-    the whole leaves out a memory that was added to a part.
+    memory is <layers>.3.memory. In a half-precision model only the memory's query has half
+    precision: in the values and sub-keys small updates would be lost. No dropout of the layer
+    applies to the memory. The mask of the layer's attention tells which tokens are padding: they
+    move no value and do not enter the batch norm's statistics. Pass the whole model:
+    save_pretrained of the whole leaves out a memory that was added to a part.
 
     Returns {layer: ValueTable}, for LazyAdam.
     TypeError or ValueError for wrong arguments, and if the model cannot take a memory.
