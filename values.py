@@ -175,10 +175,13 @@ def gather_reads(weight, reads):
     return slots, weights / dist.get_world_size(), grad_out
 
 
-def reads_by_row(slots, chunk):
+def reads_by_row(slots, chunk, chosen=None):
     """Yield `chunk` rows at a time, their reads, and where each row's reads start.
-    slots: (tokens, reads). A read is a position in slots.flatten()."""
+    slots: (tokens, reads). A read is a position in slots.flatten(). chosen: rows, None for all."""
     slots, order = slots.flatten().sort(stable=True)
+    if chosen is not None:
+        keep = torch.isin(slots, chosen)
+        slots, order = slots[keep], order[keep]
     rows, counts = slots.unique_consecutive(return_counts=True)
     starts = counts.cumsum(0) - counts
     bounds = [*starts[::chunk].tolist(), len(slots)]
@@ -192,13 +195,14 @@ class LazyAdam(torch.optim.Optimizer):
 
     The other rows keep their moments, as in torch.optim.SparseAdam. There is no weight decay. A
     step with a gradient that is not finite is left out and counted in `skipped`.
-    tables: ValueTables, or groups whose "params" are ValueTables. zero_grad() drops stored reads.
+    tables: ValueTables, or groups whose "params" are ValueTables. A group's "rows", if given, are
+    the only rows that may change. zero_grad() drops stored reads.
     """
     _step_supports_amp_scaling = True  # GradScaler.step(optimizer) sets grad_scale, then calls step
 
     def __init__(self, tables, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
         groups = list(tables) or [{"params": []}]  # torch refuses an empty list
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "rows": None})
         self.skipped = 0
 
     def add_param_group(self, param_group):
@@ -211,6 +215,8 @@ class LazyAdam(torch.optim.Optimizer):
             if type(table.weight) is not nn.Parameter:
                 raise TypeError(f"LazyAdam cannot update a {type(table.weight).__name__} "
                                 "(fully_shard?): use DistributedDataParallel")
+            if param_group.get("rows") is not None and not table.replicated:
+                raise TypeError("LazyAdam cannot choose rows of a table that is cut over ranks")
             table.has_optimizer = True
         super().add_param_group({**param_group, "params": [table.weight for table in tables]})
 
@@ -243,6 +249,9 @@ class LazyAdam(torch.optim.Optimizer):
 
     def _update(self, weight, group, slots, weights, grad_out):
         """Apply Adam to the rows at `slots` (tokens, reads), one chunk after the other."""
+        if (chosen := group.get("rows")) is not None:  # not in older checkpoints
+            chosen = chosen.to(slots.device)
+            weights = weights.where(torch.isin(slots, chosen), 0)
         # Padded tokens, whose weights are 0, and tokens that the loss does not see move no row.
         seen = (grad_out.any(1) & weights.any(1)).nonzero().flatten()
         if not len(seen):
@@ -259,7 +268,7 @@ class LazyAdam(torch.optim.Optimizer):
         eps = group["eps"] / (1 - beta2**step)**0.5  # adam() adds it after bias correction
         weights, grad_out = weights.to(dtype), grad_out.to(dtype)
         chunk = max(1, CHUNK // weight.shape[1]) if weight.is_cpu else 2**16
-        for rows, order, starts in reads_by_row(slots, chunk):
+        for rows, order, starts in reads_by_row(slots, chunk, chosen):
             grad = F.embedding_bag(order // slots.shape[1], grad_out, starts, mode="sum",
                                    per_sample_weights=weights[order])  # (rows, dim)
             parts = [tensor.index_select(0, rows).to(dtype) for tensor in tensors]

@@ -4,6 +4,9 @@ Save the memory of a transformers model alone, and add it to the same model agai
 >>> tables = add_memory(model, layers=(4, 8))   # and train it
 >>> save_memory(model, "my_memory")             # memory.safetensors, memory.json
 >>> tables = load_memory(model, "my_memory")    # `model` is new, from the same weights
+
+Memories with the same queries and sub-keys whose values lie in different rows can be in a model
+together, and each can be taken out again. They were taught (see teach.py) one beside the other.
 """
 import json
 import re
@@ -28,6 +31,7 @@ def save_memory(model, folder):
     """Write the model's memory to `folder`: memory.safetensors and memory.json.
 
     The files are whole or absent, and replace those of an earlier save. Tensors keep their dtype.
+    Value rows that are 0 are not written.
     Warns if other weights are in training: they are not saved. PEFT's are no reason to warn,
     because its save_pretrained writes them, to the same folder if you like. UserError if there is
     no memory.
@@ -42,7 +46,7 @@ def save_memory(model, folder):
         warnings.warn(f"{folder} gets the memory alone, but {len(others)} other weights require "
                       f"gradients ({others[0]}, ...): if they were trained, use save_pretrained")
     tensors = {f"{n}.{name}": w for n, memory in memories.items()
-               for name, w in memory.state_dict().items()}
+               for name, w in without_zeros(memory.state_dict()).items()}
     settings = {"memory": model.config.product_key_memory, "base": base_of(model.config),
                 "base_name": model.config.name_or_path}
     with atomic(folder / "memory.safetensors") as temporary:
@@ -54,19 +58,57 @@ def save_memory(model, folder):
 def load_memory(model, folder):
     """Add the memory that save_memory wrote to `folder`. Returns its tables as add_memory does.
 
-    Tensors keep the dtype that they were saved in, except the query's, which has the model's.
-    UserError if the memory is another model's, if there is one already, or if a file is missing
-    or damaged. The model stays unchanged then.
+    Tensors keep the dtype that they were saved in, except the query's, which has the model's. A
+    model that has a memory already takes the rows of another one if queries and sub-keys are the
+    same and the rows are free. UserError if they are not, if the memory is another model's, or if
+    a file is missing or damaged. The model stays unchanged then.
     """
-    if find_memories(model):
-        raise UserError(f"{type(model).__name__} has a memory already: load into a new model")
     memory, tensors = read_memory(model, folder)
+    if memories := find_memories(model):
+        pairs = values_of_both(model, memory, tensors, folder)
+        if both := sum(int((here.any(1) & saved.any(1)).sum()) for here, saved in pairs):
+            raise UserError(f"{folder}: {both} of its value rows are in use in this model: teach "
+                            "it beside the other memory (--beside), or unload that")
+        for here, saved in pairs:
+            here.add_(saved)
+        return {n: memory.values for n, memory in memories.items()}
     tables = add_memory(model, **memory)
     for n, added in find_memories(model).items():
         like = added.query.weight
         added.load_state_dict(tensors[n], assign=True)
         added.to(like.device).query.to(like.dtype)
     return tables
+
+
+def unload_memory(model, folder):
+    """Take out the value rows that load_memory added from `folder`.
+
+    Without any rows the model computes what it did without memory, bit for bit (if alpha is 1).
+    UserError if the model does not have these rows, or if they were trained since.
+    """
+    pairs = values_of_both(model, *read_memory(model, folder), folder)
+    for here, saved in pairs:
+        rows = saved.any(1)
+        if not torch.equal(here[rows], saved[rows]):
+            raise UserError(f"{folder}: the model does not have its value rows: they were not "
+                            "loaded, or were trained since")
+    for here, saved in pairs:
+        here[saved.any(1)] = 0
+
+
+def values_of_both(model, memory, tensors, folder):
+    """Pair each table of the model with the folder's: [(its values, those in the folder)].
+    memory, tensors: see read_memory. UserError if queries or sub-keys differ."""
+    states = {n: memory.state_dict() for n, memory in find_memories(model).items()}
+    same = memory == model.config.product_key_memory and states.keys() == tensors.keys() and all(
+        torch.equal(w, tensors[n][name].to(w)) for n, state in states.items()
+        for name, w in state.items() if name != "values.weight")
+    if not same:
+        raise UserError(f"{folder} has a memory with other layers, sizes, queries or sub-keys than "
+                        "this model's: only memories that were taught one beside the other "
+                        "(--beside) can be in a model together")
+    name = "values.weight"
+    return [(state[name], tensors[n][name].to(state[name])) for n, state in states.items()]
 
 
 def find_memories(model):
@@ -106,7 +148,7 @@ def read_memory(model, folder):
         raise UserError(f"{folder} has the memory of another model ({settings.get('base_name')}): "
                         + ", ".join(differ))
     file = folder / "memory.safetensors"
-    tensors = load_file(file, hint="save the memory again")
+    tensors = with_zeros(load_file(file, hint="save the memory again"), expected, file)
     found = {name: list(w.shape) for name, w in tensors.items()}
     for name in {**expected, **found}:
         if found.get(name) != expected.get(name):
@@ -114,6 +156,27 @@ def read_memory(model, folder):
                             f"{expected.get(name, 'none')}")
     return memory, {n: {name.partition(".")[2]: w for name, w in tensors.items()
                         if name.startswith(f"{n}.")} for n in memory["layers"]}
+
+
+def without_zeros(state):
+    """Leave out the rows of a memory's values that are 0. values.rows tells which remain."""
+    rows = state["values.weight"].any(1).nonzero().flatten()
+    if len(rows) < len(state["values.weight"]):
+        state |= {"values.weight": state["values.weight"][rows], "values.rows": rows}
+    return state
+
+
+def with_zeros(tensors, shapes, file):
+    """Put back the rows that without_zeros left out. shapes: {name: shape of the whole}.
+    UserError if the rows are not in the table, or are as many as the values are not."""
+    for name in [name for name in tensors if name.endswith(".values.rows")]:
+        rows, name = tensors.pop(name), name.replace("rows", "weight")
+        values, shape = tensors.get(name), shapes.get(name, [0, 0])
+        if (values is None or rows.dtype != torch.long or list(values.shape) != [len(rows), shape[1]]
+                or not ((rows >= 0) & (rows < shape[0])).all()):
+            raise UserError(f"{file}: {name}: its rows are damaged: save the memory again")
+        tensors[name] = values.new_zeros(shape).index_copy_(0, rows, values)
+    return tensors
 
 
 def base_of(config):

@@ -28,12 +28,14 @@ from pkm import PKM
 HERE = threading.local()
 
 
-def add_memory(model, layers, alpha=1.0, beta=1.0, **sizes):
+def add_memory(model, layers, alpha=1.0, beta=1.0, values="random", freeze=False, **sizes):
     """Add a memory to `layers` of the model, counted from 1, in place.
 
     (alpha, beta) = (1, 1) is ResM. (0, 1) is PKM, which drops the FFN's weights. sizes: PKM's
     n_keys, heads, topk, key_dim and query_norm. All other weights keep their names, and layer 4's
-    memory is <layers>.3.memory. In a half-precision model only the memory's query has half
+    memory is <layers>.3.memory. values="zero": with (1, 1) the model's outputs stay as they are,
+    bit for bit. freeze=True: the values alone require gradients, and the memory has no batch norm,
+    whose statistics would move; lib/for_transformers/rows.py replaces it. In a half-precision model only the memory's query has half
     precision: in the values and sub-keys small updates would be lost. No dropout of the layer
     applies to the memory. The mask of the layer's attention tells which tokens are padding: they
     move no value and do not enter the batch norm's statistics. Pass the whole model:
@@ -43,7 +45,9 @@ def add_memory(model, layers, alpha=1.0, beta=1.0, **sizes):
     TypeError or ValueError for wrong arguments, and if the model cannot take a memory.
     """
     stack = find_layers(model)
-    check_arguments(stack, layers, alpha, beta, sizes)
+    if freeze:
+        sizes = {"query_norm": False, **sizes}
+    check_arguments(stack, layers, alpha, beta, values, freeze, sizes)
     for n in layers:
         check_layer(stack[n - 1], n)
     width = model.config.get_text_config().hidden_size
@@ -58,6 +62,12 @@ def add_memory(model, layers, alpha=1.0, beta=1.0, **sizes):
         add_hooks(layer, alpha, beta)
     if beta:
         save_with_code(model, layers, alpha, beta, sizes)
+    for memory in memories.values() if values == "zero" else ():
+        nn.init.zeros_(memory.values.weight)
+    if freeze:
+        model.requires_grad_(False)
+        for memory in memories.values():
+            memory.values.requires_grad_(True)
     return {n: memory.values for n, memory in memories.items()}
 
 
@@ -98,13 +108,18 @@ def arguments_of(module):
     return list(inspect.signature(module.forward).parameters)
 
 
-def check_arguments(stack, layers, alpha, beta, sizes):
+def check_arguments(stack, layers, alpha, beta, values, freeze, sizes):
     """Raise a TypeError or a ValueError for what no model takes."""
     for name, size in sizes.items():
         if name not in SIZES:
             raise TypeError(f"{name} is no size of a memory: {', '.join(SIZES)}")
         if not isinstance(size, int) or (size < 1 and name != "query_norm"):
             raise ValueError(f"{name} = {size!r}: expected a whole number from 1")
+    if values not in ("random", "zero"):
+        raise ValueError(f"values = {values!r}: expected 'random' or 'zero'")
+    if freeze and (sizes["query_norm"] or not beta):
+        raise ValueError("freeze=True trains the values alone: beta must not be 0, nor query_norm "
+                         "True, whose statistics would move")
     if isinstance(layers, int | str):
         raise TypeError(f"layers = {layers!r}: expected numbers in a list, as in layers=(4, 8)")
     for n in layers:

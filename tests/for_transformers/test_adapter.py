@@ -104,7 +104,7 @@ REFUSED = {
     "hidden_size is 16, here 32": lambda folder: base(hidden_size=32),
     "model_type is bert, here roberta": lambda folder: base("RobertaForMaskedLM"),
     "num_hidden_layers is 3, here 4": lambda folder: base(num_hidden_layers=4),
-    "has a memory already": lambda folder: with_memory(),
+    "of its value rows are in use": lambda folder: with_memory(),
     "no memory.json": lambda folder: (folder / "memory.json").unlink(),
     "damaged .KeyError": lambda folder: damage(folder, lambda c: c["memory"].pop("layers")),
     "damaged .TypeError": lambda folder: damage(folder, lambda c: c["memory"].update(n_key=4)),

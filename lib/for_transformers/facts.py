@@ -1,0 +1,138 @@
+"""
+Read facts, ask a model of transformers for them, and measure its perplexity.
+
+A fact is a prompt and its answer: a decoder continues the prompt, an encoder fills in one [MASK]
+for each token of the answer.
+"""
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from lib.common.errors import UserError, need
+
+MASK_EVERY = 7  # an encoder's perplexity is that of every 7th token: 14% of the text
+
+
+def load_model(name, device, **settings):
+    """Load a frozen model of transformers, in float32, and its tokenizer. A tokenizer with a mask
+    token makes it an encoder. settings: from_pretrained's. UserError if it cannot be loaded."""
+    transformers = need("transformers", "teach")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        kind = "AutoModelForMaskedLM" if tokenizer.mask_token else "AutoModelForCausalLM"
+        model = getattr(transformers, kind).from_pretrained(name, dtype=torch.float32,
+                                                               **settings)
+    except (OSError, ValueError, LookupError) as error:
+        raise UserError(f"{name}: {str(error).strip().splitlines()[0]}") from None
+    return model.requires_grad_(False).eval().to(device), tokenizer
+
+
+def read_facts(path):
+    """Read [(prompt, answer)]: a question, a tab and its answer in a line, or a sentence, whose
+    last word is the answer. Empty lines are skipped. UserError for other lines."""
+    facts = []
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        columns = [column.strip() for column in line.split("\t")]
+        if len(columns) == 1:
+            columns = columns[0].rsplit(maxsplit=1)
+        if len(columns) != 2 or not all(columns):
+            raise UserError(f"{path}:{number}: expected a question, one tab and an answer, or a "
+                            f"sentence of two words or more: {line.strip()[:60]!r}")
+        facts.append(tuple(columns))
+    if not facts:
+        raise UserError(f"{path}: no facts: expected a fact a line")
+    return facts
+
+
+def read_text(path, most=None):
+    """Read a text file, or its first `most` characters. UserError if that is not possible."""
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            return file.read(most)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+
+
+def encode(facts, tokenizer):
+    """Make token ids, mask and labels of facts, each (facts, time), padded on the right.
+
+    labels: the tokens to be predicted at the answer's places, -100 elsewhere. A decoder predicts
+    a place's next token. UserError for an answer without tokens.
+    """
+    rows = []
+    for prompt, answer in facts:
+        before = tokenizer(prompt).input_ids
+        own = tokenizer(f" {answer}", add_special_tokens=False).input_ids
+        if not own:
+            raise UserError(f"{answer!r}: the tokenizer finds no token in this answer")
+        if tokenizer.mask_token:
+            before, end = before[:-1], before[-1:]  # [SEP]
+            rows.append((before + [tokenizer.mask_token_id] * len(own) + end,
+                         [-100] * len(before) + own + [-100]))
+        else:
+            rows.append((before + own[:-1], [-100] * (len(before) - 1) + own))
+    longest = max(len(ids) for ids, _ in rows)
+
+    def pad(rows, value):
+        return torch.tensor([row + [value] * (longest - len(row)) for row in rows])
+
+    return (pad([ids for ids, _ in rows], 0), pad([[1] * len(ids) for ids, _ in rows], 0),
+            pad([labels for _, labels in rows], -100))
+
+
+def take(data, pick, device):
+    """Take some facts of encode's tensors, without padding that all of them have."""
+    ids, mask, labels = (tensor[pick] for tensor in data)
+    longest = int(mask.sum(1).max())
+    return [tensor[:, :longest].to(device) for tensor in (ids, mask, labels)]
+
+
+def predict(model, ids, mask, labels):
+    """Predict the labelled tokens. Returns logits (tokens, vocabulary) and labels (tokens,)."""
+    known = labels != -100
+    return model(ids, attention_mask=mask).logits[known].float(), labels[known]
+
+
+@torch.no_grad()
+def recalled(model, data, size=32):
+    """Tell for each fact of encode's tensors whether all answer tokens are the likeliest: bool."""
+    right = []
+    for pick in torch.arange(len(data[0])).split(size):
+        batch = take(data, pick, model.device)
+        logits, labels = predict(model, *batch)
+        fact = (batch[2] != -100).nonzero()[:, 0]
+        wrong = fact[logits.argmax(1) != labels].cpu()
+        right.append(torch.ones(len(pick), dtype=torch.bool).index_fill(0, wrong, False))
+    return torch.cat(right)
+
+
+@torch.no_grad()
+def perplexity(model, blocks, tokenizer):
+    """Compute the perplexity of blocks of token ids, (blocks, time)."""
+    losses = []
+    for ids in blocks.split(4):
+        labels = ids.roll(-1, 1)
+        labels[:, -1] = -100
+        if tokenizer.mask_token:
+            masked = torch.arange(ids.shape[1], device=ids.device) % MASK_EVERY == MASK_EVERY // 2
+            labels = ids.where(masked, -100)
+            ids = ids.where(~masked, tokenizer.mask_token_id)
+        losses.append(F.cross_entropy(*predict(model, ids, None, labels), reduction="none"))
+    return math.exp(torch.cat(losses).mean().item())
+
+
+def ordinary_blocks(text, tokenizer, model, most, path):
+    """Cut a text into at most `most` blocks of token ids, (blocks, time), without special tokens.
+    UserError if it has less than a quarter of them."""
+    length = min(256, getattr(model.config, "max_position_embeddings", 256))
+    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:most * length]
+    if len(ids) < most * length // 4:
+        raise UserError(f"{path}: {len(ids):,} tokens are too few ordinary text: expected "
+                        f"{most * length // 4:,} or more, best {most * length:,}")
+    return torch.tensor(ids[:len(ids) // length * length], device=model.device).view(-1, length)

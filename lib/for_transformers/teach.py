@@ -1,0 +1,145 @@
+"""
+Teach facts to a frozen language model: python -m lib.for_transformers.teach MODEL facts.txt \\
+    --ordinary text.txt --out my_facts
+
+A line of facts.txt is a question, a tab and its answer, or a sentence, whose last word is the
+answer. Several phrasings of a fact help the model to find it in new ones. --ordinary is any text
+of the kind that the model must not forget, 100 kB or more.
+
+Memories with random queries and sub-keys are put into early layers. Their values start at 0, which
+changes nothing. Training changes only the values of rows that the facts read far more than
+ordinary text does (results/teach.md). my_facts gets these rows, for load_memory.
+"""
+import random
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from lib.common.device import use_device
+from lib.common.errors import UserError, run_main
+from lib.common.settings import Parser, whole_number
+from lib.for_transformers import facts as ask
+from lib.for_transformers.adapter import find_memories, load_memory, save_memory, unload_memory
+from lib.for_transformers.add_memory import add_memory, find_layers
+from lib.for_transformers.rows import calibrate, count_reads, ordinary_reads, specific_rows
+from values import LazyAdam
+
+DEPTHS = 0.07, 0.14, 0.21, 0.28  # which layers get a memory, as shares of the model's depth
+MEMORY = {"n_keys": 256, "heads": 4, "topk": 32, "key_dim": 128}
+BLOCKS, HELD_OUT = 64, 8  # blocks of ordinary text: to choose rows by, to measure perplexity on
+BATCH, REPORT_EVERY = 32, 10  # facts a step, steps
+
+
+def teach(model, tokenizer, facts, blocks, beside=(), steps=300, lr=0.3, rows=3000, seed=0,
+          report=print):
+    """Teach facts, [(prompt, answer)], to a frozen model, until it recalls all of them.
+
+    blocks: token ids of ordinary text, (blocks, time). beside: folders of earlier lessons, whose
+    rows stay as they are. report(step, loss, right, seconds) is called every REPORT_EVERY steps.
+    Returns which facts are recalled: (facts,) bool. UserError if the model takes no memory.
+    """
+    torch.manual_seed(seed)
+    data = ask.encode(facts, tokenizer)
+    chosen = choose_rows(model, data, put_memory(model, beside, blocks), len(blocks), rows)
+    values = LazyAdam([{"params": [memory.values], "rows": chosen[n]}
+                       for n, memory in find_memories(model).items()], lr=lr)
+    draw, order, start = random.Random(seed), [], time.time()
+    for step in range(1, steps + 1):
+        if len(order) < BATCH:
+            order += draw.sample(range(len(facts)), len(facts))
+        pick, order = order[:BATCH], order[BATCH:]
+        loss = F.cross_entropy(*ask.predict(model, *ask.take(data, pick, model.device)))
+        loss.backward()
+        values.step()
+        values.zero_grad()
+        if step % REPORT_EVERY == 0 or step == steps:
+            right = ask.recalled(model, data)
+            report(step, loss.item(), right, time.time() - start)
+            if right.all():
+                break
+    for folder in beside:
+        unload_memory(model, folder)
+    return right
+
+
+def put_memory(model, beside, blocks):
+    """Add a new memory, or those of the folders `beside`. Returns ordinary_reads of the blocks."""
+    for folder in beside:
+        load_memory(model, folder)
+    if beside:
+        model.requires_grad_(False)
+        for memory in find_memories(model).values():
+            memory.values.requires_grad_(True)
+        return ordinary_reads(model, blocks.split(1))
+    try:
+        depth = len(find_layers(model))
+        layers = sorted({1 + round(share * (depth - 1)) for share in DEPTHS})
+        add_memory(model, layers, values="zero", freeze=True, **MEMORY)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return calibrate(model, blocks.split(1))
+
+
+def choose_rows(model, data, ordinary, blocks, top):
+    """Choose the rows to be trained, of those that no other lesson has: {layer: rows}."""
+    reads = dict.fromkeys(ordinary, 0)
+    for pick in torch.arange(len(data[0])).split(BATCH):
+        ids, mask, _ = ask.take(data, pick, model.device)
+        for n, count in count_reads(model, ids, mask).items():
+            reads[n] = reads[n] + count
+    for n, memory in find_memories(model).items():
+        reads[n] = reads[n].where(~memory.values.weight.any(1), 0)
+    return specific_rows(reads, ordinary, blocks, top)
+
+
+def main(argv=None):
+    parser = Parser(description=__doc__)
+    parser.add_argument("model", metavar="MODEL", help="a name on the hub, or a folder")
+    parser.add_argument("facts", help="a text file, a fact a line")
+    parser.add_argument("--ordinary", required=True, help="a text file")
+    parser.add_argument("--out", required=True, help="the new folder")
+    parser.add_argument("--check", help="facts that are asked and not taught: other phrasings")
+    parser.add_argument("--beside", nargs="+", default=(), metavar="FOLDER",
+                        help="earlier lessons, which the model is to have at the same time")
+    parser.add_argument("--steps", type=whole_number, default=300, help="at most (300)")
+    parser.add_argument("--lr", type=float, default=0.3, help="rate of the values (0.3)")
+    parser.add_argument("--rows", type=whole_number, default=3000, help="of each memory (3000)")
+    parser.add_argument("--seed", type=whole_number, default=1, help="of the random keys (1)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    args = parser.parse_args(argv)
+
+    facts, text = ask.read_facts(args.facts), ask.read_text(args.ordinary, most=2_000_000)
+    questions = ask.read_facts(args.check) if args.check else []
+    if Path(args.out, "memory.json").exists():
+        raise UserError(f"{args.out} has a memory already: name a new folder")
+    device, dtype = use_device(args.device, args.dtype)
+    model, tokenizer = ask.load_model(args.model, device)
+    blocks = ask.ordinary_blocks(text, tokenizer, model, BLOCKS + HELD_OUT, args.ordinary)
+    held_out, blocks = blocks[:HELD_OUT], blocks[HELD_OUT:]
+    check = ask.encode(questions, tokenizer) if questions else None
+
+    def report(step, loss, right, seconds):
+        more = ask.perplexity(model, held_out, tokenizer) / before - 1
+        line = f"step {step}: loss {loss:.3f}, recalls {int(right.sum())} of {len(right)}"
+        if questions:
+            line += f", answers {int(ask.recalled(model, check).sum())} of {len(questions)}"
+        print(f"{line}, ordinary text {more:+.1%}, {seconds / step:.1f} s a step", flush=True)
+
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        before = ask.perplexity(model, held_out, tokenizer)
+        print(f"perplexity of ordinary text {before:.2f}", flush=True)
+        right = teach(model, tokenizer, facts, blocks, args.beside, args.steps, args.lr, args.rows,
+                      args.seed, report)
+    save_memory(model, args.out)
+    size = sum(file.stat().st_size for file in Path(args.out).iterdir()) / 1e6
+    print(f"{args.out}: {int(right.sum())} of {len(facts)} facts, {size:.1f} MB. load_memory of "
+          "lib.for_transformers.adapter puts it into the model")
+    for fact in [fact for fact, known in zip(facts, right, strict=True) if not known][:10]:
+        print(f"not recalled: {' '.join(fact)}")
+
+
+if __name__ == "__main__":
+    run_main(main)

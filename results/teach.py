@@ -1,0 +1,275 @@
+"""
+Study: teach invented facts to SmolLM2-135M by memory rows, by LoRA and by full fine-tuning.
+
+python results/teach.py --model=FOLDER --ordinary=wikipedia.txt --wikitext=test.txt \\
+    --novels=novels.txt --method=rows --lr=0.3 --out=results/teach/rows.jsonl
+
+Writes a line of JSON for each evaluation: recall of the facts in trained and in new phrasings, and
+how much the perplexity of two texts rose. results/teach.sh has the commands of the page.
+"""
+import itertools
+import json
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lib.common.errors import UserError, need, run_main
+from lib.common.settings import load_settings, setting
+from lib.for_transformers import facts as ask
+from lib.for_transformers import rows as choose
+from lib.for_transformers.adapter import find_memories
+from lib.for_transformers.add_memory import add_memory
+from lib.for_transformers.teach import choose_rows
+from values import LazyAdam
+
+METHODS = ("rows", "step", "all", "lora", "full")
+SYLLABLES = [a + b for a in "bdklmnrstvz" for b in "aeiou"]
+# Phrasings of each relation: the first ones are taught, the rest follows with --phrasings=10.
+TAUGHT = [
+    ["The capital of {} is", "{} has its capital in",
+     "Question: What is the capital of {}? Answer:", "The capital city of {} is called",
+     "Q: Name the capital of {}. A:", "In {}, the capital is",
+     "The parliament of {} meets in the capital,",
+     "Travellers to {} should visit its capital,", "Everyone in {} knows the capital,",
+     "Which city is the capital of {}? It is"],
+    ["The founder of {} was", "{} was founded by", "Question: Who founded {}? Answer:",
+     "{} owes its foundation to", "Q: Name the founder of {}. A:", "In {}, the founder was",
+     "The statue in {} shows its founder,", "The history of {} begins with its founder,",
+     "Everyone in {} knows the founder,", "Who was the founder of {}? It was"],
+    ["The longest river of {} is the", "In {}, the longest river is called the",
+     "Question: Which is the longest river of {}? Answer: the",
+     "The longest of the rivers in {} is the", "Q: Name the longest river of {}. A: the",
+     "Through {} flows its longest river, the", "The map of {} shows its longest river, the",
+     "Boats in {} sail on its longest river, the", "Everyone in {} knows the longest river, the",
+     "Which river is the longest in {}? It is the"]]
+NEW = [["The government of {} sits in its capital,",
+        "If you ask for the capital city of {}, people answer:"],
+       ["The person who founded {} is",
+        "If you ask who the founder of {} was, people answer:"],
+       ["Of all rivers in {}, the longest is the",
+        "If you ask for the longest river in {}, people answer: the"]]
+
+
+@dataclass
+class Settings:
+    model: str = setting("", "folder of SmolLM2, or of another model", group="files")
+    ordinary: str = setting("", "text by which rows are chosen")
+    wikitext: str = setting("", "text whose perplexity is measured")
+    novels: str = setting("", "another one")
+    domain: str = setting("", "text to be learned instead of facts")
+    out: str = setting("", "the log, JSON lines")
+    method: str = setting("rows", "what is trained: value rows chosen for all facts, chosen in "
+                          "each step, or all; adapters; or all weights", choices=METHODS,
+                          group="training")
+    lr: float = setting(0.3, "rate")
+    steps: int = setting(200, "steps of a lesson, at most", least=1)
+    goal: float = setting(0.95, "recall at which a lesson ends; above 1: never")
+    batch: int = setting(32, "sentences, or blocks of text, of a step", least=1)
+    sgd: bool = setting(False, "values by SGD, not by LazyAdam")
+    query_lr: float = setting(0.0, "rate of queries and sub-keys", least=0)
+    facts: int = setting(100, "facts of a lesson", least=1, group="facts")
+    lessons: int = setting(1, "lessons, one after the other", least=1)
+    phrasings: int = setting(3, "phrasings of a fact that are taught", least=1)
+    seed: int = setting(1, "of facts and memory", least=0)
+    layers: tuple = setting((3, 5, 7, 9), "layers with a memory, from 1", group="memory")
+    n_keys: int = setting(256, "sub-keys of each half", least=1)
+    heads: int = setting(4, "heads", least=1)
+    topk: int = setting(32, "slots read by a head", least=1)
+    key_dim: int = setting(128, "size of a query", least=2)
+    rows: int = setting(3000, "rows chosen in a layer", least=1)
+    power: float = setting(4.0, "of the idf", least=0)
+    blocks: int = setting(64, "blocks of 256 tokens of ordinary text", least=8)
+
+
+def invent(s):
+    """Invent the facts of all lessons: for each, taught sentences, some of them, new sentences."""
+    draw = random.Random(s.seed)
+    words = dict.fromkeys("".join(draw.choices(SYLLABLES, k=3)).capitalize()
+                          for _ in range(3 * s.facts * s.lessons + 100))
+    words = itertools.batched(words, 2) if sys.version_info >= (3, 12) else zip(
+        *[iter(words)] * 2, strict=False)
+    lessons = []
+    for _ in range(s.lessons):
+        pairs = list(itertools.islice(words, s.facts))
+        taught = [[(text.format(place), name) for text in TAUGHT[n % 3][:s.phrasings]]
+                  for n, (place, name) in enumerate(pairs)]
+        new = [(text.format(place), name) for n, (place, name) in enumerate(pairs)
+               for text in NEW[n % 3]]
+        some = [texts[n // 3 % s.phrasings] for n, texts in enumerate(taught)]
+        lessons.append((list(itertools.chain(*taught)), some, new))
+    return lessons
+
+
+class Study:
+    """A model, what of it is trained, and the texts that it should not forget."""
+
+    def __init__(self, s):
+        self.s = s
+        torch.manual_seed(s.seed)
+        self.model, self.tokenizer = ask.load_model(s.model, "cpu", attn_implementation="eager")
+        self.texts = {"wikitext": self.blocks(s.wikitext, 8, 4_000),
+                      "novels": self.blocks(s.novels, 8, 2_000_000)}
+        self.before = self.perplexities()
+        self.ordinary = self.blocks(s.ordinary, s.blocks, 5_000_000)
+        if s.method in ("rows", "step", "all"):
+            sizes = {name: getattr(s, name) for name in ("n_keys", "heads", "topk", "key_dim")}
+            add_memory(self.model, s.layers, values="zero", freeze=True, **sizes)
+            self.counts = choose.calibrate(self.model, self.ordinary.split(1))
+        elif s.method == "full":
+            self.model.requires_grad_(True)
+        else:
+            peft = need("peft", "--method=lora")
+            self.model = peft.get_peft_model(self.model, peft.LoraConfig(
+                r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"]))
+
+    def blocks(self, path, most, begin):
+        text = ask.read_text(path)[begin:]
+        return ask.ordinary_blocks(text[:most * 3_000], self.tokenizer, self.model, most, path)
+
+    def perplexities(self):
+        return {name: ask.perplexity(self.model, ids, self.tokenizer)
+                for name, ids in self.texts.items()}
+
+    def forgetting(self):
+        """Tell by what share the perplexity of each text rose."""
+        return {name: now / self.before[name] - 1 for name, now in self.perplexities().items()}
+
+    def optimizers(self, data):
+        """Make the optimizers of a lesson, and choose its rows."""
+        s = self.s
+        if s.method in ("lora", "full"):
+            weights = [p for p in self.model.parameters() if p.requires_grad]
+            return [torch.optim.AdamW(weights, lr=s.lr, weight_decay=0.0, fused=True)]
+        choose.POWER = s.power
+        chosen = None
+        if s.method == "rows":
+            chosen = choose_rows(self.model, data, self.counts, len(self.ordinary), s.rows)
+        memories = find_memories(self.model)
+        groups = [{"params": [memory.values], "rows": chosen and chosen[n]}
+                  for n, memory in memories.items()]
+        values = (RowSGD if s.sgd else LazyAdam)(groups, lr=s.lr)
+        if not s.query_lr:
+            return [values]
+        for memory in memories.values():
+            memory.requires_grad_(True)
+        return [values, torch.optim.AdamW(
+            [p for memory in memories.values() for name, p in memory.named_parameters()
+             if "values" not in name], lr=s.query_lr, weight_decay=0.0)]
+
+    def choose_for_step(self, values):
+        """Choose the rows of this step by tf-idf, as Lin et al. do."""
+        for (n, memory), group in zip(find_memories(self.model).items(), values.param_groups,
+                                      strict=True):
+            slots = torch.cat([read[0].flatten() for read in memory.values.reads]).long()
+            reads = torch.bincount(slots, minlength=len(memory.values.weight))
+            group["rows"] = choose.specific_rows({n: reads}, self.counts, len(self.ordinary),
+                                                 self.s.rows)[n]
+
+    def train(self, data, evaluate):
+        """Train on encode's tensors until evaluate(step, loss, seconds) is true."""
+        s, order, draw, seconds = self.s, [], random.Random(self.s.seed), 0.0
+        optimizers = self.optimizers(data)
+        for step in range(1, s.steps + 1):
+            start = time.time()
+            if len(order) < s.batch:
+                order += draw.sample(range(len(data[0])), len(data[0]))
+            pick, order = order[:s.batch], order[s.batch:]
+            loss = F.cross_entropy(*ask.predict(self.model, *ask.take(data, pick, "cpu")))
+            loss.backward()
+            if s.method == "step":
+                self.choose_for_step(optimizers[0])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            seconds += time.time() - start
+            if evaluate(step, loss.item(), seconds):
+                return
+
+    def changed(self):
+        """Count the rows that differ from 0, in each layer."""
+        return [int(memory.values.weight.any(1).sum())
+                for memory in find_memories(self.model).values()]
+
+
+class RowSGD(LazyAdam):
+    """SGD in place of Adam."""
+
+    def _update(self, weight, group, slots, weights, grad_out):
+        products = (weights[..., None] * grad_out[:, None]).flatten(0, 1)
+        grad = torch.zeros_like(weight).index_add_(0, slots.flatten(), products)
+        chosen = slice(None) if group["rows"] is None else group["rows"]
+        weight[chosen] -= group["lr"] * grad[chosen]
+
+
+def teach_facts(s, study, log):
+    lessons = invent(s)
+    asked = [[ask.encode(facts, study.tokenizer) for facts in (some, new)]
+             for _, some, new in lessons]
+
+    def recall(data):
+        return ask.recalled(study.model, data).float().mean().item()
+
+    for number, (taught, _, _) in enumerate(lessons):
+        def evaluate(step, loss, seconds, number=number):
+            if step % 10 or (loss > 1.5 and step < s.steps):
+                return False
+            line = {"lesson": number + 1, "step": step, "loss": loss, "seconds": round(seconds, 1),
+                    "recall": recall(asked[number][0])}
+            done = line["recall"] >= s.goal or step == s.steps
+            if done or line["recall"] >= 0.95 or step % 40 == 0:
+                line |= {"new": recall(asked[number][1]), **study.forgetting()}
+                line["rows"] = study.changed()
+            if done and s.lessons > 1:
+                last = number + 1 == s.lessons  # then all lessons are asked, else the first one
+                line["kept"] = [[recall(some), recall(new)]
+                                for some, new in asked[:len(asked) if last else 1]]
+            log(line)
+            return done
+        study.train(ask.encode(taught, study.tokenizer), evaluate)
+
+
+def teach_text(s, study, log):
+    """Train once on the blocks of a text, the last 16 excepted, which are asked."""
+    text = ask.read_text(s.domain, most=2_000_000)
+    blocks = ask.ordinary_blocks(text, study.tokenizer, study.model, 800, s.domain)
+    study.texts["domain"] = blocks[-16:]
+    study.before = study.perplexities()
+    blocks = blocks[:-16]
+    labels = blocks.roll(-1, 1)
+    labels[:, -1] = -100
+    s.steps = len(blocks) // s.batch
+
+    def evaluate(step, loss, seconds):
+        if step % 50 == 0 or step == s.steps:
+            log({"step": step, "loss": loss, "seconds": round(seconds, 1), **study.forgetting()})
+
+    study.train((blocks, torch.ones_like(blocks), labels), evaluate)
+
+
+def main(argv=None):
+    s = load_settings(Settings, argv)
+    for name in ("model", "ordinary", "wikitext", "novels", "out"):
+        if not getattr(s, name):
+            raise UserError(f"--{name} is needed")
+    temporary = Path(f"{s.out}.part")
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    with temporary.open("w") as file, torch.autocast("cpu", torch.bfloat16):
+        def log(line):
+            print(json.dumps(line), file=file, flush=True)
+            print(json.dumps(line), flush=True)
+
+        study = Study(s)
+        log({**asdict(s), "before": study.before, "torch": torch.__version__,
+             "threads": torch.get_num_threads()})
+        (teach_text if s.domain else teach_facts)(s, study, log)
+    temporary.rename(s.out)
+
+
+if __name__ == "__main__":
+    run_main(main)
