@@ -259,7 +259,8 @@ def main(argv=None):
             raise UserError(f"--{name} is needed")
     temporary = Path(f"{s.out}.part")
     temporary.parent.mkdir(parents=True, exist_ok=True)
-    with temporary.open("w") as file, torch.autocast("cpu", torch.bfloat16):
+    # A cache of weights in bfloat16 would outlive their updates.
+    with temporary.open("w") as file, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         def log(line):
             print(json.dumps(line), file=file, flush=True)
             print(json.dumps(line), flush=True)

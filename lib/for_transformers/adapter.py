@@ -160,20 +160,22 @@ def read_memory(model, folder):
 
 def without_zeros(state):
     """Leave out the rows of a memory's values that are 0. values.rows tells which remain."""
-    rows = state["values.weight"].any(1).nonzero().flatten()
-    if len(rows) < len(state["values.weight"]):
-        state |= {"values.weight": state["values.weight"][rows], "values.rows": rows}
+    values = state["values.weight"]
+    rows = values.any(1).nonzero().flatten()
+    if len(rows) < len(values):
+        state |= {"values.weight": values[rows], "values.rows": rows}
     return state
 
 
 def with_zeros(tensors, shapes, file):
     """Put back the rows that without_zeros left out. shapes: {name: shape of the whole}.
-    UserError if the rows are not in the table, or are as many as the values are not."""
+    UserError if the rows are not in the table, or are not as many as the values."""
     for name in [name for name in tensors if name.endswith(".values.rows")]:
         rows, name = tensors.pop(name), name.replace("rows", "weight")
         values, shape = tensors.get(name), shapes.get(name, [0, 0])
-        if (values is None or rows.dtype != torch.long or list(values.shape) != [len(rows), shape[1]]
-                or not ((rows >= 0) & (rows < shape[0])).all()):
+        fits = (values is not None and list(values.shape) == [len(rows), shape[1]]
+                and rows.dtype == torch.long and bool(((rows >= 0) & (rows < shape[0])).all()))
+        if not fits:
             raise UserError(f"{file}: {name}: its rows are damaged: save the memory again")
         tensors[name] = values.new_zeros(shape).index_copy_(0, rows, values)
     return tensors

@@ -33,13 +33,15 @@ def add_memory(model, layers, alpha=1.0, beta=1.0, values="random", freeze=False
 
     (alpha, beta) = (1, 1) is ResM. (0, 1) is PKM, which drops the FFN's weights. sizes: PKM's
     n_keys, heads, topk, key_dim and query_norm. All other weights keep their names, and layer 4's
-    memory is <layers>.3.memory. values="zero": with (1, 1) the model's outputs stay as they are,
-    bit for bit. freeze=True: the values alone require gradients, and the memory has no batch norm,
-    whose statistics would move; lib/for_transformers/rows.py replaces it. In a half-precision model only the memory's query has half
+    memory is <layers>.3.memory. In a half-precision model only the memory's query has half
     precision: in the values and sub-keys small updates would be lost. No dropout of the layer
     applies to the memory. The mask of the layer's attention tells which tokens are padding: they
     move no value and do not enter the batch norm's statistics. Pass the whole model:
     save_pretrained of the whole leaves out a memory that was added to a part.
+
+    values="zero" makes the values 0. With (1, 1) the model's outputs then stay as they are, bit
+    for bit. freeze=True lets the values alone require gradients. The memory has no batch norm
+    then, whose statistics would move: see calibrate in rows.py.
 
     Returns {layer: ValueTable}, for LazyAdam.
     TypeError or ValueError for wrong arguments, and if the model cannot take a memory.

@@ -45,11 +45,9 @@ def test_its_blocks_run_and_do_what_they_claim(stand_ins, capsys):
     assert moved and all(".memory." in name for name in moved)
     assert_same(trained, loaded)
     assert_same(trained, whole)
-    zeroed = {name for name, w in after[4].items() if not torch.equal(w, whole[name])}
-    assert {name.rpartition("memory.")[2] for name in zeroed} == {"values.weight"}
     assert re.search(r"layer 9: top-1 usage 0\.[0-9]%", capsys.readouterr().out)
     assert Path("both/adapter_model.safetensors").exists() and Path("both/memory.json").exists()
-    assert names["slots"].keys() == {2, 3} and len(blocks) == 10
+    assert names["slots"].keys() == {2, 3} and len(blocks) == 9
 
 
 def test_it_is_short():

@@ -1,0 +1,124 @@
+"""
+Print the tables of results/teach.md and the verdicts on its claims, and draw its two pictures.
+
+$ python results/teach_verdicts.py            # from results/teach/*.jsonl, which teach.py wrote
+"""
+import json
+import sys
+from pathlib import Path
+from statistics import mean, stdev
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lib.common.errors import run_main
+from lib.common.progress import markdown
+from lib.slot_usage.figures import COLORS, subplots
+
+FOLDER = Path(__file__).parent / "teach"
+METHODS = {"rows": "chosen rows", "all": "all rows", "lora": "LoRA", "full": "all weights"}
+SEEDS = 1, 2, 3
+GOAL = 0.95
+TEXTS = {"wikitext": "WikiText-2", "novels": "novels"}
+
+
+def read(name):
+    """Read a log: its settings, its evaluations. None if it is not there."""
+    file = FOLDER / f"{name}.jsonl"
+    if not file.exists():
+        return None
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return lines[0], lines[1:]
+
+
+def at_goal(method, seed):
+    """Return a run's first evaluation with a recall of GOAL, None if there is none."""
+    log = read(f"{method}_{seed}")
+    return log and next((line for line in log[1] if line["recall"] >= GOAL), None)
+
+
+def verdict(differences):
+    """Format the differences and whether they are above 0."""
+    error = stdev(differences) / len(differences) ** 0.5
+    word = "confirmed" if mean(differences) >= 2 * error else (
+        "refuted" if -mean(differences) >= 2 * error else "undecided")
+    return f"{word}: {100 * mean(differences):+.2f} points (s.e. {100 * error:.2f})"
+
+
+def print_seeds():
+    """Print a row for each method and seed at GOAL, and the last evaluation of longer runs."""
+    rows = []
+    for method, title in METHODS.items():
+        for seed in SEEDS:
+            if not (log := read(f"{method}_{seed}")):
+                continue
+            first = at_goal(method, seed)
+            for line in [first] if log[1][-1] is first else [first, log[1][-1]]:
+                if line:
+                    rows.append([title, f"{log[0]['lr']:g}", seed, line["step"],
+                                 f"{line['seconds'] / 100:.1f}", line["recall"], line["new"],
+                                 *(f"{line[text]:+.1%}" for text in TEXTS)])
+    print(markdown(["trained", "rate", "seed", "steps", "s a fact", "recall", "new phrasing",
+                    *TEXTS.values()], rows))
+
+
+def print_verdicts():
+    """Print claims 1 to 3."""
+    ends = {(method, seed): at_goal(method, seed) for method in METHODS for seed in SEEDS}
+    last = {seed: log[1][-1] for seed in SEEDS if (log := read(f"rows_{seed}"))}
+    for text, title in TEXTS.items():
+        for other, share, claim in (("lora", 0.1, 1), ("full", 0.1, 1), ("all", 1.0, 2)):
+            pairs = [(ends["rows", seed], ends[other, seed]) for seed in SEEDS]
+            if all(a and b for a, b in pairs):
+                print(f"claim {claim}, {title}, {share:g} of {METHODS[other]} minus rows:",
+                      verdict([share * b[text] - a[text] for a, b in pairs]))
+        pairs = [(last.get(seed), ends["full", seed]) for seed in SEEDS]
+        if all(a and b for a, b in pairs):
+            print(f"claim 3, {title}, a fifth of all weights' minus longer rows':",
+                  verdict([0.2 * b[text] - a[text] for a, b in pairs]))
+            print("claim 3, new phrasings, longer rows minus all weights:",
+                  verdict([a["new"] - b["new"] for a, b in pairs]))
+
+
+def draw_forgetting():
+    """Draw recall in new phrasings against forgetting, a line for each run."""
+    figure, [panels] = subplots(1, 2, 3.0, sharey=True)
+    for axes, (text, title) in zip(panels, TEXTS.items(), strict=True):
+        for (method, label), color in zip(METHODS.items(), (COLORS[1], COLORS[3], *COLORS[2::2]),
+                                          strict=False):
+            for seed in SEEDS:
+                if log := read(f"{method}_{seed}"):
+                    lines = [line for line in log[1] if "new" in line]
+                    axes.plot([max(100 * line[text], 0.1) for line in lines],
+                              [100 * line["new"] for line in lines], "o-", color=color,
+                              markersize=4, label=label if seed == 1 else None)
+        axes.set(title=title, xscale="log", xlabel="rise of perplexity, %", ylim=(0, 100))
+        axes.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
+    panels[0].set_ylabel("recall in new phrasings, %")
+    panels[1].legend(loc="lower right", handlelength=1.5, fontsize=9)
+    figure.savefig(FOLDER / "forgetting.png")
+
+
+def draw_lessons():
+    """Draw what is recalled of each of ten lessons after the last one."""
+    figure, [[axes]] = subplots(1, 1, 2.8)
+    for method, color in zip(("rows", "lora", "full"), COLORS[1:], strict=False):
+        if log := read(f"lessons_{method}"):
+            kept = log[1][-1]["kept"]
+            for part, style in ((0, "-"), (1, ":")):
+                axes.plot(range(1, len(kept) + 1), [100 * pair[part] for pair in kept], style,
+                          marker="o", markersize=4, color=color,
+                          label=METHODS[method] + (", new phrasings" if part else ""))
+    axes.set(xlabel="lesson of 100 facts", ylabel="recall after the tenth, %", ylim=(0, 103))
+    axes.set_xticks(range(1, 11))
+    figure.legend(loc="outside upper center", ncols=2, handlelength=2.5, fontsize=9)
+    figure.savefig(FOLDER / "lessons.png")
+
+
+def main():
+    print_seeds()
+    print_verdicts()
+    draw_forgetting()
+    draw_lessons()
+
+
+if __name__ == "__main__":
+    run_main(main)
