@@ -88,7 +88,8 @@ class Settings:
 
 
 def invent(s):
-    """Invent the facts of all lessons: for each, taught sentences, some of them, new sentences."""
+    """Invent the facts of all lessons: for each, taught sentences, some of them, new sentences.
+    At most 200 sentences of either kind are asked."""
     draw = random.Random(s.seed)
     words = dict.fromkeys("".join(draw.choices(SYLLABLES, k=3)).capitalize()
                           for _ in range(3 * s.facts * s.lessons + 100))
@@ -102,7 +103,7 @@ def invent(s):
         new = [(text.format(place), name) for n, (place, name) in enumerate(pairs)
                for text in NEW[n % 3]]
         some = [texts[n // 3 % s.phrasings] for n, texts in enumerate(taught)]
-        lessons.append((list(itertools.chain(*taught)), some, new))
+        lessons.append((list(itertools.chain(*taught)), some[:200], new[:200]))
     return lessons
 
 
@@ -213,16 +214,20 @@ def teach_facts(s, study, log):
              for _, some, new in lessons]
 
     def recall(data):
-        return ask.recalled(study.model, data).float().mean().item()
+        return round(ask.recalled(study.model, data).double().mean().item(), 6)
 
     for number, (taught, _, _) in enumerate(lessons):
-        def evaluate(step, loss, seconds, number=number):
+        reached = []
+
+        def evaluate(step, loss, seconds, number=number, reached=reached):
             if step % 10 or (loss > 1.5 and step < s.steps):
                 return False
             line = {"lesson": number + 1, "step": step, "loss": loss, "seconds": round(seconds, 1),
                     "recall": recall(asked[number][0])}
             done = line["recall"] >= s.goal or step == s.steps
-            if done or line["recall"] >= 0.95 or step % 40 == 0:
+            first = line["recall"] >= 0.95 and not reached
+            if done or first or step % 40 == 0:
+                reached += [step] * first
                 line |= {"new": recall(asked[number][1]), **study.forgetting()}
                 line["rows"] = study.changed()
             if done and s.lessons > 1:
