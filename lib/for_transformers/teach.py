@@ -41,7 +41,7 @@ def teach(model, tokenizer, facts, blocks, beside=(), steps=300, lr=0.3, rows=30
     Returns which facts are recalled: (facts,) bool. UserError if the model takes no memory.
     """
     torch.manual_seed(seed)
-    data = ask.encode(facts, tokenizer)
+    data = ask.encode(facts, tokenizer, model)
     chosen = choose_rows(model, data, put_memory(model, beside, blocks), len(blocks), rows)
     values = LazyAdam([{"params": [memory.values], "rows": chosen[n]}
                        for n, memory in find_memories(model).items()], lr=lr)
@@ -119,7 +119,7 @@ def main(argv=None):
     model, tokenizer = ask.load_model(args.model, device)
     blocks = ask.ordinary_blocks(text, tokenizer, model, BLOCKS + HELD_OUT, args.ordinary)
     held_out, blocks = blocks[:HELD_OUT], blocks[HELD_OUT:]
-    check = ask.encode(questions, tokenizer) if questions else None
+    check = ask.encode(questions, tokenizer, model) if questions else None
 
     def report(step, loss, right, seconds):
         more = ask.perplexity(model, held_out, tokenizer) / before - 1
