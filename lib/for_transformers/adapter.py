@@ -86,6 +86,8 @@ def unload_memory(model, folder):
     Without any rows the model computes what it did without memory, bit for bit (if alpha is 1).
     UserError if the model does not have these rows, or if they were trained since.
     """
+    if not find_memories(model):
+        raise UserError(f"{type(model).__name__} has no memory: nothing of {folder} was loaded")
     pairs = values_of_both(model, *read_memory(model, folder), folder)
     for here, saved in pairs:
         rows = saved.any(1)
@@ -169,12 +171,13 @@ def without_zeros(state):
 
 def with_zeros(tensors, shapes, file):
     """Put back the rows that without_zeros left out. shapes: {name: shape of the whole}.
-    UserError if the rows are not in the table, or are not as many as the values."""
+    UserError if the rows are not in the table or not in order, or are not as many as the values."""
     for name in [name for name in tensors if name.endswith(".values.rows")]:
         rows, name = tensors.pop(name), name.replace("rows", "weight")
         values, shape = tensors.get(name), shapes.get(name, [0, 0])
-        fits = (values is not None and list(values.shape) == [len(rows), shape[1]]
-                and rows.dtype == torch.long and bool(((rows >= 0) & (rows < shape[0])).all()))
+        fits = (values is not None and rows.dtype == torch.long and rows.dim() == 1
+                and list(values.shape) == [len(rows), shape[1]]
+                and all([(rows >= 0).all(), (rows < shape[0]).all(), (rows.diff() > 0).all()]))
         if not fits:
             raise UserError(f"{file}: {name}: its rows are damaged: save the memory again")
         tensors[name] = values.new_zeros(shape).index_copy_(0, rows, values)

@@ -19,12 +19,13 @@ def load_model(name, device, **settings):
     """Load a frozen model of transformers, in float32, and its tokenizer. A tokenizer with a mask
     token makes it an encoder. settings: from_pretrained's. UserError if it cannot be loaded."""
     transformers = need("transformers", "teach")
+    damaged = need("safetensors", "teach").SafetensorError
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         kind = "AutoModelForMaskedLM" if tokenizer.mask_token else "AutoModelForCausalLM"
         model = getattr(transformers, kind).from_pretrained(name, dtype=torch.float32,
                                                                **settings)
-    except (OSError, ValueError, LookupError) as error:
+    except (OSError, ValueError, LookupError, ImportError, damaged) as error:
         raise UserError(f"{name}: {str(error).strip().splitlines()[0]}") from None
     return model.requires_grad_(False).eval().to(device), tokenizer
 
@@ -59,24 +60,29 @@ def read_text(path, most=None):
         raise UserError(f"{path}: {error.strerror}") from None
 
 
-def encode(facts, tokenizer):
+def encode(facts, tokenizer, model=None):
     """Make token ids, mask and labels of facts, each (facts, time), padded on the right.
 
     labels: the tokens to be predicted at the answer's places, -100 elsewhere. A decoder predicts
-    a place's next token. UserError for an answer without tokens.
+    a place's next token. UserError for a prompt or an answer without tokens, and for a fact with
+    more tokens than the model takes.
     """
-    rows = []
+    rows, most = [], getattr(getattr(model, "config", None), "max_position_embeddings", math.inf)
     for prompt, answer in facts:
         before = tokenizer(prompt).input_ids
         own = tokenizer(f" {answer}", add_special_tokens=False).input_ids
-        if not own:
-            raise UserError(f"{answer!r}: the tokenizer finds no token in this answer")
+        for ids, text in ((before, prompt), (own, answer)):
+            if not ids:
+                raise UserError(f"{text!r}: the tokenizer finds no token in this text")
         if tokenizer.mask_token:
             before, end = before[:-1], before[-1:]  # [SEP]
             rows.append((before + [tokenizer.mask_token_id] * len(own) + end,
                          [-100] * len(before) + own + [-100]))
         else:
             rows.append((before + own[:-1], [-100] * (len(before) - 1) + own))
+        if len(rows[-1][0]) > most:
+            raise UserError(f"{prompt[:60]!r}: {len(rows[-1][0])} tokens with the answer: the "
+                            f"model takes {most}")
     longest = max(len(ids) for ids, _ in rows)
 
     def pad(rows, value):

@@ -38,9 +38,12 @@ def calibrate(model, batches):
     hooks = [memory.query.register_forward_hook(
                  lambda _, args, query, n=n: queries[n].append(query.flatten(0, -2)))
              for n, memory in memories.items()]
-    ordinary_reads(model, batches)
-    for hook, (n, memory) in zip(hooks, memories.items(), strict=True):
-        hook.remove()
+    try:
+        ordinary_reads(model, batches)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for n, memory in memories.items():
         var, mean = torch.var_mean(torch.cat(queries[n]).float(), 0)
         std = (var + 1e-5).sqrt()
         memory.query.weight.div_(std[:, None])

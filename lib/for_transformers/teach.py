@@ -10,6 +10,7 @@ Memories with random queries and sub-keys are put into early layers. Their value
 changes nothing. Training changes only the values of rows that the facts read far more than
 ordinary text does (results/teach.md). my_facts gets these rows, for load_memory.
 """
+import math
 import random
 import time
 from pathlib import Path
@@ -41,7 +42,7 @@ def teach(model, tokenizer, facts, blocks, beside=(), steps=300, lr=0.3, rows=30
     Returns which facts are recalled: (facts,) bool. UserError if the model takes no memory.
     """
     torch.manual_seed(seed)
-    data = ask.encode(facts, tokenizer)
+    data = ask.encode(facts, tokenizer, model)
     chosen = choose_rows(model, data, put_memory(model, beside, blocks), len(blocks), rows)
     values = LazyAdam([{"params": [memory.values], "rows": chosen[n]}
                        for n, memory in find_memories(model).items()], lr=lr)
@@ -113,13 +114,15 @@ def main(argv=None):
 
     facts, text = ask.read_facts(args.facts), ask.read_text(args.ordinary, most=2_000_000)
     questions = ask.read_facts(args.check) if args.check else []
-    if Path(args.out, "memory.json").exists():
-        raise UserError(f"{args.out} has a memory already: name a new folder")
+    if Path(args.out).exists():
+        raise UserError(f"{args.out} exists already: name a new folder")
+    if not 0 < args.lr < math.inf:
+        raise UserError(f"--lr {args.lr}: expected a number above 0")
     device, dtype = use_device(args.device, args.dtype)
     model, tokenizer = ask.load_model(args.model, device)
     blocks = ask.ordinary_blocks(text, tokenizer, model, BLOCKS + HELD_OUT, args.ordinary)
     held_out, blocks = blocks[:HELD_OUT], blocks[HELD_OUT:]
-    check = ask.encode(questions, tokenizer) if questions else None
+    check = ask.encode(questions, tokenizer, model) if questions else None
 
     def report(step, loss, right, seconds):
         more = ask.perplexity(model, held_out, tokenizer) / before - 1

@@ -1,5 +1,5 @@
 """
-Run the Python blocks of the guide for users of transformers, and check what they claim.
+Run the Python blocks of the guides for users of transformers, and check what they claim.
 """
 import re
 from pathlib import Path
@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from lib.for_transformers import teach
 from lib.for_transformers.export import main
+from tests.for_transformers import small_lessons
 from tests.helpers import ROOT, assert_same, train
 
 transformers = pytest.importorskip("transformers")
 for package in ("accelerate", "peft", "safetensors"):
     pytest.importorskip(package)
 
-GUIDE = (ROOT / "docs/transformers.md").read_text()
+GUIDE, TEACH = ((ROOT / f"docs/{name}.md").read_text() for name in ("transformers", "teach"))
 SIZES = {"vocab_size": 26, "hidden_size": 16, "num_hidden_layers": 18, "intermediate_size": 16,
          "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 
@@ -34,9 +36,13 @@ def stand_ins(place, monkeypatch):
         **SIZES, eos_token_id=3, pad_token_id=0)).save_pretrained("Qwen/Qwen3-0.6B")
 
 
+def python_blocks(page):
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
 def test_its_blocks_run_and_do_what_they_claim(stand_ins, capsys):
     names, after = {}, {}
-    blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    blocks = python_blocks(GUIDE)
     for number, block in enumerate(blocks):
         exec(block, names)  # noqa: S102
         after[number] = {name: w.clone() for name, w in names["model"].state_dict().items()}
@@ -50,5 +56,24 @@ def test_its_blocks_run_and_do_what_they_claim(stand_ins, capsys):
     assert names["slots"].keys() == {2, 3} and len(blocks) == 9
 
 
-def test_it_is_short():
-    assert len(GUIDE.split()) <= 900
+def test_they_are_short():
+    assert len(GUIDE.split()) <= 900 and len(TEACH.split()) <= 500
+
+
+def test_the_guide_to_teaching_runs(place):
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    small_lessons.save_base(name, "decoder", num_hidden_layers=10)
+    small_lessons.write_texts(".")
+    teach.main([name, "facts.txt", "--ordinary", "ordinary.txt", "--out", "my_facts", "--steps",
+                "2", "--device", "cpu"])
+    asking, by_hand = python_blocks(TEACH)
+    names, plain = {}, small_lessons.base("decoder", num_hidden_layers=10)
+    exec(asking.partition("unload_memory(model")[0], names)  # noqa: S102
+    ids = torch.arange(6)[None]
+    assert not torch.equal(names["model"](ids).logits, plain(ids).logits)
+    names["unload_memory"](names["model"], "my_facts")
+    assert torch.equal(names["model"](ids).logits, plain(ids).logits)
+    exec(by_hand, names)  # noqa: S102
+    for n, table in names["tables"].items():
+        changed = table.weight.any(1).nonzero().flatten().tolist()
+        assert changed and set(changed) <= set(names["rows"][n].tolist())
