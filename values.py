@@ -177,17 +177,26 @@ def gather_reads(weight, reads):
 
 def reads_by_row(slots, chunk, chosen=None):
     """Yield `chunk` rows at a time, their reads, and where each row's reads start.
-    slots: (tokens, reads). A read is a position in slots.flatten(). chosen: rows, None for all."""
+    slots: (tokens, reads). A read is a position in slots.flatten(). chosen: which reads, bool."""
     slots, order = slots.flatten().sort(stable=True)
     if chosen is not None:
-        keep = torch.isin(slots, chosen)
-        slots, order = slots[keep], order[keep]
+        chosen = chosen.flatten()[order]
+        slots, order = slots[chosen], order[chosen]
     rows, counts = slots.unique_consecutive(return_counts=True)
     starts = counts.cumsum(0) - counts
     bounds = [*starts[::chunk].tolist(), len(slots)]
     parts = zip(rows.long().split(chunk), starts.split(chunk), strict=True)
     for n, (rows, starts) in enumerate(parts):
         yield rows, order[bounds[n]:bounds[n + 1]], starts - bounds[n]
+
+
+def check_rows(table, rows):
+    """Raise a TypeError unless `rows` are row numbers of a whole table, in a 1-D tensor."""
+    if not table.replicated:
+        raise TypeError("LazyAdam cannot choose rows of a table that is cut over ranks")
+    numbers = torch.is_tensor(rows) and rows.dim() == 1 and rows.dtype in (torch.int, torch.long)
+    if not numbers or not ((rows >= 0) & (rows < len(table.weight))).all():
+        raise TypeError(f"rows: expected a tensor of row numbers under {len(table.weight)}")
 
 
 class LazyAdam(torch.optim.Optimizer):
@@ -215,8 +224,8 @@ class LazyAdam(torch.optim.Optimizer):
             if type(table.weight) is not nn.Parameter:
                 raise TypeError(f"LazyAdam cannot update a {type(table.weight).__name__} "
                                 "(fully_shard?): use DistributedDataParallel")
-            if param_group.get("rows") is not None and not table.replicated:
-                raise TypeError("LazyAdam cannot choose rows of a table that is cut over ranks")
+            if (rows := param_group.get("rows")) is not None:
+                check_rows(table, rows)
             table.has_optimizer = True
         super().add_param_group({**param_group, "params": [table.weight for table in tables]})
 
@@ -249,14 +258,16 @@ class LazyAdam(torch.optim.Optimizer):
 
     def _update(self, weight, group, slots, weights, grad_out):
         """Apply Adam to the rows at `slots` (tokens, reads), one chunk after the other."""
-        if (chosen := group.get("rows")) is not None:  # not in older checkpoints
-            chosen = chosen.to(slots.device)
-            weights = weights.where(torch.isin(slots, chosen), 0)
+        chosen = None
+        if group.get("rows") is not None:  # older checkpoints have none
+            chosen = torch.isin(slots, group["rows"].to(slots))
+            weights = weights.where(chosen, 0)
         # Padded tokens, whose weights are 0, and tokens that the loss does not see move no row.
         seen = (grad_out.any(1) & weights.any(1)).nonzero().flatten()
         if not len(seen):
             return
         slots, weights, grad_out = slots[seen], weights[seen].flatten(), grad_out[seen]
+        chosen = None if chosen is None else chosen[seen]
         state, (beta1, beta2) = self.state[weight], group["betas"]
         state["step"] = step = state.get("step", 0) + 1
         dtype = torch.promote_types(weight.dtype, torch.float32)  # float16 has no small squares

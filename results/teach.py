@@ -62,7 +62,6 @@ class Settings:
     ordinary: str = setting("", "text by which rows are chosen")
     wikitext: str = setting("", "text whose perplexity is measured")
     novels: str = setting("", "another one")
-    domain: str = setting("", "text to be learned instead of facts")
     out: str = setting("", "the log, JSON lines")
     method: str = setting("rows", "what is trained: value rows chosen for all facts, chosen in "
                           "each step, or all; adapters; or all weights", choices=METHODS,
@@ -70,12 +69,10 @@ class Settings:
     lr: float = setting(0.3, "rate")
     steps: int = setting(200, "steps of a lesson, at most", least=1)
     goal: float = setting(0.95, "recall at which a lesson ends; above 1: never")
-    batch: int = setting(32, "sentences, or blocks of text, of a step", least=1)
-    sgd: bool = setting(False, "values by SGD, not by LazyAdam")
-    query_lr: float = setting(0.0, "rate of queries and sub-keys", least=0)
+    batch: int = setting(32, "sentences of a step", least=1)
     facts: int = setting(100, "facts of a lesson", least=1, group="facts")
     lessons: int = setting(1, "lessons, one after the other", least=1)
-    phrasings: int = setting(3, "phrasings of a fact that are taught", least=1)
+    phrasings: int = setting(3, "phrasings of a fact that are taught, 10 at most", least=1)
     seed: int = setting(1, "of facts and memory", least=0)
     layers: tuple = setting((3, 5, 7, 9), "layers with a memory, from 1", group="memory")
     n_keys: int = setting(256, "sub-keys of each half", least=1)
@@ -93,8 +90,7 @@ def invent(s):
     draw = random.Random(s.seed)
     words = dict.fromkeys("".join(draw.choices(SYLLABLES, k=3)).capitalize()
                           for _ in range(3 * s.facts * s.lessons + 100))
-    words = itertools.batched(words, 2) if sys.version_info >= (3, 12) else zip(
-        *[iter(words)] * 2, strict=False)
+    words = zip(*[iter(words)] * 2, strict=False)
     lessons = []
     for _ in range(s.lessons):
         pairs = list(itertools.islice(words, s.facts))
@@ -141,27 +137,19 @@ class Study:
         """Tell by what share the perplexity of each text rose."""
         return {name: now / self.before[name] - 1 for name, now in self.perplexities().items()}
 
-    def optimizers(self, data):
-        """Make the optimizers of a lesson, and choose its rows."""
+    def optimizer(self, data):
+        """Make the optimizer of a lesson, and choose its rows."""
         s = self.s
         if s.method in ("lora", "full"):
             weights = [p for p in self.model.parameters() if p.requires_grad]
-            return [torch.optim.AdamW(weights, lr=s.lr, weight_decay=0.0, fused=True)]
-        choose.POWER = s.power
+            return torch.optim.AdamW(weights, lr=s.lr, weight_decay=0.0, fused=True)
         chosen = None
         if s.method == "rows":
-            chosen = choose_rows(self.model, data, self.counts, len(self.ordinary), s.rows)
-        memories = find_memories(self.model)
+            chosen = choose_rows(self.model, data, self.counts, len(self.ordinary), s.rows,
+                                 power=s.power)
         groups = [{"params": [memory.values], "rows": chosen and chosen[n]}
-                  for n, memory in memories.items()]
-        values = (RowSGD if s.sgd else LazyAdam)(groups, lr=s.lr)
-        if not s.query_lr:
-            return [values]
-        for memory in memories.values():
-            memory.requires_grad_(True)
-        return [values, torch.optim.AdamW(
-            [p for memory in memories.values() for name, p in memory.named_parameters()
-             if "values" not in name], lr=s.query_lr, weight_decay=0.0)]
+                  for n, memory in find_memories(self.model).items()]
+        return LazyAdam(groups, lr=s.lr)
 
     def choose_for_step(self, values):
         """Choose the rows of this step by tf-idf, as Lin et al. do."""
@@ -170,12 +158,12 @@ class Study:
             slots = torch.cat([read[0].flatten() for read in memory.values.reads]).long()
             reads = torch.bincount(slots, minlength=len(memory.values.weight))
             group["rows"] = choose.specific_rows({n: reads}, self.counts, len(self.ordinary),
-                                                 self.s.rows)[n]
+                                                 self.s.rows, self.s.power)[n]
 
     def train(self, data, evaluate):
         """Train on encode's tensors until evaluate(step, loss, seconds) is true."""
         s, order, draw, seconds = self.s, [], random.Random(self.s.seed), 0.0
-        optimizers = self.optimizers(data)
+        optimizer = self.optimizer(data)
         for step in range(1, s.steps + 1):
             start = time.time()
             if len(order) < s.batch:
@@ -184,10 +172,9 @@ class Study:
             loss = F.cross_entropy(*ask.predict(self.model, *ask.take(data, pick, "cpu")))
             loss.backward()
             if s.method == "step":
-                self.choose_for_step(optimizers[0])
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+                self.choose_for_step(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
             seconds += time.time() - start
             if evaluate(step, loss.item(), seconds):
                 return
@@ -198,19 +185,9 @@ class Study:
                 for memory in find_memories(self.model).values()]
 
 
-class RowSGD(LazyAdam):
-    """SGD in place of Adam."""
-
-    def _update(self, weight, group, slots, weights, grad_out):
-        products = (weights[..., None] * grad_out[:, None]).flatten(0, 1)
-        grad = torch.zeros_like(weight).index_add_(0, slots.flatten(), products)
-        chosen = slice(None) if group["rows"] is None else group["rows"]
-        weight[chosen] -= group["lr"] * grad[chosen]
-
-
 def teach_facts(s, study, log):
     lessons = invent(s)
-    asked = [[ask.encode(facts, study.tokenizer) for facts in (some, new)]
+    asked = [[ask.encode(facts, study.tokenizer, end=False) for facts in (some, new)]
              for _, some, new in lessons]
 
     def recall(data):
@@ -237,25 +214,7 @@ def teach_facts(s, study, log):
                                 for some, new in asked[:len(asked) if last else 1]]
             log(line)
             return done
-        study.train(ask.encode(taught, study.tokenizer), evaluate)
-
-
-def teach_text(s, study, log):
-    """Train once on the blocks of a text, the last 16 excepted, which are asked."""
-    text = ask.read_text(s.domain, most=2_000_000)
-    blocks = ask.ordinary_blocks(text, study.tokenizer, study.model, 800, s.domain)
-    study.texts["domain"] = blocks[-16:]
-    study.before = study.perplexities()
-    blocks = blocks[:-16]
-    labels = blocks.roll(-1, 1)
-    labels[:, -1] = -100
-    s.steps = len(blocks) // s.batch
-
-    def evaluate(step, loss, seconds):
-        if step % 50 == 0 or step == s.steps:
-            log({"step": step, "loss": loss, "seconds": round(seconds, 1), **study.forgetting()})
-
-    study.train((blocks, torch.ones_like(blocks), labels), evaluate)
+        study.train(ask.encode(taught, study.tokenizer, end=False), evaluate)
 
 
 def main(argv=None):
@@ -263,6 +222,8 @@ def main(argv=None):
     for name in ("model", "ordinary", "wikitext", "novels", "out"):
         if not getattr(s, name):
             raise UserError(f"--{name} is needed")
+    if s.phrasings > 10:
+        raise UserError("--phrasings: expected 10 at most")
     temporary = Path(f"{s.out}.part")
     temporary.parent.mkdir(parents=True, exist_ok=True)
     # A cache of weights in bfloat16 would outlive their updates.
@@ -274,7 +235,7 @@ def main(argv=None):
         study = Study(s)
         log({**asdict(s), "before": study.before, "torch": torch.__version__,
              "threads": torch.get_num_threads()})
-        (teach_text if s.domain else teach_facts)(s, study, log)
+        teach_facts(s, study, log)
     temporary.rename(s.out)
 
 

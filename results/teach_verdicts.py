@@ -15,6 +15,7 @@ from lib.slot_usage.figures import COLORS, subplots
 
 FOLDER = Path(__file__).parent / "teach"
 METHODS = {"rows": "chosen rows", "all": "all rows", "lora": "LoRA", "full": "all weights"}
+LOOKS = {"rows": COLORS[1], "all": COLORS[3], "lora": COLORS[2], "full": COLORS[4]}
 SEEDS = 1, 2, 3
 GOAL = 0.95
 TEXTS = {"wikitext": "WikiText-2", "novels": "novels"}
@@ -54,7 +55,7 @@ def print_seeds():
             for line in [first] if log[1][-1] == first else [first, log[1][-1]]:
                 if line:
                     rows.append([title, f"{log[0]['lr']:g}", seed, line["step"],
-                                 f"{line['seconds'] / 100:.1f}", line["recall"], line["new"],
+                                 f"{line['seconds'] / log[0]['facts']:.1f}", line["recall"], line["new"],
                                  *(f"{line[text]:+.1%}" for text in TEXTS)])
     print(markdown(["trained", "rate", "seed", "steps", "s a fact", "recall", "new phrasing",
                     *TEXTS.values()], rows))
@@ -83,14 +84,13 @@ def draw_forgetting():
     """Draw recall in new phrasings against forgetting, a line for each run."""
     figure, [panels] = subplots(1, 2, 3.0, sharey=True)
     for axes, (text, title) in zip(panels, TEXTS.items(), strict=True):
-        for (method, label), color in zip(METHODS.items(), (COLORS[1], COLORS[3], *COLORS[2::2]),
-                                          strict=False):
+        for method, label in METHODS.items():
             for seed in SEEDS:
                 if log := read(f"{method}_{seed}"):
                     lines = [line for line in log[1] if "new" in line]
                     axes.plot([max(100 * line[text], 0.1) for line in lines],
-                              [100 * line["new"] for line in lines], "o-", color=color,
-                              markersize=4, label=label if seed == 1 else None)
+                              [100 * line["new"] for line in lines], "o-",
+                              color=LOOKS[method], markersize=4, label=label if seed == 1 else None)
         axes.set(title=title, xscale="log", xlabel="rise of perplexity, %", ylim=(0, 100))
         axes.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
     panels[0].set_ylabel("recall in new phrasings, %")
@@ -102,14 +102,14 @@ def draw_forgetting():
 def draw_lessons():
     """Draw what is recalled of each of ten lessons after the last one."""
     figure, [[axes]] = subplots(1, 1, 2.8)
-    for method, color in zip(("rows", "lora", "full"), COLORS[1:], strict=False):
+    for method, title in METHODS.items():
         if log := read(f"lessons_{method}"):
             kept = log[1][-1]["kept"]
             for part, style in ((0, "-"), (1, ":")):
                 axes.plot(range(1, len(kept) + 1), [100 * pair[part] for pair in kept], style,
-                          marker="o", markersize=4, color=color,
-                          label=METHODS[method] + (", new phrasings" if part else ""))
-    axes.set(xlabel="lesson of 100 facts", ylabel="recall after the tenth, %", ylim=(0, 103))
+                          marker="o", markersize=4, color=LOOKS[method],
+                          label=title + (", new phrasings" if part else ""))
+    axes.set(xlabel="lesson of 30 facts", ylabel="recall after the tenth, %", ylim=(0, 103))
     axes.set_xticks(range(1, 11))
     figure.legend(loc="outside upper center", ncols=2, handlelength=2.5, fontsize=9)
     figure.savefig(FOLDER / "lessons.png")

@@ -77,7 +77,7 @@ def test_no_two_modules_import_each_other():
 
 def test_files_stay_small():
     lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
-    assert max(lines.values()) <= 400 and lines["pkm"] <= 200 and lines["values"] <= 290
+    assert max(lines.values()) <= 400 and lines["pkm"] <= 200 and lines["values"] <= 300
     assert max(lines[name] for name in SCRIPTS - {"bench"}) <= 300
     assert len((ROOT / "test_pkm.py").read_text().splitlines()) <= 350
 

@@ -151,6 +151,15 @@ def write_text(path, text):
         temporary.write_text(text, encoding="utf-8")
 
 
+def check_new_folder(path):
+    """Raise a UserError if there is something at `path`, or if no folder can be made there."""
+    parent = next(folder for folder in Path(path).absolute().parents if folder.exists())
+    if Path(path).exists():
+        raise UserError(f"{path} exists already: name a new folder")
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"{path}: no folder can be made in {parent}")
+
+
 def discard(path):
     """Remove a file, a link or a folder, if it is there. A folder is renamed before its content
     is deleted, so none is ever half there."""

@@ -60,24 +60,34 @@ def load_memory(model, folder):
 
     Tensors keep the dtype that they were saved in, except the query's, which has the model's. A
     model that has a memory already takes the rows of another one if queries and sub-keys are the
-    same and the rows are free. UserError if they are not, if the memory is another model's, or if
+    same and the rows are free; a memory without values is replaced. UserError if they are not, if the memory is another model's, or if
     a file is missing or damaged. The model stays unchanged then.
     """
     memory, tensors = read_memory(model, folder)
     if memories := find_memories(model):
-        pairs = values_of_both(model, memory, tensors, folder)
-        if both := sum(int((here.any(1) & saved.any(1)).sum()) for here, saved in pairs):
-            raise UserError(f"{folder}: {both} of its value rows are in use in this model: teach "
-                            "it beside the other memory (--beside), or unload that")
-        for here, saved in pairs:
-            here.add_(saved)
-        return {n: memory.values for n, memory in memories.items()}
+        if memory == model.config.product_key_memory and not any(
+                m.values.weight.any() for m in memories.values()):
+            for n, empty in memories.items():
+                empty.load_state_dict(tensors[n])
+        else:
+            add_rows(model, memory, tensors, folder)
+        return {n: m.values for n, m in memories.items()}
     tables = add_memory(model, **memory)
     for n, added in find_memories(model).items():
         like = added.query.weight
         added.load_state_dict(tensors[n], assign=True)
         added.to(like.device).query.to(like.dtype)
     return tables
+
+
+def add_rows(model, memory, tensors, folder):
+    """Add the value rows of a folder to the model's. UserError if its own lie in the same rows."""
+    pairs = values_of_both(model, memory, tensors, folder)
+    if both := sum(int((here.any(1) & saved.any(1)).sum()) for here, saved in pairs):
+        raise UserError(f"{folder}: {both} of its value rows are in use in this model: unload what "
+                        "has them, or teach it again beside the other memory (--beside)")
+    for here, saved in pairs:
+        here.add_(saved)
 
 
 def unload_memory(model, folder):

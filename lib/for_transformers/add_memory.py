@@ -64,8 +64,9 @@ def add_memory(model, layers, alpha=1.0, beta=1.0, values="random", freeze=False
         add_hooks(layer, alpha, beta)
     if beta:
         save_with_code(model, layers, alpha, beta, sizes)
-    for memory in memories.values() if values == "zero" else ():
-        nn.init.zeros_(memory.values.weight)
+    if values == "zero":
+        for memory in memories.values():
+            nn.init.zeros_(memory.values.weight)
     if freeze:
         model.requires_grad_(False)
         for memory in memories.values():
@@ -120,8 +121,8 @@ def check_arguments(stack, layers, alpha, beta, values, freeze, sizes):
     if values not in ("random", "zero"):
         raise ValueError(f"values = {values!r}: expected 'random' or 'zero'")
     if freeze and (sizes["query_norm"] or not beta):
-        raise ValueError("freeze=True trains the values alone: beta must not be 0, nor query_norm "
-                         "True, whose statistics would move")
+        raise ValueError("freeze=True trains the values alone: beta = 0 has none, and the "
+                         "statistics of query_norm=True would move")
     if isinstance(layers, int | str):
         raise TypeError(f"layers = {layers!r}: expected numbers in a list, as in layers=(4, 8)")
     for n in layers:

@@ -16,25 +16,29 @@ MASK_EVERY = 7  # an encoder's perplexity is that of every 7th token: 14% of the
 
 
 def load_model(name, device, **settings):
-    """Load a frozen model of transformers, in float32, and its tokenizer. A tokenizer with a mask
-    token makes it an encoder. settings: from_pretrained's. UserError if it cannot be loaded."""
+    """Load a frozen model of transformers, in float32, and its tokenizer. A decoder's tokenizer has
+    no mask token. settings: from_pretrained's. UserError if it cannot be loaded."""
     transformers = need("transformers", "teach")
     damaged = need("safetensors", "teach").SafetensorError
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        kind = "AutoModelForMaskedLM" if tokenizer.mask_token else "AutoModelForCausalLM"
+        config = transformers.AutoConfig.from_pretrained(name)
+        kind = "AutoModelForMaskedLM"
+        if type(config) not in transformers.MODEL_FOR_MASKED_LM_MAPPING:
+            kind, tokenizer.mask_token = "AutoModelForCausalLM", None  # Gemma's has one
         model = getattr(transformers, kind).from_pretrained(name, dtype=torch.float32,
                                                                **settings)
     except (OSError, ValueError, LookupError, ImportError, damaged) as error:
-        raise UserError(f"{name}: {str(error).strip().splitlines()[0]}") from None
+        raise UserError(f"{name}: {' '.join(str(error).split())[:300] or error!r}") from None
     return model.requires_grad_(False).eval().to(device), tokenizer
 
 
 def read_facts(path):
     """Read [(prompt, answer)]: a question, a tab and its answer in a line, or a sentence, whose
-    last word is the answer. Empty lines are skipped. UserError for other lines."""
-    facts = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    last word is the answer. Empty lines are skipped. UserError for other lines, and for a question
+    with two answers."""
+    facts = {}
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         columns = [column.strip() for column in line.split("\t")]
@@ -43,16 +47,19 @@ def read_facts(path):
         if len(columns) != 2 or not all(columns):
             raise UserError(f"{path}:{number}: expected a question, one tab and an answer, or a "
                             f"sentence of two words or more: {line.strip()[:60]!r}")
-        facts.append(tuple(columns))
+        prompt, answer = columns
+        if facts.setdefault(prompt, answer) != answer:
+            raise UserError(f"{path}:{number}: {prompt!r} has another answer above: {answer!r} and "
+                            f"{facts[prompt]!r}")
     if not facts:
         raise UserError(f"{path}: no facts: expected a fact a line")
-    return facts
+    return list(facts.items())
 
 
 def read_text(path, most=None):
     """Read a text file, or its first `most` characters. UserError if that is not possible."""
     try:
-        with Path(path).open(encoding="utf-8") as file:
+        with Path(path).open(encoding="utf-8-sig") as file:
             return file.read(most)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
@@ -60,14 +67,14 @@ def read_text(path, most=None):
         raise UserError(f"{path}: {error.strerror}") from None
 
 
-def encode(facts, tokenizer, model=None):
+def encode(facts, tokenizer, model=None, end=True):
     """Make token ids, mask and labels of facts, each (facts, time), padded on the right.
 
     labels: the tokens to be predicted at the answer's places, -100 elsewhere. A decoder predicts
-    a place's next token. UserError for a prompt or an answer without tokens, and for a fact with
-    more tokens than the model takes.
+    a place's next token, and after the answer the end of the text (if `end`). UserError for a
+    prompt or an answer without tokens, and for a fact with more tokens than `model` takes.
     """
-    rows, most = [], getattr(getattr(model, "config", None), "max_position_embeddings", math.inf)
+    rows, most = [], longest_input(tokenizer, model) if model else math.inf
     for prompt, answer in facts:
         before = tokenizer(prompt).input_ids
         own = tokenizer(f" {answer}", add_special_tokens=False).input_ids
@@ -79,6 +86,7 @@ def encode(facts, tokenizer, model=None):
             rows.append((before + [tokenizer.mask_token_id] * len(own) + end,
                          [-100] * len(before) + own + [-100]))
         else:
+            own += [tokenizer.eos_token_id] if end and tokenizer.eos_token else []
             rows.append((before + own[:-1], [-100] * (len(before) - 1) + own))
         if len(rows[-1][0]) > most:
             raise UserError(f"{prompt[:60]!r}: {len(rows[-1][0])} tokens with the answer: the "
@@ -136,9 +144,15 @@ def perplexity(model, blocks, tokenizer):
 def ordinary_blocks(text, tokenizer, model, most, path):
     """Cut a text into at most `most` blocks of token ids, (blocks, time), without special tokens.
     UserError if it has less than a quarter of them."""
-    length = min(256, getattr(model.config, "max_position_embeddings", 256))
+    length = min(256, longest_input(tokenizer, model))
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:most * length]
     if len(ids) < most * length // 4:
         raise UserError(f"{path}: {len(ids):,} tokens are too few ordinary text: expected "
                         f"{most * length // 4:,} or more, best {most * length:,}")
     return torch.tensor(ids[:len(ids) // length * length], device=model.device).view(-1, length)
+
+
+def longest_input(tokenizer, model):
+    """Return how many tokens the model takes. RoBERTa has two more positions than that."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+    return int(min(positions, tokenizer.model_max_length, 10**9))

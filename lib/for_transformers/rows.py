@@ -14,8 +14,6 @@ from torch import nn
 
 from lib.for_transformers.adapter import find_memories
 
-POWER = 4  # of the idf
-
 
 class Enough(Exception):
     """All memories have been read: the layers above them need not run."""
@@ -30,6 +28,8 @@ def calibrate(model, batches):
     memory has a batch norm, or values that were trained on other queries.
     """
     memories = find_memories(model)
+    if not memories or sum(ids.numel() for ids in batches) < 2:
+        raise ValueError("calibrate() needs a model with memory, and ordinary text")
     for n, memory in memories.items():
         if not isinstance(memory.query_norm, nn.Identity) or memory.values.weight.any():
             raise ValueError(f"layer {n}: calibrate() expects a new memory: add_memory(model, "
@@ -89,17 +89,17 @@ def count_reads(model, ids, mask=None):
     return counts
 
 
-def specific_rows(reads, ordinary, batches, top):
+def specific_rows(reads, ordinary, batches, top, power=4):
     """Choose the rows that a text reads and ordinary text hardly does: {layer: rows}.
 
-    They have the highest reads * log((batches + 1) / (ordinary + 1))^POWER, at most `top` a layer.
+    They have the highest reads * log((batches + 1) / (ordinary + 1))^power, at most `top` a layer.
     reads: {layer: (n_slots,) reads of the text}. ordinary: {layer: (n_slots,) how many of so many
-    `batches` of ordinary text read the row}. With power 1 this is tf-idf, which lets rows in that
-    both texts read often: perplexity of other texts then rises (results/teach.md).
+    `batches` of ordinary text read the row}. With power 1 this is tf-idf, which also chooses rows
+    that both texts read often: the perplexity of other texts then rises (results/teach.md).
     """
     rows = {}
     for n, count in reads.items():
-        score = count * torch.log((batches + 1) / (ordinary[n] + 1.0)) ** POWER
+        score = count * torch.log((batches + 1) / (ordinary[n] + 1.0)) ** power
         best = score.topk(min(top, len(score)))
         rows[n] = best.indices[best.values > 0]
     return rows

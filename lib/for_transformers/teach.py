@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from lib.common.device import use_device
 from lib.common.errors import UserError, run_main
+from lib.common.files import check_new_folder
 from lib.common.settings import Parser, whole_number
 from lib.for_transformers import facts as ask
 from lib.for_transformers.adapter import find_memories, load_memory, save_memory, unload_memory
@@ -27,19 +28,20 @@ from lib.for_transformers.add_memory import add_memory, find_layers
 from lib.for_transformers.rows import calibrate, count_reads, ordinary_reads, specific_rows
 from values import LazyAdam
 
-DEPTHS = 0.07, 0.14, 0.21, 0.28  # which layers get a memory, as shares of the model's depth
+DEPTHS = 0.07, 0.14, 0.21, 0.28  # of the layers with a memory: 3, 5, 7, 9 of 30; 2, 3, 4 of 12
 MEMORY = {"n_keys": 256, "heads": 4, "topk": 32, "key_dim": 128}
 BLOCKS, HELD_OUT = 64, 8  # blocks of ordinary text: to choose rows by, to measure perplexity on
 BATCH, REPORT_EVERY = 32, 10  # facts a step, steps
 
 
-def teach(model, tokenizer, facts, blocks, beside=(), steps=300, lr=0.3, rows=3000, seed=0,
-          report=print):
+def teach(model, tokenizer, facts, blocks, beside=(), steps=300, lr=0.3, rows=3000, seed=1,
+          report=lambda *progress: None):
     """Teach facts, [(prompt, answer)], to a frozen model, until it recalls all of them.
 
-    blocks: token ids of ordinary text, (blocks, time). beside: folders of earlier lessons, whose
-    rows stay as they are. report(step, loss, right, seconds) is called every REPORT_EVERY steps.
-    Returns which facts are recalled: (facts,) bool. UserError if the model takes no memory.
+    The model is in evaluation mode. blocks: token ids of ordinary text, (blocks, time). beside:
+    folders of earlier lessons, whose rows stay as they are. report(step, loss, right, seconds) is
+    called every REPORT_EVERY steps. Returns which facts are recalled without the earlier lessons:
+    (facts,) bool. UserError if the model takes no memory, or for a rate that is too high.
     """
     torch.manual_seed(seed)
     data = ask.encode(facts, tokenizer, model)
@@ -53,6 +55,8 @@ def teach(model, tokenizer, facts, blocks, beside=(), steps=300, lr=0.3, rows=30
         pick, order = order[:BATCH], order[BATCH:]
         loss = F.cross_entropy(*ask.predict(model, *ask.take(data, pick, model.device)))
         loss.backward()
+        if not loss.isfinite():
+            raise UserError(f"step {step}: the loss is {loss.item()}: take a lower --lr")
         values.step()
         values.zero_grad()
         if step % REPORT_EVERY == 0 or step == steps:
@@ -62,7 +66,7 @@ def teach(model, tokenizer, facts, blocks, beside=(), steps=300, lr=0.3, rows=30
                 break
     for folder in beside:
         unload_memory(model, folder)
-    return right
+    return ask.recalled(model, data) if beside else right
 
 
 def put_memory(model, beside, blocks):
@@ -83,7 +87,7 @@ def put_memory(model, beside, blocks):
     return calibrate(model, blocks.split(1))
 
 
-def choose_rows(model, data, ordinary, blocks, top):
+def choose_rows(model, data, ordinary, blocks, top, **power):
     """Choose the rows to be trained, of those that no other lesson has: {layer: rows}."""
     reads = dict.fromkeys(ordinary, 0)
     for pick in torch.arange(len(data[0])).split(BATCH):
@@ -92,32 +96,30 @@ def choose_rows(model, data, ordinary, blocks, top):
             reads[n] = reads[n] + count
     for n, memory in find_memories(model).items():
         reads[n] = reads[n].where(~memory.values.weight.any(1), 0)
-    return specific_rows(reads, ordinary, blocks, top)
+    return specific_rows(reads, ordinary, blocks, top, **power)
 
 
 def main(argv=None):
     parser = Parser(description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="a name on the hub, or a folder")
-    parser.add_argument("facts", help="a text file, a fact a line")
+    parser.add_argument("facts", help="a text file, a phrasing of a fact a line")
     parser.add_argument("--ordinary", required=True, help="a text file")
     parser.add_argument("--out", required=True, help="the new folder")
     parser.add_argument("--check", help="facts that are asked and not taught: other phrasings")
-    parser.add_argument("--beside", nargs="+", default=(), metavar="FOLDER",
-                        help="earlier lessons, which the model is to have at the same time")
-    parser.add_argument("--steps", type=whole_number, default=300, help="at most (300)")
+    parser.add_argument("--beside", nargs="+", default=(), help="folders of earlier lessons")
+    parser.add_argument("--steps", type=whole_number, default=300, help="steps at most (300)")
     parser.add_argument("--lr", type=float, default=0.3, help="rate of the values (0.3)")
-    parser.add_argument("--rows", type=whole_number, default=3000, help="of each memory (3000)")
-    parser.add_argument("--seed", type=whole_number, default=1, help="of the random keys (1)")
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--rows", type=whole_number, default=3000, help="rows of a memory that may change (3000)")
+    parser.add_argument("--seed", type=whole_number, default=1, help="of a new memory (1)")
+    parser.add_argument("--device", default="auto", help="cuda, mps or cpu")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     args = parser.parse_args(argv)
 
     facts, text = ask.read_facts(args.facts), ask.read_text(args.ordinary, most=2_000_000)
     questions = ask.read_facts(args.check) if args.check else []
-    if Path(args.out).exists():
-        raise UserError(f"{args.out} exists already: name a new folder")
     if not 0 < args.lr < math.inf:
         raise UserError(f"--lr {args.lr}: expected a number above 0")
+    check_new_folder(args.out)
     device, dtype = use_device(args.device, args.dtype)
     model, tokenizer = ask.load_model(args.model, device)
     blocks = ask.ordinary_blocks(text, tokenizer, model, BLOCKS + HELD_OUT, args.ordinary)
@@ -138,9 +140,9 @@ def main(argv=None):
                       args.seed, report)
     save_memory(model, args.out)
     size = sum(file.stat().st_size for file in Path(args.out).iterdir()) / 1e6
-    print(f"{args.out}: {int(right.sum())} of {len(facts)} facts, {size:.1f} MB. load_memory of "
-          "lib.for_transformers.adapter puts it into the model")
-    for fact in [fact for fact, known in zip(facts, right, strict=True) if not known][:10]:
+    alone = " alone" if args.beside else ""
+    print(f"{args.out}{alone}: {int(right.sum())} of {len(facts)} lines, {size:.1f} MB")
+    for fact in [fact for fact, known in zip(facts, right, strict=True) if not known]:
         print(f"not recalled: {' '.join(fact)}")
 
 

@@ -82,7 +82,7 @@ def test_facts_are_recalled_in_a_new_model(kind, capsys):
     before = {path: data for path, data in contents().items() if data}
     run(kind, "--check", "more.txt")
     printed = capsys.readouterr().out
-    assert "\nout: 6 of 6 facts, " in printed and "not recalled" not in printed
+    assert "\nout: 6 of 6 lines, " in printed and "not recalled" not in printed
     plain, taught = load(kind), load(kind, "out")
     assert not any(recalled(plain)) and recalled(taught) == [True] * 6
     old, new = held_out_perplexity(*plain), held_out_perplexity(*taught)
@@ -115,7 +115,7 @@ def test_only_rows_that_the_facts_read_are_taught(kind):
 def test_facts_that_are_not_recalled_are_named(capsys):
     run("decoder", "--steps", "3", "--lr", "1e-6")
     printed = capsys.readouterr().out
-    assert "\nstep 3: " in printed and "out: 0 of 6 facts" in printed
+    assert "\nstep 3: " in printed and "out: 0 of 6 lines" in printed
     assert "\nnot recalled: who is bob ? old tall\n" in printed
     assert printed.count("not recalled") == 6 and "answers" not in printed
 
@@ -222,6 +222,9 @@ WRONG = {  # {case: (preparation, further arguments, words)}
     "ordinary: short": (write("ordinary.txt", b"w1 " * 127), [], ["ordinary.txt: 127 tokens"]),
     "long": (write("facts.txt", b"w1 " * 16 + b"w2"), [], ["'w1 w1", "16"]),
     "out": (lambda: run("encoder", "--steps", "1"), [], ["out exists already"]),
+    "out: in a file": (None, ["--out", "facts.txt/out"], ["no folder can be made", "facts.txt"]),
+    "two answers": (write("facts.txt", b"a\tb\na\tc\n"), [], ["facts.txt:2: 'a'", "'c' and 'b'"]),
+    "high rate": (None, ["--lr", "1e39", "--steps", "9"], ["take a lower --lr"]),
     "beside: other": (of_another_model, ["--beside", "other"], ["other", "another model"]),
     "beside: none": (None, ["--beside", "decoder"], ["decoder has no memory.json"]),
     "lr": (None, ["--lr", "high"], ["--lr", "'high'"]),
