@@ -204,3 +204,10 @@ def test_two_ranks_train_chosen_rows_as_one_process(tmp_path):
         optimizer.step()
         expected.append(table.weight.detach().clone())
     run_on_ranks(train_replica, 2, tmp_path, expected)
+
+
+@pytest.mark.parametrize("rows", [[1, 2], torch.ones(SLOTS, dtype=torch.bool), torch.tensor([-1]),
+                                  torch.tensor([SLOTS]), torch.tensor(1), torch.tensor([1.0])])
+def test_what_are_no_row_numbers(rows):
+    with pytest.raises(TypeError, match=f"row numbers under {SLOTS}"):
+        LazyAdam([{"params": [ValueTable(SLOTS, 4)], "rows": rows}])

@@ -9,7 +9,14 @@ import torch
 
 from lib.common.errors import UserError
 from lib.for_transformers import facts as ask
-from tests.for_transformers.small_lessons import FACTS, ID, WORDS, base, word_tokenizer
+from tests.for_transformers.small_lessons import (
+    FACTS,
+    ID,
+    WORDS,
+    base,
+    save_base,
+    word_tokenizer,
+)
 
 READ = [("who is ann ?", "red"), ("who is bob ?", "old tall"), ("cy is", "blue"),
         ("who is dee ?", "kind"), ("eve is", "shy"), ("who is fay ?", "wise old red")]
@@ -75,6 +82,25 @@ def test_a_decoder_predicts_the_answer_after_the_prompt():
     tokens, _, labels = ask.encode(READ[2:3], word_tokenizer("decoder", begin=True))
     assert tokens.tolist() == [ids("[CLS] cy is")]
     assert labels.tolist() == [[-100, -100, ID["blue"]]]
+
+
+def test_a_decoder_ends_after_the_answer_if_it_can():
+    tokenizer = word_tokenizer("decoder")
+    tokenizer.eos_token = "[SEP]"
+    ids, _, labels = ask.encode([("who is ann ?", "old red")], tokenizer)
+    assert ids[0, -2:].tolist() == tokenizer("old red").input_ids
+    assert labels[0].tolist() == [-100] * 3 + ids[0, -2:].tolist() + [tokenizer.eos_token_id]
+    _, _, without = ask.encode([("who is ann ?", "old red")], tokenizer, end=False)
+    assert without[0].tolist() == labels[0, :-1].tolist()
+
+
+def test_a_decoder_whose_tokenizer_has_a_mask_is_none_the_less_a_decoder():
+    save_base("model", "decoder")
+    tokenizer = word_tokenizer("decoder")
+    tokenizer.mask_token = "[MASK]"  # as Gemma's has
+    tokenizer.save_pretrained("model")
+    model, tokenizer = ask.load_model("model", "cpu")
+    assert type(model).__name__ == "LlamaForCausalLM" and tokenizer.mask_token is None
 
 
 def test_an_encoder_has_a_mask_for_each_token_of_the_answer():

@@ -257,3 +257,12 @@ def test_two_loaded_lessons_are_saved_as_one(lessons, tmp_path):
     unload_memory(again, lessons[0])
     load_memory(alone := base(), lessons[1])
     assert torch.equal(outputs(again), outputs(alone))
+
+
+def test_a_memory_without_values_is_replaced(lessons, tmp_path):
+    save_memory(with_lesson(A, seed=1), tmp_path / "other")  # other queries and sub-keys
+    load_memory(model := base(), lessons[0])
+    unload_memory(model, lessons[0])
+    tables = load_memory(model, tmp_path / "other")
+    assert_same(dict(model.state_dict()), dict(with_lesson(A, seed=1).state_dict()))
+    assert tables[2] is find_memories(model)[2].values

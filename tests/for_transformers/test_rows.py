@@ -212,3 +212,10 @@ def test_rows_that_a_text_reads_and_ordinary_text_does_not():
     two = specific_rows({1: reads, 2: reads.flip(0)}, {1: ordinary, 2: ordinary.flip(0)}, 3, 2)
     assert {n: rows.tolist() for n, rows in two.items()} == {1: [5, 1], 2: [0, 4]}
     assert not len(specific_rows({1: 0 * reads}, {1: ordinary}, 3, 2)[1])
+
+
+def test_calibrating_needs_a_memory_and_a_text():
+    for model, batches in ((small_model("LlamaForCausalLM"), texts()),
+                           (frozen("LlamaForCausalLM"), [torch.tensor([[3]])])):
+        with pytest.raises(ValueError, match="a model with memory, and ordinary text"):
+            calibrate(model, batches)
