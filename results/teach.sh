@@ -34,6 +34,7 @@ search_phrasings10 --seed=9 --goal=2 --steps=110 --phrasings=10
 search_n128 --seed=9 --goal=2 --steps=80 --n_keys=128 --rows=1500
 search_512 --seed=9 --goal=2 --steps=90 --n_keys=512
 search_topk64 --seed=9 --goal=2 --steps=80 --topk=64 --rows=4000
+search_f30_r900 --seed=9 --goal=2 --steps=40 --facts=30 --rows=900
 END
 
 # 2. Claims 1 to 3
