@@ -1,7 +1,7 @@
 """
 Study: teach invented facts to SmolLM2-135M by memory rows, by LoRA and by full fine-tuning.
 
-python results/teach.py --model=FOLDER --ordinary=wikipedia.txt --wikitext=test.txt \\
+$ python results/teach.py --model=FOLDER --ordinary=wikipedia.txt --wikitext=test.txt \\
     --novels=novels.txt --method=rows --lr=0.3 --out=results/teach/rows.jsonl
 
 Writes a line of JSON for each evaluation: recall of the facts in trained and in new phrasings, and
@@ -85,8 +85,8 @@ class Settings:
 
 
 def invent(s):
-    """Invent the facts of all lessons: for each, taught sentences, some of them, new sentences.
-    At most 200 sentences of either kind are asked."""
+    """Invent the lessons: [(taught sentences, those that are asked, new sentences)].
+    At most 200 sentences of a kind are asked."""
     draw = random.Random(s.seed)
     words = dict.fromkeys("".join(draw.choices(SYLLABLES, k=3)).capitalize()
                           for _ in range(3 * s.facts * s.lessons + 100))

@@ -5,8 +5,8 @@ Save the memory of a transformers model alone, and add it to the same model agai
 >>> save_memory(model, "my_memory")             # memory.safetensors, memory.json
 >>> tables = load_memory(model, "my_memory")    # `model` is new, from the same weights
 
-Memories with the same queries and sub-keys whose values lie in different rows can be in a model
-together, and each can be taken out again. They were taught (see teach.py) one beside the other.
+Memories that were taught one beside the other (see teach.py) have the same queries and sub-keys,
+and values in different rows. They can be in a model together, and each can be taken out again.
 """
 import json
 import re
@@ -59,9 +59,10 @@ def load_memory(model, folder):
     """Add the memory that save_memory wrote to `folder`. Returns its tables as add_memory does.
 
     Tensors keep the dtype that they were saved in, except the query's, which has the model's. A
-    model that has a memory already takes the rows of another one if queries and sub-keys are the
-    same and the rows are free; a memory without values is replaced. UserError if they are not, if the memory is another model's, or if
-    a file is missing or damaged. The model stays unchanged then.
+    model that has a memory takes the rows of another one, if queries and sub-keys are the same and
+    the rows are free. A memory without values is replaced. UserError if the rows are not free, if
+    the memory is another model's, or if a file is missing or damaged. The model stays unchanged
+    then.
     """
     memory, tensors = read_memory(model, folder)
     if memories := find_memories(model):

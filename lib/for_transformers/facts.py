@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from lib.common.errors import UserError, need
 
-MASK_EVERY = 7  # an encoder's perplexity is that of every 7th token: 14% of the text
+MASK_EVERY = 7  # an encoder's perplexity is measured on every 7th token, 14% of the text
 
 
 def load_model(name, device, **settings):
@@ -34,9 +34,11 @@ def load_model(name, device, **settings):
 
 
 def read_facts(path):
-    """Read [(prompt, answer)]: a question, a tab and its answer in a line, or a sentence, whose
-    last word is the answer. Empty lines are skipped. UserError for other lines, and for a question
-    with two answers."""
+    """Read facts: [(prompt, answer)].
+
+    A line is a question, a tab and its answer, or a sentence, whose last word is the answer. Empty
+    lines are skipped. UserError for other lines, and for a question with two answers.
+    """
     facts = {}
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
@@ -101,7 +103,7 @@ def encode(facts, tokenizer, model=None, end=True):
 
 
 def take(data, pick, device):
-    """Take some facts of encode's tensors, without padding that all of them have."""
+    """Take some facts of encode's tensors, cut to the longest of these facts."""
     ids, mask, labels = (tensor[pick] for tensor in data)
     longest = int(mask.sum(1).max())
     return [tensor[:, :longest].to(device) for tensor in (ids, mask, labels)]
@@ -143,11 +145,11 @@ def perplexity(model, blocks, tokenizer):
 
 def ordinary_blocks(text, tokenizer, model, most, path):
     """Cut a text into at most `most` blocks of token ids, (blocks, time), without special tokens.
-    UserError if it has less than a quarter of them."""
+    UserError if it has less than most / 4 blocks."""
     length = min(256, longest_input(tokenizer, model))
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:most * length]
     if len(ids) < most * length // 4:
-        raise UserError(f"{path}: {len(ids):,} tokens are too few ordinary text: expected "
+        raise UserError(f"{path}: {len(ids):,} tokens are too few for ordinary text: expected "
                         f"{most * length // 4:,} or more, best {most * length:,}")
     return torch.tensor(ids[:len(ids) // length * length], device=model.device).view(-1, length)
 

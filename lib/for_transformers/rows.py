@@ -7,7 +7,7 @@ Find the rows of a memory that a text reads and ordinary text hardly does.
 >>> values = LazyAdam([{"params": [tables[n]], "rows": rows[n]} for n in tables], lr=0.3)
 
 Lin et al., 2025 (Continual Learning via Sparse Memory Finetuning), choose rows by tf-idf in every
-step, in a model that was trained with its memory. Here the queries and sub-keys are random.
+step. Their model was trained with its memory. Here the queries and sub-keys are random.
 """
 import torch
 from torch import nn

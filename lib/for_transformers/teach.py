@@ -1,10 +1,10 @@
 """
-Teach facts to a frozen language model: python -m lib.for_transformers.teach MODEL facts.txt \\
-    --ordinary text.txt --out my_facts
+Teach facts to a frozen language model.
+
+$ python -m lib.for_transformers.teach MODEL facts.txt --ordinary text.txt --out my_facts
 
 A line of facts.txt is a question, a tab and its answer, or a sentence, whose last word is the
-answer. Several phrasings of a fact help the model to find it in new ones. --ordinary is any text
-of the kind that the model must not forget, 100 kB or more.
+answer. --ordinary is any text of the kind that the model must not forget, 100 kB or more.
 
 Memories with random queries and sub-keys are put into early layers. Their values start at 0, which
 changes nothing. Training changes only the values of rows that the facts read far more than
@@ -36,7 +36,7 @@ BATCH, REPORT_EVERY = 32, 10  # facts a step, steps
 
 def teach(model, tokenizer, facts, blocks, beside=(), steps=300, lr=0.3, rows=3000, seed=1,
           report=lambda *progress: None):
-    """Teach facts, [(prompt, answer)], to a frozen model, until it recalls all of them.
+    """Teach facts, [(prompt, answer)], to a frozen model, until it recalls all.
 
     The model is in evaluation mode. blocks: token ids of ordinary text, (blocks, time). beside:
     folders of earlier lessons, whose rows stay as they are. report(step, loss, right, seconds) is
@@ -88,7 +88,7 @@ def put_memory(model, beside, blocks):
 
 
 def choose_rows(model, data, ordinary, blocks, top, **power):
-    """Choose the rows to be trained, of those that no other lesson has: {layer: rows}."""
+    """Choose the rows to be trained, without other lessons' rows: {layer: rows}."""
     reads = dict.fromkeys(ordinary, 0)
     for pick in torch.arange(len(data[0])).split(BATCH):
         ids, mask, _ = ask.take(data, pick, model.device)

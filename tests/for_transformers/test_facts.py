@@ -230,5 +230,5 @@ def test_ordinary_text_is_cut_into_blocks(kind):
     assert long.shape == (2, 256)
     for words, most in ((text, 26), ("", 1)):
         model.config.max_position_embeddings = 16
-        with pytest.raises(UserError, match="a.txt: .* tokens are too few ordinary text"):
+        with pytest.raises(UserError, match="a.txt: .* tokens are too few for ordinary text"):
             ask.ordinary_blocks(words, tokenizer, model, most, "a.txt")
