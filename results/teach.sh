@@ -50,7 +50,8 @@ teach << END
 lessons_rows --lessons=10 --facts=30
 lessons_full --lessons=10 --facts=30 --method=full --lr=5e-5
 lessons_lora --lessons=10 --facts=30 --method=lora --lr=5e-4
-many_1000 --facts=1000 --rows=20000 --steps=560
+many_300 --facts=300 --rows=6000 --steps=160
+many_1000 --facts=1000 --rows=20000 --steps=320
 END
 
 # 4. The demo's BERT, by masked words (claim 7)
