@@ -9,13 +9,15 @@ $ python measure.py slots out/demo_resm_init --layer 2           # what reads it
 $ python measure.py fill out/demo_resm_init "Return a new [MASK] of the given shape."
 $ python measure.py sample out/demo_causal_memory "Returns a new"   # a causal language model
 $ python measure.py browse out/demo_resm_init --out memory      # memory.html: what a slot knows
+$ python measure.py prune out/demo_resm_init --keep 0.75 0.5 0.25 0.1    # drop value rows
+$ python measure.py prune out/demo_resm_init --keep 0.25 --out out/demo_pruned    # a run to use
 $ python measure.py predict out/base_sst2 new.tsv --out said     # a fine-tuned run on new text
 $ python measure.py glue out/base_sst2 out/base_resm_init_sst2  # Tables 4, 5, 7: fine-tuned runs
 $ python measure.py table out/base_resm_init_sst2               # Table 6
 $ python measure.py by_class out/base_pkm_sst2 out/base_resm_init_sst2 --out results/figure4
 
---out NAME writes a table to NAME.md and NAME.json, and a figure to NAME.png and NAME.svg. For browse
-it writes NAME.html, for predict NAME.tsv.
+--out NAME writes a table to NAME.md and NAME.json, a figure to NAME.png and NAME.svg. For browse it
+writes NAME.html, for predict NAME.tsv, for prune a run; there --curve NAME writes the table.
 """
 import contextlib
 import re
@@ -31,13 +33,13 @@ from lib.common.files import write_text
 from lib.common.settings import DTYPES, Parser, whole_number
 from lib.corpus.vocabulary import load_tokenizer, special_ids, special_tokens
 from lib.distributed.processes import is_distributed, run_ranks
-from lib.slot_usage import figures
+from lib.slot_usage import figures, tables
 from lib.slot_usage.browse import page_data, page_html
 from lib.slot_usage.contexts import CorpusReads, print_guess, training_text
 from lib.slot_usage.counts import times_read
 from lib.slot_usage.evaluation import check_language_model, check_same_text, evaluate_runs
+from lib.slot_usage.prune import prune_run
 from lib.slot_usage.report import describe_run, slot_staleness
-from lib.slot_usage.tables import USAGE, perplexity_cell, usage_cells, write_table
 from lib.slot_usage.task_reads import compare_classes, task_usage
 from lib.tasks.glue import tsv_text
 from lib.tasks.predict import predict_file
@@ -61,33 +63,34 @@ def table_2(args):
     rows = []
     for run in runs:
         results = list(run["results"].values())
-        rows.append([run["run"], run["steps"], run["seed"], *map(perplexity_cell, results),
-                     *usage_cells([result["layers"] for result in results[0]])])
+        rows.append([run["run"], run["steps"], run["seed"], *map(tables.perplexity_cell, results),
+                     *tables.usage_cells([result["layers"] for result in results[0]])])
     note = (f"Test splits, {args.sequences or 'all'} sequences of {seq_len}; a causal model's "
             f"overlap by half. Usage on data/{args.data[0]}. Several maskings: mean [lowest, "
             "highest]. Steps: those of the initial model + the run's own. Only rows with the same "
             "number of steps show what the memory does. Each is one run of one seed, and another "
             "seed alone changes the perplexity: run several before you trust a small difference.")
-    header = ["run", "steps", "seed", *(f"{name} ppl" for name in args.data), *USAGE]
-    write_table(args.out, header, rows, note, {"note": note, "runs": runs})
+    header = ["run", "steps", "seed", *(f"{name} ppl" for name in args.data), *tables.USAGE]
+    tables.write_table(args.out, header, rows, note, {"note": note, "runs": runs})
 
 
 def table_6(args):
     """Count what each fine-tuned model reads in the training examples of its task."""
     device = open_device(args)
     records = [task_usage(path, args.sequences, device) for path in args.runs]
-    rows = [[r["run"], r["task"], f"{r['examples']:,}", *usage_cells([r["layers"]])]
+    rows = [[r["run"], r["task"], f"{r['examples']:,}", *tables.usage_cells([r["layers"]])]
             for r in records]
-    write_table(args.out, ["run", "task", "examples", *USAGE], rows,
-                "The best epoch so far, train split, nothing masked, padding not counted.", records)
+    tables.write_table(args.out, ["run", "task", "examples", *tables.USAGE], rows,
+                       "The best epoch so far, train split, nothing masked, padding not counted.",
+                       records)
 
 
 def glue(args):
     """Print Tables 4, 5 and 7: dev scores of fine-tuned runs, medians over their seeds."""
     header, rows, records = score_table(args.runs)
-    write_table(args.out, header, rows,
-                "Dev splits, median over the seeds of each seed's best epoch; -: not run. Avg: of "
-                "the six columns from MNLI-m to CoLA, once all are there.", records)
+    tables.write_table(args.out, header, rows,
+                       "Dev splits, median over the seeds of each seed's best epoch; -: not run. "
+                       "Avg: of the six columns from MNLI-m to CoLA, once all are there.", records)
 
 
 def by_class(args):
@@ -96,46 +99,36 @@ def by_class(args):
     device = open_device(args)
     records = [record for path in args.runs
                for record in compare_classes(path, args.sequences, device)]
-    keys = ["kl_between", "kl_floor", "kl", "iou_between", "iou_floor", "iou"]
-    rows = [[r["run"], r["layer"], r["when"], *(f"{r[key]:.3f}" for key in keys),
-             f"{r['accesses']:,}"] for r in records]
-    header = ["run", "layer", "when", "KL", "floor", "corrected", "IOU", "floor", "corrected",
-              "accesses"]
-    write_table(args.out, header, rows,
-                "Top-1 slots, train split: KL(class 1 || 0.9 class 0 + 0.1 class 1) in nats, at "
-                "most 2.30, and IOU of the shares of the slots. Floor: the same between two random "
-                "halves of one class. Corrected for it: a KL of 0 and an IOU of 1 mean no more "
-                "difference than that. Accesses: of each half.", records,
-                lambda data: figures.draw_class_distances(data, names))
+    tables.write_table(args.out, *tables.class_table(records), records,
+                       lambda data: figures.draw_class_distances(data, names))
 
 
 def staleness(args):
     """Draw Figure 2: how many slots were last top-1 at which usage snapshot of a run."""
     names = figures.run_names(args.runs, args.names)
     records = [record for path in args.runs for record in slot_staleness(path)]
-    columns = ["never", *sorted({step for r in records for step in r["slots"]} - {"never"})]
-    rows = [[r["run"], r["layer"], f"{r['accesses']:,}",
-             *(f"{r['slots'][step]:.1%}" if step in r["slots"] else None for step in columns)]
-            for r in records]
-    write_table(args.out, ["run", "layer", "accesses", *map(str, columns)], rows,
-                "Share of the slots by the step of the last snapshot at which they were top-1. "
-                "Accesses: in a snapshot.", records,
-                lambda data: figures.draw_staleness(data, names))
+    tables.write_table(args.out, *tables.staleness_table(records), records,
+                       lambda data: figures.draw_staleness(data, names))
 
 
 def curves(args):
     """Draw Figure 3: perplexity and top-1 usage against the step, for several runs."""
     names = figures.run_names(args.runs, args.names)
     corpus = check_same_text(args.runs)
-    runs, rows = {path: Run(path).evaluations() for path in args.runs}, []
-    for path, evaluations in runs.items():
-        start, end = evaluations[0], evaluations[-1]
-        usage = "/".join(f"{100 * metrics['top1_mu']:.1f}" for metrics in end["layers"].values())
-        rows.append([path, f"{end['step']:,}", start["perplexity"], end["perplexity"],
-                     f"{end['accuracy']:.1%}", "/".join(end["layers"]) or "-", usage or "-"])
-    header = ["run", "steps", "first ppl", "last ppl", "accuracy", "layers", "top-1 MU %"]
-    note = f"Held-out text of data/{corpus}; the steps of the initial model count."
-    write_table(args.out, header, rows, note, runs, lambda data: figures.draw_curves(data, names))
+    runs = {path: Run(path).evaluations() for path in args.runs}
+    tables.write_table(args.out, *tables.curves_table(runs, corpus), runs,
+                       lambda data: figures.draw_curves(data, names))
+
+
+def prune(args):
+    """Keep the value rows that are read most: the curve of perplexity, or with --out a run."""
+    if args.out and len(args.runs) > 1:
+        raise UserError(f"--out {args.out}: one run with one --keep")
+    names, device = figures.run_names(args.runs, args.names), open_device(args)
+    records = [record for path in args.runs for record in prune_run(
+        path, args.data, args.keep, args.sequences, device, args.out)]
+    tables.write_table(args.curve, *tables.pruning_table(records), records,
+                       lambda data: figures.draw_pruning(data, names))
 
 
 def report(args):
@@ -160,7 +153,8 @@ def slots(args):
             for context in r["contexts"] or [(0.0, "(never read)")]]
     note = (f"Layer {args.layer} of {checkpoint}; {len(reads):,} tokens of data/{corpus.name} x "
             f"{reads.shape[1]} heads; weights are summed over the heads.")
-    write_table(args.out, ["slot", "reads", "top-1", "weight", "context"], rows, note, records)
+    header = ["slot", "reads", "top-1", "weight", "context"]
+    tables.write_table(args.out, header, rows, note, records)
 
 
 def browse(args):
@@ -253,14 +247,14 @@ def open_language_model(args, causal):
 def main(argv=None):
     parser = Parser(description=__doc__)
     option = parser.commands(table, glue, by_class, staleness, curves, report, slots, fill, sample,
-                             browse, predict)
+                             browse, predict, prune)
     number = {"type": whole_number, "metavar": "N"}
     readers = "slots fill sample browse"  # commands that read a corpus with one model
-    option("table glue by_class staleness curves", "runs", nargs="+", metavar="out/RUN")
+    option("table glue by_class staleness curves prune", "runs", nargs="+", metavar="out/RUN")
     option("report", "run", metavar="RUN", help="out/<run>, a pretrained run with memory")
     option(f"{readers} predict", "run", metavar="RUN", help="out/<run>, a seed or a checkpoint")
     option("report", "control", nargs="?", metavar="CONTROL", help="a run without the memory")
-    option("by_class staleness curves", "--names", nargs="+", help="of the runs, in the figure")
+    option("by_class staleness curves prune", "--names", nargs="+", help="of runs, in the figure")
     option("predict", "file", metavar="FILE", help="TSV with a header, SQuAD's JSON, or - (stdin)")
     option("fill", "texts", nargs="+", metavar="TEXT", help="a text with [MASK] in it, in quotes")
     option("sample", "text", help="the prompt, or '' for none; [SEP] ends a document")
@@ -271,9 +265,11 @@ def main(argv=None):
     option("sample", "--seed", type=partial(whole_number, least=0), default=0, metavar="N",
            help="(0)")
     option("table", "--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it")
-    option(readers, "--data", metavar="NAME", help="data/NAME, not the run's corpus")
-    option("table by_class", "--sequences", **number, help="a quick look at N, evenly spread (all)")
+    option(f"{readers} prune", "--data", metavar="NAME", help="data/NAME, not the run's corpus")
+    option("table by_class prune", "--sequences", **number, help="a quick look at N, spread evenly")
     option(readers, "--sequences", **number, default=512, help="of its test text (512)")
+    option("prune", "--keep", type=float, nargs="+", required=True, metavar="SHARE", help="of rows")
+    option("prune", "--out", metavar="FOLDER", help="write the pruned run: out/NAME")
     option("table", "--repeats", **number, default=1, help="maskings (1)")
     option("table", "--batch_size", **number, default=8, help="sequences (8)")
     option("slots", "--layer", type=int, required=True, help="counted from 1")
@@ -281,12 +277,14 @@ def main(argv=None):
     option("slots", "--most", **number, default=10, help="or the N most read (10)")
     option("slots fill sample", "--contexts", **number, default=3, help="for a slot (3)")
     option("browse", "--contexts", **number, default=8, help="for a slot (8)")
-    option(f"table by_class {readers} predict", "--device", default="auto", help="cuda, mps, cpu")
+    option(f"table by_class {readers} predict prune", "--device", default="auto",
+           help="cuda, mps, cpu")
     option("table", "--dtype", choices=DTYPES, default="float32", help="(float32)")
     out = {"metavar": "NAME",
            "type": lambda name: re.sub(r"\.(md|json|png|svg|html|tsv)$", "", name)}
     option("table glue by_class staleness curves slots predict", "--out", **out,
            help="write NAME.md, NAME.json, ...; predict: NAME.tsv")
+    option("prune", "--curve", **out, help="write NAME.md, NAME.json, NAME.png, NAME.svg")
     option("browse", "--out", **out, required=True, help="write NAME.html")
     args = parser.parse_args(argv)
     if is_distributed() and args.command != "table":

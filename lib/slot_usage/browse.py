@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lib.common.errors import UserError
 from lib.corpus.vocabulary import special_ids
 from lib.slot_usage.contexts import WIDTH
 from lib.slot_usage.counts import last_used, times_read
@@ -29,11 +30,13 @@ def page_data(corpus, snapshots, contexts):
     _, new = np.unique(around.reshape(ids.size, -1), axis=0, return_index=True)
     for layer, (slots, weights) in corpus.layers.items():
         size, (tokens, heads, _) = corpus.n_slots[layer], slots.shape
+        if size != corpus.n_keys**2:
+            raise UserError("a pruned memory is no grid of slots: browse the run it came from")
         read, top1 = times_read(slots, size)
         slots, weights = slots.reshape(tokens, -1), weights.reshape(tokens, -1)
         share = weights / (heads * counts[word])[:, None]  # of all that a word reads
         layers.append({
-            "layer": layer, "n_keys": round(size**0.5),
+            "layer": layer, "n_keys": corpus.n_keys,
             "read": read.tolist(), "top1": top1.tolist(),
             "last": last_used(snapshots, layer).tolist() if snapshots else [],
             "contexts": strongest(slots[new], new[:, None], weights[new], size, contexts),

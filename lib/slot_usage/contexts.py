@@ -32,6 +32,13 @@ def training_text(path):
     return read_weights(path)["config"].max_len, None
 
 
+def corpus_name(path, data):
+    """Return `data`, or else the corpus that a model was trained on. UserError without either."""
+    if not (name := data or training_text(path)[1]):
+        raise UserError(f"{path}: its corpus is not known: --data NAME")
+    return name
+
+
 def open_corpus(name, *paths):
     """Open data/<name>; UserError if the model of a path has another vocabulary."""
     corpus = Corpus(name)
@@ -47,19 +54,19 @@ class CorpusReads:
     """Read the test text of a corpus with a model, nothing masked.
 
     path: the model's run. data: the corpus, None for the run's. sequences: at most this number.
-    Attributes: name and tokenizer of the corpus; ids (sequences, time); n_slots {layer: number};
-    layers {layer: (slots, weights)}, what the tokens read, arrays (tokens, heads, topk).
+    Attributes: name and tokenizer of the corpus; ids (sequences, time); n_keys of the model;
+    n_slots {layer: number}; layers {layer: (slots, weights)}, what the tokens read, arrays (tokens,
+    heads, topk). In a pruned model the slots are its rows.
     """
 
     @torch.no_grad()
     def __init__(self, model, path, data, sequences):
-        seq_len, dataset = training_text(path)
-        self.name = data or dataset
+        seq_len, _ = training_text(path)
+        self.n_keys = model.bert.config.n_keys
         self.n_slots = {n: len(table.weight) for n, table in value_tables(model).items()}
         if not self.n_slots:
             raise UserError(f"{path}: a model without memory has no slots")
-        if not self.name:
-            raise UserError(f"{path}: its corpus is not known: --data NAME")
+        self.name = corpus_name(path, data)
         corpus = open_corpus(self.name, path)
         self.tokenizer = load_tokenizer(corpus.folder)
         if model.bert.config.causal:

@@ -74,11 +74,19 @@ def check_same_text(paths):
     return first["dataset"]
 
 
+def table_batches(causal, corpus, split, seq_len, batch_size, sequences, masking=0):
+    """Make the batches on which tables measure perplexity. Windows of causal models overlap by
+    half, and each token is predicted once. masking: the number of a random masking."""
+    text = corpus, split, seq_len, batch_size, sequences
+    if causal:
+        return causal_heldout(*text, stride=seq_len // 2)
+    return masked_heldout(*text, masking)
+
+
 def evaluate_runs(paths, corpora, device, dtype, batch_size, sequences=None, maskings=1):
-    """Evaluate language models on the same batches of corpora's test splits. At most `sequences`
-    sequences of each split are read, of the shortest length that a model was trained on. Windows of
-    causal models overlap by half, and each token is predicted once. Returns (sequence length,
-    records for JSON)."""
+    """Evaluate language models on the same batches of corpora's test splits (see table_batches). At
+    most `sequences` sequences of each split are read, of the shortest length that a model was
+    trained on. Returns (sequence length, records for JSON)."""
     causal = read_weights(paths[0])["config"].causal
     if causal and maskings > 1:
         raise UserError(f"--repeats {maskings}: a causal model has no maskings to repeat")
@@ -87,9 +95,8 @@ def evaluate_runs(paths, corpora, device, dtype, batch_size, sequences=None, mas
     seq_len = min(training_text(path)[0] for path in paths)
     heldout, records = {}, []
     for name in corpora:
-        split = open_corpus(name, *paths), "test", seq_len, batch_size, sequences
-        heldout[name] = ([causal_heldout(*split, stride=seq_len // 2)] if causal else
-                         [masked_heldout(*split, masking) for masking in range(maskings)])
+        text = open_corpus(name, *paths), "test", seq_len, batch_size, sequences
+        heldout[name] = [table_batches(causal, *text, masking) for masking in range(maskings)]
     for path in paths:
         checkpoint, _ = find_weights(path)
         print(f"{path}: weights of {checkpoint}")

@@ -95,6 +95,26 @@ def draw_class_distances(records, names):
     return figure
 
 
+def draw_pruning(records, names):
+    """Draw how perplexity rises as a memory loses rows, against its bytes. An int8 line is dashed.
+    records: those of prune_run. names: {path of a run: its name}."""
+    figure, [[axes]] = subplots(1, 1, 3.4)
+    for number, (path, name) in enumerate(names.items(), 1):
+        own = [record for record in records if record["run"] == path]
+        for kind, line in (("float32", "-"), ("int8", "--")):
+            size = [100 * record[f"{kind}_bytes"] / own[0]["float32_bytes"] for record in own]
+            rise = [100 * (record[f"{kind}_perplexity"] / own[0]["float32_perplexity"] - 1)
+                    for record in own]
+            axes.plot(size, rise, color=COLORS[number % 7], linestyle=line, markersize=5,
+                      marker=MARKERS[number % 6], label=f"{name}, {kind}")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("bytes of the memory (% of the whole in float32, log scale)")
+    axes.set_title("change of perplexity (%)")
+    figure.legend(loc="outside upper left", ncols=2)
+    return figure
+
+
 def draw_curves(runs, names):
     """Draw Figure 3: perplexity above top-1 usage, against the step. Perplexity is cut off above
     the start of runs that go on from another model. runs: {path: Run(path).evaluations()}.

@@ -56,7 +56,7 @@ def describe_run(path, control=None):
     yield from advise(settings, evaluations, late, counted)
     runs = shlex.join([*([control] if control else []), path])
     commands = [f"python measure.py curves {runs} --out curves"]
-    if Run(path).newest_checkpoint():
+    if Run(path).newest_checkpoint() and not settings.get("n_rows"):  # a grid of slots
         commands.append(f"python measure.py browse {shlex.quote(path)} --out memory")
     yield f"Look next at: {'; '.join(commands)}"
 
@@ -69,9 +69,10 @@ def describe_memory(path, settings, evaluations):
     done = evaluations[-1]["step"] - settings["first_step"]
     start = settings["init_checkpoint"]
     origin = f"on from {start}" if start else "from scratch"
-    return (f"{path} has a memory of {keys:,} x {keys:,} slots in layer{'s' * (len(layers) > 1)} "
-            f"{' and '.join(map(str, layers))}, {kind}, and was trained {origin}: evaluated up to "
-            f"step {done:,} of its {settings['max_steps']:,}.")
+    rows = f", which share {rows:,} rows of values," if (rows := settings.get("n_rows")) else ""
+    return (f"{path} has a memory of {keys:,} x {keys:,} slots{rows} in layer"
+            f"{'s' * (len(layers) > 1)} {' and '.join(map(str, layers))}, {kind}, and was trained "
+            f"{origin}: evaluated up to step {done:,} of its {settings['max_steps']:,}.")
 
 
 def compare_with_control(path, control):

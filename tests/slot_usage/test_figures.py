@@ -7,7 +7,13 @@ import pytest
 
 from lib.common.errors import UserError
 from lib.slot_usage import figures
-from lib.slot_usage.figures import draw_class_distances, draw_curves, draw_staleness, run_names
+from lib.slot_usage.figures import (
+    draw_class_distances,
+    draw_curves,
+    draw_pruning,
+    draw_staleness,
+    run_names,
+)
 
 pytest.importorskip("matplotlib")
 
@@ -166,3 +172,16 @@ def test_figures_have_no_background_of_their_own_and_text_for_a_phone():
         points = figure.get_figwidth() * 72
         assert min(text.get_fontsize() for text in texts) * 400 / points >= 11  # pixels of 400
         assert all(text.get_color() == figures.INK for text in texts)
+
+
+def test_pruned_memories_are_compared_with_their_own_whole():
+    records = [{"run": run, "keep": keep, "float32_bytes": size, "int8_bytes": size / 4,
+                "float32_perplexity": first * rise, "int8_perplexity": first * (rise + 0.01)}
+               for run, first in (("out/a", 20.0), ("out/b", 50.0))
+               for keep, size, rise in ((1.0, 800, 1.0), (0.5, 500, 1.02))]
+    figure = draw_pruning(records, run_names(["out/a", "out/b"], None))
+    assert legend_texts(figure) == ["a, float32", "a, int8", "b, float32", "b, int8"]
+    lines = [line.get_xydata().ravel() for line in figure.axes[0].lines]
+    float32, int8 = [100, 0, 62.5, 2], [25, 1, 15.625, 3]
+    assert [line.tolist() for line in lines] == [pytest.approx(float32, abs=1e-9),
+                                                 pytest.approx(int8)] * 2

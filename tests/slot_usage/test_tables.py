@@ -1,7 +1,7 @@
 """
-The cells of tables of slot usage.
+The cells of tables.
 """
-from lib.slot_usage.tables import USAGE, usage_cells
+from lib.slot_usage.tables import USAGE, pruning_table, usage_cells
 
 
 def test_each_metric_is_in_its_column():
@@ -14,3 +14,17 @@ def test_each_metric_is_in_its_column():
         ("layers", "2/3"), ("MU %", "40.0/50.0"), ("uniform", "75.0"),
         ("top-1 MU %", "20.0/25.0"), ("uniform", "37.5"), ("KL_u", "1.00/1.50"),
         ("KL_w", "1.75/2.50"), ("effective k", "3.0/3.5"), ("accesses", "4,000")]
+
+
+def test_a_pruned_memory_is_compared_with_the_whole_one():
+    whole = {"run": "a", "data": "docs", "keep": 1, "rows": 4096, "model_bytes": 5e6,
+             "float32_bytes": 2e6, "float32_perplexity": 20.0, "int8_bytes": 6e5,
+             "int8_perplexity": 20.1}
+    half = whole | {"keep": 0.5, "rows": 2049, "model_bytes": 4e6, "float32_bytes": 1e6,
+                    "float32_perplexity": 20.4, "int8_bytes": 3e5, "int8_perplexity": 19.8}
+    header, rows, note = pruning_table([whole, half])
+    assert list(zip(header, rows[1], strict=True)) == [
+        ("run", "a"), ("kept", "50.0%"), ("rows", "2,049"), ("model MB", "4.00"),
+        ("memory MB", "1.00"), ("ppl", 20.4), ("change", "+2.00%"), ("int8 MB", "0.30"),
+        ("ppl", 19.8), ("change", "-1.00%")]
+    assert rows[0][6:] == ["+0.00%", "0.60", 20.1, "+0.50%"] and "data/docs" in note
