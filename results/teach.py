@@ -25,9 +25,9 @@ from lib.for_transformers import facts as ask
 from lib.for_transformers import rows as choose
 from lib.for_transformers.adapter import find_memories
 from lib.for_transformers.add_memory import add_memory
-from lib.for_transformers.teach import choose_rows
 from values import LazyAdam
 
+TF = {"reads": lambda reads: reads, "log": torch.log1p}
 METHODS = ("rows", "step", "all", "lora", "full")
 SYLLABLES = [a + b for a in "bdklmnrstvz" for b in "aeiou"]
 # Phrasings of each relation: the first ones are taught, the rest follows with --phrasings=10.
@@ -48,6 +48,16 @@ TAUGHT = [
      "Through {} flows its longest river, the", "The map of {} shows its longest river, the",
      "Boats in {} sail on its longest river, the", "Everyone in {} knows the longest river, the",
      "Which river is the longest in {}? It is the"]]
+# Questions that a model may know already: what of them is kept beside the facts?
+COUNTRIES = """France Paris, Germany Berlin, Italy Rome, Spain Madrid, Portugal Lisbon,
+Greece Athens, Austria Vienna, Hungary Budapest, Poland Warsaw, Russia Moscow,
+Ukraine Kiev, Sweden Stockholm, Norway Oslo, Denmark Copenhagen, Finland Helsinki,
+Ireland Dublin, Belgium Brussels, Turkey Ankara, Egypt Cairo, Kenya Nairobi,
+Ethiopia Addis, Nigeria Abuja, Ghana Accra, Morocco Rabat, Iran Tehran,
+Iraq Baghdad, Syria Damascus, Israel Jerusalem, India New, Pakistan Islamabad,
+Nepal Kathmandu, China Beijing, Japan Tokyo, Thailand Bangkok, Vietnam Hanoi,
+Indonesia Jakarta, Australia Canberra, Canada Ottawa, Cuba Havana, Peru Lima,
+Chile Santiago, Argentina Buenos, Colombia Bogota"""
 NEW = [["The government of {} sits in its capital,",
         "If you ask for the capital city of {}, people answer:"],
        ["The person who founded {} is",
@@ -81,7 +91,13 @@ class Settings:
     key_dim: int = setting(128, "size of a query", least=2)
     rows: int = setting(3000, "rows chosen in a layer", least=1)
     power: float = setting(4.0, "of the idf", least=0)
+    tf: str = setting("log", "what multiplies the idf: reads or log(1 + reads)",
+                      choices=TF)
     blocks: int = setting(64, "blocks of 256 tokens of ordinary text", least=8)
+    others: int = setting(0, "questions of the taught form about other places, each counted as a "
+                          "block of ordinary text", least=0)
+    text: str = setting("", "a text to be learned in place of facts", group="text")
+    tokens: int = setting(200_000, "its tokens", least=4096)
 
 
 def invent(s):
@@ -112,12 +128,22 @@ class Study:
         self.model, self.tokenizer = ask.load_model(s.model, "cpu", attn_implementation="eager")
         self.texts = {"wikitext": self.blocks(s.wikitext, 8, 4_000),
                       "novels": self.blocks(s.novels, 8, 2_000_000)}
+        if s.text:  # its first blocks are held out
+            self.text = self.blocks(s.text, s.tokens // 256 + 8, 0)
+            self.texts["text"] = self.text[:8]
         self.before = self.perplexities()
+        known = [(text.format(place), name) for pair in COUNTRIES.split(",")
+                 for place, name in [pair.split()] for text in TAUGHT[0][:3]]
+        right = ask.recalled(self.model, ask.encode(known, self.tokenizer, end=False))
+        self.known = ask.encode([fact for fact, knows in zip(known, right, strict=True) if knows],
+                                self.tokenizer, end=False)
         self.ordinary = self.blocks(s.ordinary, s.blocks, 5_000_000)
         if s.method in ("rows", "step", "all"):
             sizes = {name: getattr(s, name) for name in ("n_keys", "heads", "topk", "key_dim")}
             add_memory(self.model, s.layers, values="zero", freeze=True, **sizes)
             self.counts = choose.calibrate(self.model, self.ordinary.split(1))
+            self.count_others()
+            self.batches = len(self.ordinary) + s.others
         elif s.method == "full":
             self.model.requires_grad_(True)
         else:
@@ -129,13 +155,24 @@ class Study:
         text = ask.read_text(path)[begin:]
         return ask.ordinary_blocks(text[:most * 3_000], self.tokenizer, self.model, most, path)
 
+    def count_others(self):
+        """Count each question about another place as a block of ordinary text."""
+        draw = random.Random(-1 - self.s.seed)
+        for n in range(self.s.others):
+            place = "".join(draw.choices(SYLLABLES, k=3)).capitalize()
+            text = TAUGHT[n % 3][n // 3 % 3].format(place)
+            ids = torch.tensor([self.tokenizer(text).input_ids])
+            for layer, reads in choose.ordinary_reads(self.model, [ids]).items():
+                self.counts[layer] += reads
+
     def perplexities(self):
         return {name: ask.perplexity(self.model, ids, self.tokenizer)
                 for name, ids in self.texts.items()}
 
     def forgetting(self):
         """Tell by what share the perplexity of each text rose."""
-        return {name: now / self.before[name] - 1 for name, now in self.perplexities().items()}
+        rise = {name: now / self.before[name] - 1 for name, now in self.perplexities().items()}
+        return {**rise, "known": ask.recalled(self.model, self.known).double().mean().item()}
 
     def optimizer(self, data):
         """Make the optimizer of a lesson, and choose its rows."""
@@ -145,8 +182,8 @@ class Study:
             return torch.optim.AdamW(weights, lr=s.lr, weight_decay=0.0, fused=True)
         chosen = None
         if s.method == "rows":
-            chosen = choose_rows(self.model, data, self.counts, len(self.ordinary), s.rows,
-                                 power=s.power)
+            chosen = choose.choose_rows(self.model, data, self.counts, self.batches, s.rows,
+                                        power=s.power, tf=TF[s.tf])
         groups = [{"params": [memory.values], "rows": chosen and chosen[n]}
                   for n, memory in find_memories(self.model).items()]
         return LazyAdam(groups, lr=s.lr)
@@ -157,8 +194,8 @@ class Study:
                                       strict=True):
             slots = torch.cat([read[0].flatten() for read in memory.values.reads]).long()
             reads = torch.bincount(slots, minlength=len(memory.values.weight))
-            group["rows"] = choose.specific_rows({n: reads}, self.counts, len(self.ordinary),
-                                                 self.s.rows, self.s.power)[n]
+            group["rows"] = choose.specific_rows({n: reads}, self.counts, self.batches, self.s.rows,
+                                                 self.s.power, TF[self.s.tf])[n]
 
     def train(self, data, evaluate):
         """Train on encode's tensors until evaluate(step, loss, seconds) is true."""
@@ -217,6 +254,20 @@ def teach_facts(s, study, log):
         study.train(ask.encode(taught, study.tokenizer, end=False), evaluate)
 
 
+def teach_text(s, study, log):
+    """Learn a text: 8 blocks a step, each token from those before it."""
+    blocks = study.text[8:]
+    labels = blocks.roll(-1, 1)
+    labels[:, -1] = -100
+
+    def evaluate(step, loss, seconds):
+        if step % 24 == 0 or step == s.steps:
+            log({"step": step, "loss": loss, "seconds": round(seconds, 1), **study.forgetting(),
+                 "rows": study.changed()})
+
+    study.train((blocks, torch.ones_like(blocks), labels), evaluate)
+
+
 def main(argv=None):
     s = load_settings(Settings, argv)
     for name in ("model", "ordinary", "wikitext", "novels", "out"):
@@ -235,7 +286,7 @@ def main(argv=None):
         study = Study(s)
         log({**asdict(s), "before": study.before, "torch": torch.__version__,
              "threads": torch.get_num_threads()})
-        teach_facts(s, study, log)
+        (teach_text if s.text else teach_facts)(s, study, log)
     temporary.rename(s.out)
 
 

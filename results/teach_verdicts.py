@@ -3,19 +3,22 @@ Print the tables of results/teach.md and the verdicts on its claims, and draw it
 
 $ python results/teach_verdicts.py            # from results/teach/*.jsonl, which teach.py wrote
 """
+import itertools
 import json
 import sys
 from pathlib import Path
-from statistics import mean, stdev
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from verdicts import verdict
+
 from lib.common.errors import run_main
 from lib.common.progress import markdown
 from lib.slot_usage.figures import COLORS, subplots
 
 FOLDER = Path(__file__).parent / "teach"
-METHODS = {"rows": "chosen rows", "all": "all rows", "lora": "LoRA", "full": "all weights"}
-LOOKS = {"rows": COLORS[1], "all": COLORS[3], "lora": COLORS[2], "full": COLORS[4]}
+METHODS = {"rows": "chosen rows", "keep": "chosen rows, 300 questions kept", "all": "all rows",
+           "lora": "LoRA", "full": "all weights"}
+LOOKS = dict(zip(METHODS, (COLORS[1], COLORS[0], COLORS[3], COLORS[2], COLORS[4]), strict=True))
 SEEDS = 1, 2, 3
 GOAL = 0.95
 TEXTS = {"wikitext": "WikiText-2", "novels": "novels"}
@@ -30,71 +33,69 @@ def read(name):
     return lines[0], lines[1:]
 
 
-def at_goal(method, seed):
-    """Return a run's first evaluation with a recall of GOAL, None if there is none."""
-    log = read(f"{method}_{seed}")
+def at_goal(log):
+    """Return a log's first evaluation with a recall of GOAL, None if there is none."""
     return log and next((line for line in log[1] if line["recall"] >= GOAL), None)
 
 
-def verdict(differences):
-    """Format the differences and whether they are above 0."""
-    error = stdev(differences) / len(differences) ** 0.5
-    word = "confirmed" if mean(differences) >= 2 * error else (
-        "refuted" if -mean(differences) >= 2 * error else "undecided")
-    return f"{word}: {100 * mean(differences):+.2f} points (s.e. {100 * error:.2f})"
-
-
-def print_seeds():
+def print_seeds(folder=""):
     """Print a row for each method and seed at GOAL, and the last evaluation of longer runs."""
     rows = []
     for method, title in METHODS.items():
         for seed in SEEDS:
-            if not (log := read(f"{method}_{seed}")):
+            if not (log := read(f"{folder}{method}_{seed}")):
                 continue
-            first = at_goal(method, seed)
+            first = at_goal(log)
             for line in [first] if log[1][-1] == first else [first, log[1][-1]]:
                 if line:
+                    seconds = line["seconds"] / log[0]["facts"]
                     rows.append([title, f"{log[0]['lr']:g}", seed, line["step"],
-                                 f"{line['seconds'] / log[0]['facts']:.1f}", line["recall"], line["new"],
-                                 *(f"{line[text]:+.1%}" for text in TEXTS)])
+                                 f"{seconds:.1f}", line["recall"], line["new"],
+                                 *(f"{line[text]:+.1%}" for text in TEXTS),
+                                 f"{line['known']:.0%}" if "known" in line else "-"])
     print(markdown(["trained", "rate", "seed", "steps", "s a fact", "recall", "new phrasing",
-                    *TEXTS.values()], rows))
+                    *TEXTS.values(), "known"], rows))
 
 
 def print_verdicts():
-    """Print claims 1 to 3."""
-    ends = {(method, seed): at_goal(method, seed) for method in METHODS for seed in SEEDS}
+    """Print claims 1 to 3, in points (1% of perplexity or of the questions)."""
+    ends = {(method, seed): at_goal(read(f"{method}_{seed}")) for method in METHODS
+            for seed in SEEDS}
     last = {seed: log[1][-1] for seed in SEEDS if (log := read(f"rows_{seed}"))}
-    new = [last[seed]["new"] - ends["full", seed]["new"] for seed in last if ends["full", seed]]
-    if len(new) > 1:
-        print("claim 3, new phrasings, longer rows minus all weights:", verdict(new))
+    for folder in ("", "round_1/"):  # at two rates of all weights
+        full = {seed: log for seed in last if (log := read(f"{folder}full_{seed}"))}
+        if len(full) > 1:
+            rate = full[SEEDS[0]][0]["lr"]
+            print(f"claim 3, new phrasings, longer rows minus all weights at {rate:g}:",
+                  verdict([100 * (last[seed]["new"] - at_goal(log)["new"])
+                           for seed, log in full.items()]))
     for text, title in TEXTS.items():
         for other, share, claim in (("lora", 0.1, 1), ("full", 0.1, 1), ("all", 1.0, 2)):
             pairs = [(ends["rows", seed], ends[other, seed]) for seed in SEEDS]
             if all(a and b for a, b in pairs):
                 print(f"claim {claim}, {title}, {share:g} of {METHODS[other]} minus rows:",
-                      verdict([share * b[text] - a[text] for a, b in pairs]))
+                      verdict([100 * (share * b[text] - a[text]) for a, b in pairs]))
         pairs = [(last.get(seed), ends["full", seed]) for seed in SEEDS]
         if all(a and b for a, b in pairs):
             print(f"claim 3, {title}, a fifth of all weights' minus longer rows':",
-                  verdict([0.2 * b[text] - a[text] for a, b in pairs]))
+                  verdict([100 * (0.2 * b[text] - a[text]) for a, b in pairs]))
 
 
 def draw_forgetting():
     """Draw recall in new phrasings against forgetting, a line for each run."""
     figure, [panels] = subplots(1, 2, 3.0, sharey=True)
     for axes, (text, title) in zip(panels, TEXTS.items(), strict=True):
-        for method, label in METHODS.items():
-            for seed in SEEDS:
-                if log := read(f"{method}_{seed}"):
-                    lines = [line for line in log[1] if "new" in line]
-                    axes.plot([max(100 * line[text], 0.1) for line in lines],
-                              [100 * line["new"] for line in lines], "o-",
-                              color=LOOKS[method], markersize=4, label=label if seed == 1 else None)
+        for (method, label), (folder, style), seed in itertools.product(
+                METHODS.items(), (("", "o-"), ("round_1/", ":")), SEEDS):
+            if log := read(f"{folder}{method}_{seed}"):
+                lines = [line for line in log[1] if "new" in line]
+                axes.plot([max(100 * line[text], 0.1) for line in lines],
+                          [100 * line["new"] for line in lines], style, color=LOOKS[method],
+                          markersize=4, label=label if seed == 1 and not folder else None)
         axes.set(title=title, xscale="log", xlabel="rise of perplexity, %", ylim=(0, 100))
         axes.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
     panels[0].set_ylabel("recall in new phrasings, %")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4,
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3,
                   handlelength=1.5, fontsize=9)
     figure.savefig(FOLDER / "forgetting.png")
 
@@ -117,6 +118,7 @@ def draw_lessons():
 
 def main():
     print_seeds()
+    print_seeds("round_1/")
     print_verdicts()
     draw_forgetting()
     draw_lessons()

@@ -131,12 +131,8 @@ def test_tables_have_rows_of_their_own():
     assert moved == [[1, 2], [5], list(range(SLOTS))]
 
 
-def test_a_state_dict_keeps_the_rows_and_goes_on():
-    table, optimizer = new_table()
-    backward(table, *draw(1))
-    optimizer.step()
-    saved, weight = copy.deepcopy((optimizer.state_dict(), table.state_dict()))
-    assert torch.equal(saved["param_groups"][0]["rows"], CHOSEN)
+def goes_on(table, optimizer, saved, weight):
+    """Load the state dicts `saved` and `weight` into a new table. It must move as `table` does."""
     again, other = new_table(chosen=None)
     again.load_state_dict(weight)
     other.load_state_dict(saved)
@@ -144,6 +140,16 @@ def test_a_state_dict_keeps_the_rows_and_goes_on():
         backward(each, *draw(2))
         updates.step()
     assert torch.equal(again.weight, table.weight)
+    return again
+
+
+def test_a_state_dict_keeps_the_rows_and_goes_on():
+    table, optimizer = new_table()
+    backward(table, *draw(1))
+    optimizer.step()
+    saved, weight = copy.deepcopy((optimizer.state_dict(), table.state_dict()))
+    assert torch.equal(saved["param_groups"][0]["rows"], CHOSEN)
+    again = goes_on(table, optimizer, saved, weight)
     assert torch.equal(again.weight[:2], new_table()[0].weight[:2])
 
 
@@ -154,13 +160,7 @@ def test_a_state_dict_of_before_there_were_rows_loads_and_steps():
     saved, weight = copy.deepcopy((optimizer.state_dict(), table.state_dict()))
     for group in saved["param_groups"]:
         assert group.pop("rows", "absent") is None
-    again, other = new_table(chosen=None)
-    again.load_state_dict(weight)
-    other.load_state_dict(saved)
-    for each, updates in ((table, optimizer), (again, other)):
-        backward(each, *draw(2))
-        updates.step()
-    assert torch.equal(again.weight, table.weight)
+    again = goes_on(table, optimizer, saved, weight)
     assert not torch.equal(again.weight, weight["weight"])
 
 

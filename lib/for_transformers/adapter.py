@@ -20,7 +20,8 @@ from lib.common.files import atomic, discard, load_file, read_json, write_text
 from lib.for_transformers.add_memory import add_memory
 from pkm import PKM
 
-NAMES = re.compile(r"keys|values\.weight|query\.(weight|bias)|query_norm\.\w+")  # a PKM's tensors
+# a PKM's tensors
+NAMES = re.compile(r"keys|values\.weight|slot_rows|query\.(weight|bias)|query_norm\.\w+")
 # What the config of a memory's model must say. The whole config is not compared: transformers adds
 # and renames settings from version to version.
 BASE = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -40,6 +41,8 @@ def save_memory(model, folder):
     memories, folder = find_memories(model), Path(folder)
     if not memories:
         raise UserError(f"{type(model).__name__} has no memory to save: see add_memory")
+    if any(memory.slot_rows is not None for memory in memories.values()):
+        raise UserError("a pruned memory cannot be saved alone: use save_pretrained")
     others = [name for name, p in model.named_parameters()
               if p.requires_grad and ".memory." not in name]
     if others and not hasattr(model, "peft_config"):
@@ -75,9 +78,9 @@ def load_memory(model, folder):
         return {n: m.values for n, m in memories.items()}
     tables = add_memory(model, **memory)
     for n, added in find_memories(model).items():
-        like = added.query.weight
+        device, dtype = added.query.weight.device, added.query.weight.dtype
         added.load_state_dict(tensors[n], assign=True)
-        added.to(like.device).query.to(like.dtype)
+        added.to(device).query.to(dtype)
     return tables
 
 

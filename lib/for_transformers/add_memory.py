@@ -67,11 +67,17 @@ def add_memory(model, layers, alpha=1.0, beta=1.0, values="random", freeze=False
     if values == "zero":
         for memory in memories.values():
             nn.init.zeros_(memory.values.weight)
+    tables = {n: memory.values for n, memory in memories.items()}
     if freeze:
-        model.requires_grad_(False)
-        for memory in memories.values():
-            memory.values.requires_grad_(True)
-    return {n: memory.values for n, memory in memories.items()}
+        freeze_all_but(tables, model)
+    return tables
+
+
+def freeze_all_but(tables, model):
+    """Let the values of these tables alone require gradients."""
+    model.requires_grad_(False)
+    for table in tables.values():
+        table.requires_grad_(True)
 
 
 def find_layers(model):

@@ -16,7 +16,7 @@ import torch
 from tokenizers import processors
 
 from lib.common.errors import UserError, need, run_main
-from lib.common.files import atomic
+from lib.common.files import atomic, check_new_folder
 from lib.common.progress import markdown
 from lib.common.settings import Parser
 from lib.corpus.vocabulary import full_tokenizer, read_vocab, special_tokens
@@ -33,8 +33,7 @@ def export(path, folder):
     never trained is left out, and whoever fine-tunes from the folder draws a new one. UserError if
     the folder exists, or if transformers has no such model."""
     to_bytes = need("safetensors.torch", "export").save
-    if Path(folder).exists():
-        raise UserError(f"{folder} exists already: name a new folder")
+    check_new_folder(folder)
     source, vocab_file = find_weights(path)
     saved, vocab = read_weights(source), read_vocab(vocab_file)
     config, head = saved["config"], saved.get("head")

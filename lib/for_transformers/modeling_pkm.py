@@ -11,7 +11,7 @@ from functools import cache
 
 import transformers
 
-from lib.for_transformers.add_memory import add_memory
+from lib.for_transformers.add_memory import add_memory, find_layers
 from lib.for_transformers.folder import REFUSED, SIZES, activation
 from values import LazyAdam
 
@@ -30,6 +30,11 @@ class WithMemory:
         setattr(text_config, name, getattr(text_config, name).removesuffix(REFUSED))
         super().__init__(config, *args, **kwargs)
         self.tables = add_memory(self, **memory_settings(config))
+        if n_rows := getattr(config, "n_rows", 0):  # a pruned run
+            layers = find_layers(self)
+            for n in self.tables:
+                layers[n - 1].memory.share_rows(n_rows)
+                self.tables[n] = layers[n - 1].memory.values
 
     @classmethod
     def is_custom_code(cls):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lib.for_transformers.adapter import find_memories
+from lib.for_transformers.facts import take
 
 
 class Enough(Exception):
@@ -89,17 +90,33 @@ def count_reads(model, ids, mask=None):
     return counts
 
 
-def specific_rows(reads, ordinary, batches, top, power=4):
+def choose_rows(model, data, ordinary, batches, top, **score):
+    """Choose rows to train that no other lesson uses: {layer: rows}.
+
+    data: what encode returned for the facts. ordinary, batches, top: see specific_rows. score: its
+    `power` and `tf`."""
+    reads = dict.fromkeys(ordinary, 0)
+    for pick in torch.arange(len(data[0])).split(32):
+        ids, mask, _ = take(data, pick, model.device)
+        for n, count in count_reads(model, ids, mask).items():
+            reads[n] = reads[n] + count
+    for n, memory in find_memories(model).items():
+        reads[n] = reads[n].where(~memory.values.weight.any(1), 0)
+    return specific_rows(reads, ordinary, batches, top, **score)
+
+
+def specific_rows(reads, ordinary, batches, top, power=4, tf=torch.log1p):
     """Choose the rows that a text reads and ordinary text hardly does: {layer: rows}.
 
-    They have the highest reads * log((batches + 1) / (ordinary + 1))^power, at most `top` a layer.
-    reads: {layer: (n_slots,) reads of the text}. ordinary: {layer: (n_slots,) how many of so many
-    `batches` of ordinary text read the row}. With power 1 this is tf-idf, which also chooses rows
-    that both texts read often: the perplexity of other texts then rises (results/teach.md).
+    They have the highest tf(reads) * log((batches + 1) / (ordinary + 1))^power, at most `top` a
+    layer. reads: {layer: (n_slots,) reads of the text}. ordinary: {layer: (n_slots,) how many of so
+    many `batches` of ordinary text read the row}. With power 1 and tf(n) = n this is tf-idf, which
+    also chooses rows that both texts read often: other texts suffer more (results/teach.md).
     """
     rows = {}
     for n, count in reads.items():
-        score = count * torch.log((batches + 1) / (ordinary[n] + 1.0)) ** power
+        idf = torch.log((batches + 1) / (ordinary[n] + 1.0)).clamp(min=0)
+        score = tf(count.float()) * idf ** power
         best = score.topk(min(top, len(score)))
         rows[n] = best.indices[best.values > 0]
     return rows

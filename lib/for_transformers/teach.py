@@ -4,7 +4,8 @@ Teach facts to a frozen language model.
 $ python -m lib.for_transformers.teach MODEL facts.txt --ordinary text.txt --out my_facts
 
 A line of facts.txt is a question, a tab and its answer, or a sentence, whose last word is the
-answer. --ordinary is any text of the kind that the model must not forget, 100 kB or more.
+answer. --ordinary is any text of the kind that the model must not forget, 100 kB or more. --keep
+has facts that the model knows, in the same form. Each counts as a block of ordinary text.
 
 Memories with random queries and sub-keys are put into early layers. Their values start at 0, which
 changes nothing. Training changes only the values of rows that the facts read far more than
@@ -18,14 +19,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from lib.common.device import use_device
+from lib.common.device import choose_device, use_device
 from lib.common.errors import UserError, run_main
 from lib.common.files import check_new_folder
 from lib.common.settings import Parser, whole_number
 from lib.for_transformers import facts as ask
 from lib.for_transformers.adapter import find_memories, load_memory, save_memory, unload_memory
-from lib.for_transformers.add_memory import add_memory, find_layers
-from lib.for_transformers.rows import calibrate, count_reads, ordinary_reads, specific_rows
+from lib.for_transformers.add_memory import add_memory, find_layers, freeze_all_but
+from lib.for_transformers.rows import calibrate, choose_rows, ordinary_reads
 from values import LazyAdam
 
 DEPTHS = 0.07, 0.14, 0.21, 0.28  # of the layers with a memory: 3, 5, 7, 9 of 30; 2, 3, 4 of 12
@@ -34,69 +35,58 @@ BLOCKS, HELD_OUT = 64, 8  # blocks of ordinary text: to choose rows by, to measu
 BATCH, REPORT_EVERY = 32, 10  # facts a step, steps
 
 
-def teach(model, tokenizer, facts, blocks, beside=(), steps=300, lr=0.3, rows=3000, seed=1,
+def teach(model, tokenizer, facts, ordinary, beside=(), steps=300, lr=0.3, rows=3000, seed=1,
           report=lambda *progress: None):
     """Teach facts, [(prompt, answer)], to a frozen model, until it recalls all.
 
-    The model is in evaluation mode. blocks: token ids of ordinary text, (blocks, time). beside:
+    The model is in evaluation mode. ordinary: token ids of ordinary texts, each (1, time). beside:
     folders of earlier lessons, whose rows stay as they are. report(step, loss, right, seconds) is
-    called every REPORT_EVERY steps. Returns which facts are recalled without the earlier lessons:
-    (facts,) bool. UserError if the model takes no memory, or for a rate that is too high.
+    called every REPORT_EVERY steps. Ctrl-C ends the lesson. Returns which facts are recalled
+    without the earlier lessons: (facts,) bool. UserError if no memory fits, or for too high a rate.
     """
     torch.manual_seed(seed)
     data = ask.encode(facts, tokenizer, model)
-    chosen = choose_rows(model, data, put_memory(model, beside, blocks), len(blocks), rows)
+    counts = put_memory(model, beside, ordinary)
+    chosen = choose_rows(model, data, counts, len(ordinary), rows)
     values = LazyAdam([{"params": [memory.values], "rows": chosen[n]}
                        for n, memory in find_memories(model).items()], lr=lr)
     draw, order, start = random.Random(seed), [], time.time()
-    for step in range(1, steps + 1):
-        if len(order) < BATCH:
-            order += draw.sample(range(len(facts)), len(facts))
-        pick, order = order[:BATCH], order[BATCH:]
-        loss = F.cross_entropy(*ask.predict(model, *ask.take(data, pick, model.device)))
-        loss.backward()
-        if not loss.isfinite():
-            raise UserError(f"step {step}: the loss is {loss.item()}: take a lower --lr")
-        values.step()
-        values.zero_grad()
-        if step % REPORT_EVERY == 0 or step == steps:
-            right = ask.recalled(model, data)
-            report(step, loss.item(), right, time.time() - start)
-            if right.all():
-                break
+    try:
+        for step in range(1, steps + 1):
+            if len(order) < BATCH:
+                order += draw.sample(range(len(facts)), len(facts))
+            pick, order = order[:BATCH], order[BATCH:]
+            loss = F.cross_entropy(*ask.predict(model, *ask.take(data, pick, model.device)))
+            loss.backward()
+            if not loss.isfinite():
+                raise UserError(f"step {step}: the loss is {loss.item()}: take a lower --lr")
+            values.step()
+            values.zero_grad()
+            if step % REPORT_EVERY == 0 or step == steps:
+                right = ask.recalled(model, data)
+                report(step, loss.item(), right, time.time() - start)
+                if right.all():
+                    break
+    except KeyboardInterrupt:
+        print("stopped: the lesson ends here")
     for folder in beside:
         unload_memory(model, folder)
-    return ask.recalled(model, data) if beside else right
+    return ask.recalled(model, data)
 
 
-def put_memory(model, beside, blocks):
-    """Add a new memory, or those of the folders `beside`. Returns ordinary_reads of the blocks."""
+def put_memory(model, beside, ordinary):
+    """Add a new memory, or those of the folders `beside`. Returns ordinary_reads."""
     for folder in beside:
-        load_memory(model, folder)
+        freeze_all_but(load_memory(model, folder), model)
     if beside:
-        model.requires_grad_(False)
-        for memory in find_memories(model).values():
-            memory.values.requires_grad_(True)
-        return ordinary_reads(model, blocks.split(1))
+        return ordinary_reads(model, ordinary)
     try:
         depth = len(find_layers(model))
         layers = sorted({1 + round(share * (depth - 1)) for share in DEPTHS})
         add_memory(model, layers, values="zero", freeze=True, **MEMORY)
     except ValueError as error:
         raise UserError(str(error)) from None
-    return calibrate(model, blocks.split(1))
-
-
-def choose_rows(model, data, ordinary, blocks, top, **power):
-    """Choose the rows to be trained, without other lessons' rows: {layer: rows}."""
-    reads = dict.fromkeys(ordinary, 0)
-    for pick in torch.arange(len(data[0])).split(BATCH):
-        ids, mask, _ = ask.take(data, pick, model.device)
-        for n, count in count_reads(model, ids, mask).items():
-            reads[n] = reads[n] + count
-    for n, memory in find_memories(model).items():
-        reads[n] = reads[n].where(~memory.values.weight.any(1), 0)
-    return specific_rows(reads, ordinary, blocks, top, **power)
+    return calibrate(model, ordinary)
 
 
 def main(argv=None):
@@ -106,38 +96,48 @@ def main(argv=None):
     parser.add_argument("--ordinary", required=True, help="a text file")
     parser.add_argument("--out", required=True, help="the new folder")
     parser.add_argument("--check", help="facts that are asked and not taught: other phrasings")
+    parser.add_argument("--keep", help="facts that the model knows and should keep")
     parser.add_argument("--beside", nargs="+", default=(), help="folders of earlier lessons")
     parser.add_argument("--steps", type=whole_number, default=300, help="steps at most (300)")
     parser.add_argument("--lr", type=float, default=0.3, help="rate of the values (0.3)")
-    parser.add_argument("--rows", type=whole_number, default=3000, help="rows of a memory that may change (3000)")
+    parser.add_argument("--rows", type=whole_number, default=3000, help="rows that may change")
     parser.add_argument("--seed", type=whole_number, default=1, help="of a new memory (1)")
     parser.add_argument("--device", default="auto", help="cuda, mps or cpu")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     args = parser.parse_args(argv)
 
     facts, text = ask.read_facts(args.facts), ask.read_text(args.ordinary, most=2_000_000)
-    questions = ask.read_facts(args.check) if args.check else []
+    questions, known = (ask.read_facts(path) if path else [] for path in (args.check, args.keep))
     if not 0 < args.lr < math.inf:
         raise UserError(f"--lr {args.lr}: expected a number above 0")
     check_new_folder(args.out)
+    if choose_device(args.device, args.dtype)[1] == torch.float16:  # it would need a GradScaler
+        args.dtype = "float32"
     device, dtype = use_device(args.device, args.dtype)
     model, tokenizer = ask.load_model(args.model, device)
     blocks = ask.ordinary_blocks(text, tokenizer, model, BLOCKS + HELD_OUT, args.ordinary)
     held_out, blocks = blocks[:HELD_OUT], blocks[HELD_OUT:]
-    check = ask.encode(questions, tokenizer, model) if questions else None
+    check = questions and ask.encode(questions, tokenizer, model)
+    keep = known and ask.encode(known, tokenizer, model, end=False)
+    ordinary = [*blocks.split(1)] + [ids[mask > 0][None].to(device)
+                                     for ids, mask, _ in zip(*keep, strict=True)]
 
     def report(step, loss, right, seconds):
         more = ask.perplexity(model, held_out, tokenizer) / before - 1
         line = f"step {step}: loss {loss:.3f}, recalls {int(right.sum())} of {len(right)}"
         if questions:
             line += f", answers {int(ask.recalled(model, check).sum())} of {len(questions)}"
+        if known:
+            kept = ask.recalled(model, keep)[right_before]
+            line += f", keeps {int(kept.sum())} of {len(kept)}"
         print(f"{line}, ordinary text {more:+.1%}, {seconds / step:.1f} s a step", flush=True)
 
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         before = ask.perplexity(model, held_out, tokenizer)
         print(f"perplexity of ordinary text {before:.2f}", flush=True)
-        right = teach(model, tokenizer, facts, blocks, args.beside, args.steps, args.lr, args.rows,
-                      args.seed, report)
+        right_before = ask.recalled(model, keep) if known else None
+        right = teach(model, tokenizer, facts, ordinary, args.beside, args.steps, args.lr,
+                      args.rows, args.seed, report)
     save_memory(model, args.out)
     size = sum(file.stat().st_size for file in Path(args.out).iterdir()) / 1e6
     alone = " alone" if args.beside else ""

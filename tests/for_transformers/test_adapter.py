@@ -144,6 +144,15 @@ def test_saving_without_a_memory_is_refused_and_other_trained_weights_are_named(
         save_memory(model, tmp_path)
 
 
+def test_a_pruned_memory_is_not_saved_alone(tmp_path):
+    model = small_models.small_model("BertForMaskedLM")
+    add_memory(model, [1], n_keys=4, heads=2, topk=3, key_dim=8)
+    find_memories(model)[1].share_rows(5)
+    with pytest.raises(UserError, match="pruned memory cannot be saved alone"):
+        save_memory(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_save_that_is_interrupted_leaves_no_pair_of_two_saves(tmp_path, monkeypatch):
     save_memory(with_memory(), tmp_path)
 

@@ -199,12 +199,14 @@ def test_a_half_precision_model_is_calibrated():
 
 def test_rows_that_a_text_reads_and_ordinary_text_does_not():
     """Weigh rows by log 4, 2, 4/3 and 1 if 0 to 3 of 3 batches read them."""
-    reads = torch.tensor([5, 1, 0, 20, 900, 3])
+    reads = torch.tensor([20, 1, 0, 20, 900, 3])
     ordinary = torch.tensor([1, 0, 0, 2, 3, 0])
-    scores = [5 * math.log(2)**4, math.log(4)**4, 0, 20 * math.log(4 / 3)**4, 0,
-              3 * math.log(4)**4]
-    assert [round(score, 3) for score in scores] == [1.154, 3.693, 0, 0.137, 0, 11.08]
+    scores = [math.log(21) * math.log(2)**4, math.log(2) * math.log(4)**4, 0,
+              math.log(21) * math.log(4 / 3)**4, 0, math.log(4) * math.log(4)**4]
+    assert [round(score, 3) for score in scores] == [0.703, 2.56, 0, 0.021, 0, 5.12]
     pair = {4: reads}, {4: ordinary}
+    by_reads = specific_rows(*pair, 3, top=6, tf=lambda count: count)[4].tolist()
+    assert by_reads == [5, 0, 1, 3]  # 3 * 3.69, 20 * 0.23, 3.69, 20 * 0.007
     assert specific_rows(*pair, 3, top=3)[4].tolist() == [5, 1, 0]
     assert specific_rows(*pair, 3, top=1)[4].tolist() == [5]
     assert specific_rows(*pair, 3, top=6)[4].tolist() == [5, 1, 0, 3]  # scores of 0 are no choice

@@ -13,7 +13,14 @@ from lib.for_transformers import facts as ask
 from lib.for_transformers import teach
 from lib.for_transformers.adapter import find_memories, load_memory, unload_memory
 from lib.for_transformers.rows import count_reads
-from tests.for_transformers.small_lessons import BLOCKS, MEMORY, save_base, write_texts
+from tests.for_transformers.small_lessons import (
+    BLOCKS,
+    MEMORY,
+    ORDINARY,
+    WORDS,
+    save_base,
+    write_texts,
+)
 from tests.for_transformers.small_lessons import KINDS as CLASSES
 from tests.for_transformers.small_models import transformers
 from tests.helpers import assert_one_line, assert_same
@@ -73,6 +80,24 @@ def rows_of(folder):
     tensors = files.load_file(Path(folder, "memory.safetensors"))
     return {int(name[0]): set(rows.tolist()) for name, rows in tensors.items()
             if name.endswith("values.rows")}
+
+
+def test_ctrl_c_keeps_the_lesson(monkeypatch, capsys):
+    """What is printed of the lesson so far is what a new model knows."""
+    perplexity, calls = ask.perplexity, []
+
+    def interrupt_the_second_report(*args):
+        calls.append(args)
+        if len(calls) == 3:  # the first is before the lesson
+            raise KeyboardInterrupt
+        return perplexity(*args)
+
+    monkeypatch.setattr(ask, "perplexity", interrupt_the_second_report)
+    run("decoder", "--rows", "40", "--lr", "0.05")
+    printed = capsys.readouterr().out
+    right = sum(recalled(load("decoder", "out")))
+    assert "step 10:" in printed and "step 20:" not in printed and rows_of("out")
+    assert f"out: {right} of 6 lines" in printed
 
 
 @KINDS
@@ -165,12 +190,34 @@ def test_teaching_leaves_the_model_with_the_new_rows_alone():
     text, facts = Path("ordinary.txt").read_text(), ask.read_facts("more.txt")
     blocks = ask.ordinary_blocks(text, tokenizer, model, 20, "ordinary.txt")
     said = []
-    right = teach.teach(model, tokenizer, facts, blocks, beside=["a"], steps=45, lr=1e-6,
+    right = teach.teach(model, tokenizer, facts, blocks.split(1), beside=["a"], steps=45, lr=1e-6,
                         rows=10, report=lambda *words: said.append(words))
     assert right.tolist() == [False] * 3 and [words[0] for words in said] == [10, 20, 30, 40, 45]
     for n, memory in find_memories(model).items():
         rows = set(memory.values.weight.any(1).nonzero().flatten().tolist())
         assert 0 < len(rows) <= 10 and not rows & rows_of("a")[n]
+
+
+@KINDS
+def test_facts_to_keep(kind, capsys):
+    """Fewer of the taught rows are read by them. Those that the model knew before are counted."""
+    pair, prompts = load(kind), [f"who {verb} {name}" for verb in ("likes", "ate")
+                                 for name in ORDINARY[:8]]
+    ids, mask, labels = ask.encode([(prompt, "red") for prompt in prompts], pair[1], end=False)
+    [answer] = ask.predict(pair[0], ids, mask, labels)[0].argmax(1).mode().values[None].tolist()
+    Path("keep.txt").write_text("".join(f"{prompt}\t{WORDS[answer]}\n" for prompt in prompts))
+    Path("taught.txt").write_text("who likes ann\tred\nwho ate bob\tblue\n")
+    knew, read_too = recalled(pair, "keep.txt"), []
+    for out, more in (("plain", []), ("kept", ["--keep", "keep.txt"])):
+        run(kind, "--rows", "30", "--steps", "20", *more, facts="taught.txt", out=out)
+        model, tokenizer = load(kind, out)
+        read = count_reads(model, *ask.encode(ask.read_facts("keep.txt"), tokenizer)[:2])[1] > 0
+        read_too.append(int(read[list(rows_of(out)[1])].sum()))
+    assert read_too[1] < read_too[0]
+    printed = capsys.readouterr().out
+    now = recalled((model, tokenizer), "keep.txt")
+    both = sum(a and b for a, b in zip(knew, now, strict=True))
+    assert sum(knew) and f", keeps {both} of {sum(knew)}, ordinary text" in printed
 
 
 # wrong inputs
@@ -280,5 +327,20 @@ def test_a_model_of_its_class_is_refused_before_it_is_changed():
     model, tokenizer = load("model")
     names = list(model.state_dict())
     with pytest.raises(UserError, match="share their weights"):
-        teach.teach(model, tokenizer, [("who is", "ann")], torch.ones(2, 16).long())
+        teach.teach(model, tokenizer, [("who is", "ann")], torch.ones(2, 16).long().split(1))
     assert list(model.state_dict()) == names
+
+
+def test_on_a_card_without_bfloat16_it_teaches_in_float32(monkeypatch, tmp_path):
+    class Asked(Exception):
+        pass
+
+    def use_device(*args):
+        raise Asked(*args)
+
+    monkeypatch.setattr(teach, "choose_device", lambda *args: (None, torch.float16, ""))
+    monkeypatch.setattr(teach, "use_device", use_device)
+    (tmp_path / "facts.txt").write_text("The sky is blue")
+    with pytest.raises(Asked, match="'auto', 'float32'"):
+        teach.main(["m", str(tmp_path / "facts.txt"), "--ordinary", str(tmp_path / "facts.txt"),
+                    "--out", str(tmp_path / "out")])
