@@ -10,6 +10,10 @@ $ python bench.py against_transformers     # ours and Hugging Face's, in turn
 
 Tables show the median time with [lowest, highest], and its ratio to a baseline: the median over
 the rounds. The last line is JSON.
+
+`layer` also measures the bandwidth of a large copy: bytes read and written per second. "Of copy
+bandwidth" divides the rate of reading rows by it: tokens x 128 x bytes of a row / time of a forward
+pass. "Reads alone" leaves out the search. Above 1 the caches answer: many tokens read few rows.
 """
 import itertools
 import json
@@ -24,8 +28,15 @@ from torch import nn
 import pkm
 from lib.common.device import choose_device, keep_freed_memory
 from lib.common.errors import UserError, need
-from lib.common.settings import DTYPES, Parser, whole_number
-from lib.common.timing import fits, machine_facts, peak_bytes, print_times, time_in_turn
+from lib.common.settings import DTYPES, ON_OFF, Parser, whole_number
+from lib.common.timing import (
+    copy_bandwidth,
+    fits,
+    machine_facts,
+    peak_bytes,
+    print_times,
+    time_in_turn,
+)
 from lib.corpus.batches import mask_tokens
 from lib.corpus.vocabulary import Specials
 from lib.distributed.gradients import distribute, sum_gradients
@@ -207,6 +218,8 @@ def layer(args):
     ours.load_state_dict(plain.state_dict())
     optimizers = {plain: torch.optim.SparseAdam(plain.values.parameters(), lr=1e-3),
                   ours: LazyAdam([ours.values])}
+    bandwidth = copy_bandwidth(args.device)
+    print(f"copy bandwidth: {bandwidth / 1e9:.1f} GB/s")
 
     def train_layer(memory, x, grad):
         memory.train()(x).backward(grad)
@@ -221,8 +234,14 @@ def layer(args):
         room = fits(f"plain baseline, {tokens} tokens", size, args.device)
         memories = {"plain": plain, "ours": ours} if room else {"ours": ours}
         calls = {name: forward(args, memory, x) for name, memory in memories.items()}
+        with torch.no_grad():
+            read = ours.eval().search(ours.normalize(ours.query(x)))
+        calls["reads alone"] = forward(args, ours.values, *read)
         steps = {name: partial(train_layer, memory, x, grad) for name, memory in memories.items()}
-        results += compare(args, f"{tokens} tokens, forward", calls, more=3)
+        read_bytes = tokens * ours.heads * ours.topk * width * ours.values.weight.element_size()
+        results += [{**record, "of_copy_bandwidth":
+                     read_bytes / median(record["seconds"]) / bandwidth}
+                    for record in compare(args, f"{tokens} tokens, forward", calls, more=3)]
         results += compare(args, f"{tokens} tokens, training step", steps)
         with torch.profiler.profile() as profile:
             steps["ours"]()
@@ -300,7 +319,8 @@ def parse(argv):
     option(steps, "--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     option(every, "--rounds", type=whole_number, default=7, help="timed rounds, after warm-up")
     option("inference layer train causal", "--n_keys", type=n_keys, default=512, help="N^2 slots")
-    option("inference train causal", "--compile", action="store_true", help="always on CUDA")
+    option("inference train causal", "--compile", choices=ON_OFF, default="auto",
+           help="auto: on CUDA")
     option("inference causal against_transformers", "--lengths", type=whole_number, nargs="+",
            default=[128, 512])
     option("inference", "--sizes", nargs="+", choices=list(SIZES), default=["base", "large"])
@@ -315,7 +335,7 @@ def parse(argv):
     option(steps, "--batch_size", type=whole_number, default=8, help="sequences")
     option(steps, "--dropout", type=float, default=0.1)
     option("train", "--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
-    parser.set_defaults(compile=False, n_keys=512, dropout=0.0, dtype="float32")
+    parser.set_defaults(compile="off", n_keys=512, dropout=0.0, dtype="float32")
     return parser.parse_args(argv)
 
 
@@ -333,7 +353,7 @@ def main():
         raise UserError("dtype = 'float16': training is timed in float32 and bfloat16")
     if args.command in ("train", "causal"):
         keep_freed_memory(args.device)
-    args.compile |= args.device.type == "cuda"
+    args.compile = args.compile == "on" or args.compile == "auto" and args.device.type == "cuda"
     facts = {"command": " ".join(["python bench.py", *argv]), **machine_facts(args.device),
              "ranks": get_world_size(), "dtype": str(args.dtype)[6:], "rounds": args.rounds}
     print(", ".join(f"{key}: {value}" for key, value in facts.items()))

@@ -54,6 +54,7 @@ class BertConfig:
     topk: int = 32
     key_dim: int = 256
     query_norm: bool = True  # batch norm on the memory's queries
+    n_rows: int = 0  # rows of values that the slots share; 0: a row for each slot
 
     def __post_init__(self):
         if flaw := find_flaw(vars(self)):
@@ -70,6 +71,7 @@ class BertConfig:
         if not isinstance(settings, dict):
             raise UserError(f"{where}: expected a model's settings, found {reprlib.repr(settings)}")
         names = {field.name: field.name for field in fields(cls)} | (names or {})
+        settings = {names["n_rows"]: 0} | settings  # older files do not have it
         if wrong := sorted(settings.keys() ^ set(names.values()), key=str):
             has = "an unknown" if wrong[0] in settings else "no"
             raise UserError(f"{where}: it has {has} setting {wrong[0]}")
@@ -87,7 +89,7 @@ class BertConfig:
         """Return the bytes of all matrices and value tables in float32."""
         d, keys = self.d_model, self.memory_heads * self.key_dim
         words, layer = (self.vocab_size + self.max_len) * d, (4 * d + 2 * self.d_ff) * d
-        memory = self.n_keys**2 * d + keys * (d + self.n_keys)
+        memory = (self.n_rows or self.n_keys**2) * d + keys * (d + self.n_keys)
         return 4 * (words + self.n_layer * layer + len(self.memory_layers) * memory)
 
 
@@ -102,7 +104,7 @@ def find_flaw(settings):
         value, (kinds, expected) = settings[field.name], KINDS[field.type]
         if type(value) not in kinds:
             return field.name, f"{reprlib.repr(value)}: expected {expected}"
-        least = 0 if field.name == "type_vocab" else 1
+        least = 0 if field.name in ("type_vocab", "n_rows") else 1
         if field.type is int and not least <= value < 2**31:
             return field.name, f"{value}: expected a whole number, at least {least}"
     at = SimpleNamespace(**settings)
@@ -120,7 +122,8 @@ def find_flaw(settings):
                  "a finite number, and not 0 beside alpha = 0: a layer needs an FFN or a memory"),
         "n_keys": (at.n_keys**2 < 2**31, "at most 46,340: slots have numbers of 32 bits"),
         "topk": (at.topk <= at.n_keys, f"at most n_keys = {at.n_keys}"),
-        "key_dim": (at.key_dim % 2 == 0, "an even number, for two halves")}
+        "key_dim": (at.key_dim % 2 == 0, "an even number, for two halves"),
+        "n_rows": (at.n_rows <= at.n_keys**2, f"at most the {at.n_keys**2} slots")}
     return next(((name, f"{reprlib.repr(settings[name])}: expected {expected}")
                  for name, (holds, expected) in rules.items() if not holds), None)
 
@@ -147,6 +150,8 @@ class Layer(nn.Module):
         if self.beta:
             self.memory = PKM(config.d_model, config.n_keys, config.memory_heads, config.topk,
                               config.key_dim, query_norm=config.query_norm)
+            if config.n_rows:
+                self.memory.share_rows(config.n_rows)
 
     def forward(self, x, mask=None):
         """x: (batch, time, d_model). mask: (batch, time) bool, or None. Returns x's shape."""

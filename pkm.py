@@ -60,6 +60,14 @@ class PKM(nn.Module):
         self.keys = nn.Parameter(torch.empty(heads, 2, n_keys, half))
         nn.init.uniform_(self.keys, -half**-0.5, half**-0.5)
         self.values = ValueTable(n_keys**2, d_model)
+        self.register_buffer("slot_rows", None)  # the row of each slot; None: one of its own
+
+    def share_rows(self, n_rows):
+        """Make a table of n_rows values that the slots share: slot s reads row slot_rows[s].
+        Call it before freezing and before a LazyAdam is made."""
+        (n_slots, d_model), device = self.values.weight.shape, self.values.weight.device
+        self.values = ValueTable(n_rows, d_model).to(device, self.values.weight.dtype)
+        self.slot_rows = torch.arange(n_slots, dtype=torch.int32, device=device) % n_rows
 
     def forward(self, x, mask=None):
         """Read the memory for every token.
@@ -82,7 +90,8 @@ class PKM(nn.Module):
             slots, weights = self.search(query)
             if mask is not None:
                 weights = weights.where(mask[..., None], 0)
-            return self.values(slots, weights, dtype).view_as(x)
+            rows = slots if self.slot_rows is None else self.slot_rows[slots]
+            return self.values(rows, weights, dtype).view_as(x)
 
     def normalize(self, query, mask=None):
         """Apply the batch norm. In training the real tokens alone make its statistics.

@@ -157,8 +157,8 @@ def forget_gradient(weight):
 
 
 def gather_reads(weight, reads):
-    """Join the reads of all ranks, whose mean loss is minimized. Every rank must call it.
-    Ranks with fewer tokens add tokens of weight 0."""
+    """Join the reads of all ranks, whose mean loss is minimized. Every rank must call it, and
+    waits for its device. Ranks with fewer tokens add tokens of weight 0."""
     size = torch.tensor(reads[0].shape if reads else (0, 0), device=weight.device)
     dist.all_reduce(size, dist.ReduceOp.MAX)
     (tokens, width), dtype = size.tolist(), torch.promote_types(weight.dtype, torch.float32)
@@ -175,19 +175,27 @@ def gather_reads(weight, reads):
     return slots, weights / dist.get_world_size(), grad_out
 
 
-def reads_by_row(slots, chunk, chosen=None):
-    """Yield `chunk` rows at a time, their reads, and where each row's reads start.
-    slots: (tokens, reads). A read is a position in slots.flatten(). chosen: which reads, bool."""
-    slots, order = slots.flatten().sort(stable=True)
+def sort_reads(slots, weights, grad_out, n_slots, chunk, chosen=None):
+    """Sort reads by row. No shape depends on the reads, so nothing waits for the device.
+
+    slots, weights: (tokens, reads). chosen: the only rows that may change, or None for all.
+    Returns the row, token and weight of each read, where each row's reads start, and one tensor:
+    whether grad_out is finite, the number of rows, where each chunk of rows starts, the last end.
+    """
+    may_change = slots.new_full((n_slots,), chosen is None, dtype=torch.bool)
     if chosen is not None:
-        chosen = chosen.flatten()[order]
-        slots, order = slots[chosen], order[chosen]
-    rows, counts = slots.unique_consecutive(return_counts=True)
+        may_change[chosen.to(slots.device, non_blocking=True)] = True
+    live = may_change[slots]  # the reads that count
+    # Padded tokens, whose weights are 0, and tokens that the loss does not see move no row.
+    live &= (grad_out.any(1) & (live & (weights != 0)).any(1))[:, None]
+    rows, order = slots.where(live, n_slots).flatten().sort(stable=True)  # the others come last
+    nth = (rows.diff(prepend=rows[:1]) != 0).cumsum(0)  # counts the rows from 0
+    counts = rows.new_zeros(min(n_slots, len(rows)) + 1)
+    counts.scatter_add_(0, nth, (rows < n_slots).to(rows.dtype))
     starts = counts.cumsum(0) - counts
-    bounds = [*starts[::chunk].tolist(), len(slots)]
-    parts = zip(rows.long().split(chunk), starts.split(chunk), strict=True)
-    for n, (rows, starts) in enumerate(parts):
-        yield rows, order[bounds[n]:bounds[n + 1]], starts - bounds[n]
+    numbers = torch.stack([grad_out.isfinite().all().long(), (counts > 0).sum()])
+    sizes = torch.cat([numbers, starts[::chunk], starts[-1:]])
+    return rows, order // slots.shape[1], weights.flatten()[order], starts, sizes
 
 
 def check_rows(table, rows):
@@ -202,8 +210,8 @@ def check_rows(table, rows):
 class LazyAdam(torch.optim.Optimizer):
     """Adam for ValueTables that updates only the rows read since the last step.
 
-    The other rows keep their moments, as in torch.optim.SparseAdam. There is no weight decay. A
-    step with a gradient that is not finite is left out and counted in `skipped`.
+    The other rows keep their moments, as in SparseAdam. There is no weight decay. A step with a
+    gradient that is not finite is left out and counted in `skipped`. One process waits once a step.
     tables: ValueTables, or groups whose "params" are ValueTables. A group's "rows", if given, are
     the only rows that may change. zero_grad() drops stored reads.
     """
@@ -239,7 +247,7 @@ class LazyAdam(torch.optim.Optimizer):
             if grad_scale is None:
                 raise RuntimeError("GradScaler.unscale_() cannot unscale the reads of a LazyAdam: "
                                    "call it only with the other optimizers")
-        updates = []
+        updates, sizes = [], []
         for group in self.param_groups:
             for weight in group["params"]:
                 if not weight.requires_grad:
@@ -248,47 +256,42 @@ class LazyAdam(torch.optim.Optimizer):
                 if tables_of(weight)[0].replicated and several_ranks():
                     reads = gather_reads(weight, reads)
                 if reads:
-                    updates.append((weight, group, *reads))
-        if not all(grad_out.isfinite().all() for *_, grad_out in updates):
+                    slots, weights, grad_out = reads
+                    chunk = max(1, CHUNK // weight.shape[1]) if weight.is_cpu else 2**16
+                    *by_row, size = sort_reads(slots, weights / grad_scale, grad_out, len(weight),
+                                               chunk, group.get("rows"))
+                    updates.append((weight, group, grad_out, chunk, *by_row))
+                    sizes.append(size.to(updates[0][0].device))
+        found = sizes and nn.utils.rnn.pad_sequence(sizes, batch_first=True).tolist()  # one wait
+        if not all(finite for finite, *_ in found):
             self.skipped += 1
             return loss
-        for weight, group, slots, weights, grad_out in updates:
-            self._update(weight, group, slots, weights / grad_scale, grad_out)
+        for update, (_, n_rows, *bounds) in zip(updates, found, strict=True):
+            if n_rows:
+                self._update(*update, n_rows, bounds)
         return loss
 
-    def _update(self, weight, group, slots, weights, grad_out):
-        """Apply Adam to the rows at `slots` (tokens, reads), one chunk after the other."""
-        chosen = None
-        if group.get("rows") is not None:  # older checkpoints have none
-            chosen = torch.isin(slots, group["rows"].to(slots))
-            weights = weights.where(chosen, 0)
-        # Padded tokens, whose weights are 0, and tokens that the loss does not see move no row.
-        seen = (grad_out.any(1) & weights.any(1)).nonzero().flatten()
-        if not len(seen):
-            return
-        slots, weights, grad_out = slots[seen], weights[seen].flatten(), grad_out[seen]
-        chosen = None if chosen is None else chosen[seen]
+    def _update(self, weight, group, grad_out, chunk, rows, tokens, weights, starts, count, bounds):
+        """Apply Adam to the rows of sorted reads, one chunk after the other."""
         state, (beta1, beta2) = self.state[weight], group["betas"]
         state["step"] = step = state.get("step", 0) + 1
         dtype = torch.promote_types(weight.dtype, torch.float32)  # float16 has no small squares
         like = {"dtype": dtype, "device": weight.device}  # which may have changed
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = (state[name].to(**like) if name in state else
-                           torch.zeros_like(weight, **like))
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = state[key].to(**like) if key in state else torch.zeros_like(weight, **like)
         tensors = weight, state["exp_avg"], state["exp_avg_sq"]
         eps = group["eps"] / (1 - beta2**step)**0.5  # adam() adds it after bias correction
         weights, grad_out = weights.to(dtype), grad_out.to(dtype)
-        chunk = max(1, CHUNK // weight.shape[1]) if weight.is_cpu else 2**16
-        for rows, order, starts in reads_by_row(slots, chunk, chosen):
-            grad = F.embedding_bag(order // slots.shape[1], grad_out, starts, mode="sum",
-                                   per_sample_weights=weights[order])  # (rows, dim)
-            parts = [tensor.index_select(0, rows).to(dtype) for tensor in tensors]
-            before = torch.full((), step - 1.0, device=weight.device)  # adam() adds 1
-            adam(parts[:1], [grad], parts[1:2], parts[2:], [], [before], fused=True,
-                 lr=group["lr"], beta1=beta1, beta2=beta2, eps=eps, weight_decay=0.0,
-                 amsgrad=False, maximize=False)
+        for n, start in enumerate(starts[:count].split(chunk)):
+            reads, row = slice(bounds[n], bounds[n + 1]), rows[start].long()
+            grad = F.embedding_bag(tokens[reads], grad_out, start - bounds[n], mode="sum",
+                                   per_sample_weights=weights[reads])  # (rows, dim)
+            parts = [tensor.index_select(0, row).to(dtype) for tensor in tensors]
+            before = grad.new_full((), step - 1.0, dtype=torch.float32)  # adam() adds 1
+            adam(parts[:1], [grad], parts[1:2], parts[2:], [], [before], fused=True, amsgrad=False,
+                 maximize=False, lr=group["lr"], beta1=beta1, beta2=beta2, eps=eps, weight_decay=0)
             for tensor, part in zip(tensors, parts, strict=True):
-                tensor.index_copy_(0, rows, part.to(tensor.dtype))
+                tensor.index_copy_(0, row, part.to(tensor.dtype))
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)

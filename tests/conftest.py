@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import PIECES, ROOT, SHARED, TINY, squad_file, train
+from tests.helpers import PIECES, ROOT, SHARED, TINY, train, write_tasks
 
 torch.set_num_threads(1)  # at these sizes threads mostly wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"  # and in the processes that a test starts
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks would need a card each; results/gpu.sh tries cards
 
 
 @pytest.fixture(scope="session")
@@ -82,23 +83,7 @@ def gpt2_files(monkeypatch, tmp_path):
 def tuned(place):
     """A pretrained tiny model with memory, a task of one's own and tune.py."""
     assert train("--max_steps=4", "--eval_interval=100") == 0
-    rng, vocabulary = random.Random(1), Path("tiny.txt").read_text().split()[6:]
-    for name, columns in (("own", "sentence\tlabel"), ("pairs", "sentence1\tsentence2\tscore")):
-        for split, n in (("train", 200), ("dev", 30), ("test", 7)):
-            lines = []
-            for _ in range(n):
-                words = rng.choices(vocabulary, k=rng.randrange(2, 4))
-                text = " ".join(words)
-                label = str(sum(w in vocabulary[9:14] for w in words)) if name == "pairs" else (
-                    "animal" if set(words) & set(vocabulary[9:14]) else "none")
-                lines.append("\t".join([text, *["the ." * (name == "pairs")][:name == "pairs"],
-                                        *[label] * (split != "test")]))
-            header = columns.rsplit("\t", 1)[0] if split == "test" else columns
-            Path(name).mkdir(exist_ok=True)
-            Path(name, f"{split}.tsv").write_text("\n".join([header, *lines]) + "\n")
-    Path("data/squad").mkdir()
-    for split in ("train", "dev"):
-        squad_file(Path(f"data/squad/{split}-v1.1.json"))
+    write_tasks()
     Path("tune.py").write_text("task = 'own'\ninit_from = 'out/tiny'\nmax_len = 32\nepochs = 3\n"
                                "batch_size = 8\nlr = 5e-3\nvalue_lr = 1e-2\nlog_interval = 5\n"
                                "checkpoint_interval = 5\ndevice = 'cpu'\n")

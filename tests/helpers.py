@@ -4,6 +4,7 @@ What several files of tests use: small models, texts and runs, and comparisons.
 import dataclasses
 import json
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -174,3 +175,24 @@ def squad_file(path):
 
 def tune(*args):
     return finetune.main(["tune.py", *args])
+
+
+def write_tasks(train_examples=200):
+    """Write tasks of prepared's words: the folders own (two classes) and pairs (a score), SQuAD."""
+    rng, vocabulary = random.Random(1), Path("tiny.txt").read_text().split()[6:]
+    for name, columns in (("own", "sentence\tlabel"), ("pairs", "sentence1\tsentence2\tscore")):
+        for split, n in (("train", train_examples), ("dev", 30), ("test", 7)):
+            lines = []
+            for _ in range(n):
+                words = rng.choices(vocabulary, k=rng.randrange(2, 4))
+                text = " ".join(words)
+                label = str(sum(w in vocabulary[9:14] for w in words)) if name == "pairs" else (
+                    "animal" if set(words) & set(vocabulary[9:14]) else "none")
+                lines.append("\t".join([text, *["the ." * (name == "pairs")][:name == "pairs"],
+                                        *[label] * (split != "test")]))
+            header = columns.rsplit("\t", 1)[0] if split == "test" else columns
+            Path(name).mkdir(exist_ok=True)
+            Path(name, f"{split}.tsv").write_text("\n".join([header, *lines]) + "\n")
+    Path("data/squad").mkdir()
+    for split in ("train", "dev"):
+        squad_file(Path(f"data/squad/{split}-v1.1.json"))

@@ -356,6 +356,46 @@ def test_parameter_groups_and_schedulers():
     assert moved == [True, False, False]
 
 
+def test_tables_of_one_optimizer_move_as_alone(monkeypatch):
+    """Update tables of 1, 4 and 20 chunks. One has only reads of weight 0."""
+    monkeypatch.setattr(values, "CHUNK", 8)
+    alone = [ValueTable(n, 4) for n in (2, 8, 7, 40)]
+    together = copy.deepcopy(alone)
+    optimizer, moved = LazyAdam(together, lr=0.1), []
+    for table, other in zip(alone, together, strict=True):
+        n, before = len(table.weight), table.weight.detach().clone()
+        weights = torch.full((n, 1, 2), float(n != 7))
+        for each in (table, other):
+            each(torch.arange(2 * n).view(n, 1, 2) % n, weights).square().sum().backward()
+        LazyAdam([table], lr=0.1).step()
+        moved.append((table.weight != before).all().item())
+    optimizer.step()
+    assert all(torch.equal(a.weight, b.weight) for a, b in zip(alone, together, strict=True))
+    assert moved == [True, True, False, True] and len(optimizer.state) == 3
+
+
+@pytest.mark.parametrize("factor", [torch.inf, torch.nan])
+def test_a_gradient_that_is_not_finite_stops_the_step_of_all_tables(factor):
+    tables = [ValueTable(9, 4) for _ in range(3)]
+    before = [table.weight.detach().clone() for table in tables]
+    optimizer = LazyAdam(tables, lr=0.1)
+    for n, table in enumerate(tables):
+        out = table(torch.tensor([[[3, 5]]]), torch.ones(1, 1, 2))
+        (out * (factor if n == 1 else 1)).sum().backward()
+    optimizer.step()
+    assert all(torch.equal(table.weight, old) for table, old in zip(tables, before, strict=True))
+    assert optimizer.skipped == 1 and not optimizer.state
+
+
+@pytest.mark.parametrize("chosen", [None, torch.tensor([3, 5])])
+def test_shapes_of_sorted_reads_do_not_depend_on_the_reads(chosen):
+    """Sort reads on the meta device, whose tensors have no content that a host could wait for."""
+    with torch.device("meta"):
+        slots, weights, grad_out = torch.zeros(6, 4).int(), torch.ones(6, 4), torch.ones(6, 8)
+        parts = values.sort_reads(slots, weights, grad_out, n_slots=9, chunk=5, chosen=chosen)
+    assert [len(part) for part in parts] == [24, 24, 24, 10, 5]
+
+
 def test_a_closure_is_the_step():
     results = []
     for closure in (False, True):

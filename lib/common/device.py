@@ -20,7 +20,10 @@ def choose_device(device="auto", dtype="auto"):
     """
     if under_torchrun() and ":" in device:
         raise UserError(f"device = {device!r}: each rank takes its own card: --device=cuda")
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if under_torchrun() and device == "mps":
+        raise UserError("device = 'mps': ranks run on CUDA cards or CPUs: --device=cpu")
+    cuda = torch.cuda.is_available()
+    mps = torch.backends.mps.is_available() and not under_torchrun()
     name = ("cuda" if cuda else "mps" if mps else "cpu") if device == "auto" else device
     try:
         chosen = torch.device(name)
@@ -28,6 +31,8 @@ def choose_device(device="auto", dtype="auto"):
     except (RuntimeError, AssertionError) as error:  # unknown, absent, or without memory ('meta')
         raise UserError(f"device = {name!r}: {str(error).splitlines()[0]}") from None
     on_cuda, reason = chosen.type == "cuda", "as asked"
+    if on_cuda:
+        prepare_card(chosen)
     if dtype == "float16" and not on_cuda:
         raise UserError("dtype = 'float16' needs CUDA: take bfloat16 or float32")
     if dtype == "auto" and not on_cuda:
@@ -39,6 +44,17 @@ def choose_device(device="auto", dtype="auto"):
     card = f" ({torch.cuda.get_device_name(chosen)})" if on_cuda else ""
     line = f"device {chosen}{card}, torch {torch.__version__}, dtype {dtype}: {reason}"
     return chosen, getattr(torch, dtype), line
+
+
+def prepare_card(device):
+    """Make a card the current one, and leave out an attention that fails on it.
+
+    Up to torch 2.14 the backward pass of cuDNN's attention can be NaN on an H100: with a mask, and
+    64 tokens more than a multiple of 128."""
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    if torch.__version__ < (2, 15):
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def use_device(device, dtype):

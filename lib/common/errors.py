@@ -41,10 +41,10 @@ def run_main(main):
               "write to is UTF-8", file=sys.stderr)
         sys.exit(1)
     except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
+        if not (advice := advise(error)):
             raise
-        print(f"error: {str(error).splitlines()[0]} Take a smaller batch_size (and more "
-              "accumulation), fewer tokens or a smaller model", file=sys.stderr)
+        text = str(error).partition("\n")[0] or "out of memory."  # Python's own has no text
+        print(f"error: {text} {advice}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -58,10 +58,16 @@ def flush_stdout():
         raise
 
 
-def out_of_memory(error):
-    """Tell whether an error reports it; torch's has no own type on a CPU."""
-    return (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-            or "can't allocate memory" in str(error))
+def advise(error):
+    """Say what helps against an error of torch, or return None. Errors of memory have no own type
+    on a CPU and on MPS."""
+    if isinstance(error, MemoryError) or any(text in str(error) for text in (
+            "out of memory", "can't allocate memory")):
+        return ("Take a smaller batch_size (and more accumulation), fewer tokens or a smaller "
+                "model")
+    if isinstance(error, NotImplementedError) and "MPS device" in str(error):
+        return "Or take --device=cpu"
+    return None
 
 
 def need(module, purpose):

@@ -40,6 +40,20 @@ def time_in_turn(what, functions, device, rounds, warmup=2, bases=1):
             for name, seconds in times.items()]
 
 
+def copy_bandwidth(device, elements=2**27):
+    """Measure a copy's bandwidth: bytes read and written, per second. The median of rounds of 4
+    copies. The default is 512 MB to 512 MB, more than most caches hold."""
+    source = torch.ones(elements, device=device)
+    target = torch.empty_like(source)
+
+    def copy():
+        for _ in range(4):
+            target.copy_(source)
+
+    [record] = time_in_turn("copy", {"copy": copy}, device, rounds=5, warmup=1)
+    return 4 * 2 * source.nbytes / median(record["seconds"])
+
+
 def print_times(records):
     """Print a table for each set of keys; times as median [lowest, highest]."""
     def text(value):

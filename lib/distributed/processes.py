@@ -63,7 +63,9 @@ def _run_as_rank(main):
     store, rank, world_size = next(dist.rendezvous("env://"))
     # torchrun keeps the store after a restart, with the addresses of dead processes
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    dist.init_process_group(store=store, rank=rank, world_size=world_size)
+    # without a name, ranks with cards would have NCCL alone: no group for tensors on the CPU
+    backend = "cpu:gloo,cuda:nccl" if cards else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     if rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - to the end
     try:
@@ -71,11 +73,13 @@ def _run_as_rank(main):
         dist.destroy_process_group()
         return status
     except UserError as error:  # the lowest rank that met one prints it
+        tell_torchrun(error)  # first: torchrun ends this rank as soon as another one has ended
         code = MISTAKE + world_size - rank
         with contextlib.suppress(RuntimeError):  # the others may be gone
-            if _all_reduce_max(code, timedelta(seconds=30)) > code:
+            highest = _all_reduce_max(code, timedelta(seconds=30))
+            dist.destroy_process_group()
+            if highest > code:
                 sys.exit(2)
-        tell_torchrun(error)
         raise
     except RuntimeError as error:
         if local_rank and isinstance(error, Failure):
@@ -115,6 +119,7 @@ def max_over_ranks(value=0):
     this rank with status 2 if another one met a user's mistake."""
     maximum = _all_reduce_max(value) if is_distributed() else value
     if maximum >= MISTAKE:
+        dist.destroy_process_group()
         sys.exit(2)
     return maximum
 

@@ -77,7 +77,8 @@ class Trainer:
 
     def step(self, step):
         """Make one update; `step` counts from 0. Returns the mean loss of the micro-batches and the
-        norm of the dense gradients. Both stay on the device, which saves waiting for it."""
+        norm of the dense gradients. Both stay on the device. In one process a step with a
+        memory waits for a CUDA device once, in LazyAdam, in float16 twice more, for its scale."""
         total = 0.0
         for micro in self.micro_batches:
             # dropout depends on (seed, step, micro-batch) alone: a resumed run draws the same
@@ -178,10 +179,15 @@ class Trainer:
 
     def restore(self, checkpoint):
         """Load both optimizers and the scaler, but not the weights. Returns the State."""
+        if not (checkpoint / "optimizer.pt").is_file():
+            raise UserError(f"{checkpoint}: no optimizer.pt, as in a pruned run, whose training "
+                            "cannot go on: start another run with --init_from")
         moments = load_file(checkpoint / "optimizer.pt", mmap=True)
         try:
-            # the copy is in memory, not mapped from the file
-            self.dense_optimizer.load_state_dict(copy.deepcopy(moments["dense"]))
+            dense = copy.deepcopy(moments["dense"])  # in memory, not mapped from the file
+            for group in dense["param_groups"]:  # this device's, not that of the saved run
+                group["fused"] = self.dense_optimizer.defaults["fused"]
+            self.dense_optimizer.load_state_dict(dense)
             self.value_optimizer.load_state_dict(cut_moments(moments["values"]))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(f"{checkpoint}/optimizer.pt does not belong to the model.pt beside it "

@@ -132,6 +132,10 @@ def load_weights(model, weights, source, partial=False, assign=False):
         if name in shared and not w.sum(dtype=torch.float32).isfinite():  # needs no copy of w
             raise UserError(f"{source}: {name} has numbers that are not finite: use an older "
                             "checkpoint")
+        if name.endswith(".slot_rows"):
+            n_rows = model.bert.config.n_rows
+            if w.dtype != torch.int32 or not ((w >= 0) & (w < n_rows)).all():
+                raise UserError(f"{source}: {name} is not of rows 0 to {n_rows - 1}: damaged")
     return shared
 
 

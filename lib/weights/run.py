@@ -45,7 +45,8 @@ from lib.distributed.sharded_values import save_whole
 TYPES = {  # of what other programs read from config.json
     "max_steps": int, "seed": int, "first_step": int, "seq_len": int, "max_len": int, "task": str,
     "init_from": str, "doc_stride": int, "init_checkpoint": str, "dataset": str, "objective": str,
-    "tokenizer_hash": str, "memory_layers": list, "pooler_trained": bool, "data": dict}
+    "tokenizer_hash": str, "memory_layers": list, "n_rows": int, "pooler_trained": bool,
+    "data": dict}
 
 
 def save_files(folder, files):

@@ -6,8 +6,9 @@ import types
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
-from lib.common.device import choose_device, thread_advice, use_device
+from lib.common.device import choose_device, prepare_card, thread_advice, use_device
 from lib.common.errors import UserError
 
 
@@ -52,11 +53,36 @@ def test_a_card_computes_in_the_precision_that_it_has(monkeypatch, capability, d
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    prepared = []
+    monkeypatch.setattr("lib.common.device.prepare_card", prepared.append)
     device, chosen, line = choose_device()
     assert (device.type, chosen) == ("cuda", getattr(torch, dtype)) and reason in line
+    assert prepared == [device]
     assert choose_device("cuda", "float32")[1] == torch.float32
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device()[:2] == (torch.device("mps"), torch.float32)
+
+
+@pytest.mark.parametrize("name, current", [("cuda", []), ("cuda:1", [torch.device("cuda:1")])])
+@pytest.mark.parametrize("version, calls", [("2.14.1+cu130", [False]), ("2.15.0", [])])
+def test_a_card_becomes_the_current_one(monkeypatch, name, current, version, calls):
+    """And the attention that can fail on it is left out."""
+    seen, switched = [], []
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
+    prepare_card(torch.device(name))
+    assert (seen, switched) == (current, calls)
+
+
+def test_ranks_run_on_cards_or_cpus(monkeypatch):
+    """On a Mac, too: gloo and NCCL exchange no tensors of MPS."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert choose_device()[0] == torch.device("cpu")
+    with pytest.raises(UserError, match="--device=cpu"):
+        choose_device("mps")
 
 
 @pytest.mark.parametrize("load", [9.0, None])

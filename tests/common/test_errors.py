@@ -1,5 +1,5 @@
 """
-The end of a script whose output cannot be written.
+The end of a script whose output cannot be written, or whose device fails.
 """
 import os
 import subprocess
@@ -44,3 +44,20 @@ def test_a_terminal_that_cannot_show_a_text_is_one_line(monkeypatch):
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: 'ascii' codec can't encode character '\\xe9' in position")
     assert "PYTHONIOENCODING=utf-8" in done.stderr
+
+
+@pytest.mark.parametrize("error, advice", [
+    ("NotImplementedError('Not implemented for the MPS device. Set PYTORCH_ENABLE_MPS_FALLBACK=1.')",
+     "FALLBACK=1. Or take --device=cpu"),
+    ("RuntimeError('MPS backend out of memory (MPS allocated: 8 GB).\\nmore')",
+     "8 GB). Take a smaller batch_size"),
+    ("RuntimeError('CUDA error: out of memory')", "out of memory Take a smaller batch_size"),
+    ("MemoryError()", "out of memory. Take a smaller batch_size")])
+def test_errors_of_a_device_are_one_line_with_advice(error, advice):
+    done = end(f"(_ for _ in ()).throw({error})", stdout=subprocess.DEVNULL)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and advice in done.stderr
+
+
+def test_an_error_that_nobody_expected_keeps_its_traceback():
+    done = end("(_ for _ in ()).throw(NotImplementedError('x'))", stdout=subprocess.DEVNULL)
+    assert "Traceback" in done.stderr

@@ -2,6 +2,7 @@
 Times, and the machine they were measured on.
 """
 import functools
+import itertools
 import os
 
 import pytest
@@ -26,6 +27,13 @@ def test_times_are_of_the_timed_rounds_and_ratios_of_the_same_round(monkeypatch,
     assert "work: warm-up 100.0 s\n" in capsys.readouterr().out
     timing.print_times([slow, fast])
     assert "| slow   | 3000 [2000, 8000] ms |" in capsys.readouterr().out
+
+
+def test_the_bandwidth_of_a_copy_counts_reads_and_writes(monkeypatch):
+    """Four copies of 100 float32 numbers take half a second of this clock."""
+    clock = itertools.count(step=0.5)
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    assert timing.copy_bandwidth(torch.device("cpu"), elements=100) == 4 * 2 * 400 / 0.5
 
 
 def test_what_does_not_fit_is_skipped(capsys):

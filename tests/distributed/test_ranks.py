@@ -17,7 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, BackendConfig
 
+from lib.distributed.processes import run_ranks
 from lib.weights.run import Run
 from tests.helpers import ROOT, log, steps_saved
 
@@ -109,7 +112,7 @@ def differences(a, b, where=""):
         for key in a if isinstance(a, dict) else range(len(a)):
             yield from differences(a[key], b[key], f"{where}/{key}")
     elif torch.is_tensor(a) or isinstance(a, float):
-        a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
+        a, b = (torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in (a, b))
         assert a.shape == b.shape, where
         yield where, (a - b).norm().item(), b.norm().item()
     else:
@@ -245,6 +248,19 @@ def test_torchruns_report_ends_with_our_line(place):
     assert line.endswith("use --batch_size=2 --accumulation=2, which keep 4 sequences a step")
 
 
+def test_torchruns_report_ends_with_the_line_of_a_rank_that_crashed(place):
+    """A rank may abort while the ranks agree on who prints. Its line is written before."""
+    Path("crash.py").write_text("import os\nfrom lib.common.errors import UserError\n"
+                                "from lib.distributed import processes\n"
+                                "processes._all_reduce_max = lambda *code: os.abort()\n"
+                                "def main(argv=None): raise UserError('a wrong word')\n"
+                                "processes.run_ranks(main)\n")
+    with torchrun("crash.py") as process:
+        output, _ = process.communicate()
+    assert process.returncode == 1
+    assert output.splitlines()[-2].endswith("error: a wrong word")
+
+
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads Linux's /proc")
 def test_sigusr1_lets_the_ranks_save_and_end(place):
     """The signal reaches torchrun, which was started with SIGUSR1 ignored, and one rank. torchrun
@@ -262,6 +278,27 @@ def test_sigusr1_lets_the_ranks_save_and_end(place):
     assert process.returncode == 0, output
     assert output.count(f"saved out/run/step_{steps_saved('out/run'):06d}; go on with: python") == 1
     assert "going on from" not in output
+
+
+@pytest.mark.parametrize("cards, gpu", [(0, "gloo"), (2, "nccl")])
+def test_ranks_with_cards_also_exchange_tensors_on_the_cpu(monkeypatch, cards, gpu):
+    """Signals, sizes and counts are on the CPU. A rank needs a backend for both."""
+    class Asked(Exception):
+        pass
+
+    def ask(backend="undefined", **more):
+        raise Asked(backend)
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda card: None)
+    monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(dist.HashStore(), 0, 1)]))
+    monkeypatch.setattr(dist, "init_process_group", ask)
+    with pytest.raises(Asked) as asked:
+        run_ranks(None)
+    backends = BackendConfig(Backend(str(asked.value))).get_device_backend_map()
+    assert (backends["cpu"], backends["cuda"]) == ("gloo", gpu)
 
 
 def children(pid):

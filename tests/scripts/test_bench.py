@@ -48,6 +48,7 @@ def test_bench(monkeypatch, capsys, args):
         pytest.importorskip("transformers")
     monkeypatch.setitem(bench.SIZES, "base", bench.SIZES["demo"])  # of layer
     n_keys = [] if "against_transformers" in args else ["--n_keys", "32"]
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(sys, "argv", ["bench.py", *args, "--rounds", "2", *n_keys])
     bench.main()
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -60,7 +61,7 @@ def test_bench(monkeypatch, capsys, args):
     elif args[0] in ("--sizes", "train"):
         assert names == ["plain", "+PKM", "+ResM"]
     elif args[0] == "layer":
-        assert names == ["plain", "ours"] * 2
+        assert names == ["plain", "ours", "reads alone", "plain", "ours"]
     else:
         assert names == ["theirs", "ours"] * 2
 
@@ -80,7 +81,7 @@ def test_compiled_training(monkeypatch, capsys):
 
     torch_compile = torch.compile
     monkeypatch.setattr(torch, "compile", compile_without_inductor)
-    run_train(monkeypatch, "--compile", "--batch_size", "2", "--systems", "+ResM")
+    run_train(monkeypatch, "--compile", "on", "--batch_size", "2", "--systems", "+ResM")
     torch._dynamo.reset()
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(compiled) == len(record["results"]) == 1
@@ -119,6 +120,35 @@ def test_rates_are_of_the_median_round(monkeypatch, capsys):
         assert (record["batches/s"], record["relative_batches/s"]) == (1 / 4, 1 / 2)
     found = results("train", "--size", "demo", "--length", "16", "--batch_size", "2")
     assert [(r["tokens"], r["tokens/s"]) for r in found] == [(64, 16)] * 3
+
+
+def test_the_reads_are_compared_with_a_copy(monkeypatch, capsys):
+    """6 tokens read 4 x 32 rows of 64 float32 numbers in 4 seconds; the device copies 1,024 B/s."""
+    def compare(args, what, calls, **more):
+        calls["reads alone" if "forward" in what else "ours"]()  # it works
+        return [{"what": what, "system": name, "seconds": [2.0, 9.0, 4.0]} for name in calls]
+
+    monkeypatch.setitem(bench.SIZES, "base", bench.SIZES["demo"])
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda device: 1024.0)
+    monkeypatch.setattr(bench, "compare", compare)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "layer", "--tokens", "6", "--n_keys", "32"])
+    bench.main()
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    shares = [record.get("of_copy_bandwidth") for record in results]
+    assert shares == [6 * 4 * 32 * 64 * 4 / 4 / 1024] * 3 + [None] * 2
+
+
+@pytest.mark.parametrize("device, asked, compiles", [
+    ("cpu", "auto", False), ("cuda", "auto", True), ("cpu", "on", True), ("cuda", "off", False)])
+def test_compile_is_on_by_default_only_on_cuda(monkeypatch, device, asked, compiles):
+    seen = []
+    monkeypatch.setattr(bench, "choose_device", lambda *_: (torch.device(device), torch.float32, ""))
+    monkeypatch.setattr(bench, "machine_facts", lambda device: {})
+    monkeypatch.setattr(bench, "train", lambda args: seen.append(args.compile) or [])
+    bench.train.__name__, bench.train.__doc__ = "train", "A step"
+    monkeypatch.setattr(sys, "argv", ["bench.py", "train", "--compile", asked])
+    bench.main()
+    assert seen == [compiles]
 
 
 def test_the_papers_speeds_are_those_of_its_table_1():

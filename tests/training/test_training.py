@@ -608,10 +608,12 @@ def test_settings_reach_the_model():
     """Also where they are not the named model's. A new width has its own spread of weights."""
     config = pretrain.Config(
         model="base", n_layer=2, n_head=3, d_model=192, d_ff=48, dropout=0.3, memory_layers=(2,),
-        alpha=0.5, beta=2.0, n_keys=8, memory_heads=2, topk=4, key_dim=6, query_norm=False)
+        alpha=0.5, beta=2.0, n_keys=8, memory_heads=2, topk=4, key_dim=6, query_norm=False,
+        n_rows=7)
     sizes = {"n_layer": 2, "n_head": 3, "d_model": 192, "d_ff": 48, "dropout": 0.3,
              "memory_layers": (2,), "alpha": 0.5, "beta": 2.0, "n_keys": 8, "memory_heads": 2,
-             "topk": 4, "key_dim": 6, "query_norm": False, "causal": False, "init_std": 0.04}
+             "topk": 4, "key_dim": 6, "query_norm": False, "n_rows": 7, "causal": False,
+             "init_std": 0.04}
     assert pretrain.model_sizes(config) == sizes  # 0.02 x (768 / 192)^0.5
     named = pretrain.model_sizes(pretrain.Config(model="large"))
     assert [named[key] for key in ("n_layer", "n_head", "d_model", "d_ff")] == [24, 16, 1024, 4096]
