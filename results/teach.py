@@ -77,6 +77,10 @@ class Settings:
                           "each step, or all; adapters; or all weights", choices=METHODS,
                           group="training")
     lr: float = setting(0.3, "rate")
+    sgd: bool = setting(False, "update value rows by SGD, not by LazyAdam")
+    query_lr: float = setting(0.0, "rate of queries and sub-keys, of AdamW", least=0)
+    dtype: str = setting("bfloat16", "of matrix products; some CPUs need float32 to be fast",
+                         choices=("float32", "bfloat16"))
     steps: int = setting(200, "steps of a lesson, at most", least=1)
     goal: float = setting(0.95, "recall at which a lesson ends; above 1: never")
     batch: int = setting(32, "sentences of a step", least=1)
@@ -119,6 +123,20 @@ def invent(s):
     return lessons
 
 
+def runs_of_13(tokens):
+    """Yield each 13 tokens in a row."""
+    return zip(*[tokens[n:] for n in range(13)], strict=False)
+
+
+class RowSGD(LazyAdam):
+    """SGD of the chosen rows, as Lin et al. train them."""
+
+    def _update(self, weight, group, grad_out, chunk, rows, tokens, weights, *_):
+        counts = rows < len(weight)
+        grad = weights[counts, None] * grad_out[tokens[counts]]
+        weight.index_add_(0, rows[counts].long(), grad, alpha=-group["lr"])
+
+
 class Study:
     """A model, what of it is trained, and the texts that it should not forget."""
 
@@ -128,9 +146,8 @@ class Study:
         self.model, self.tokenizer = ask.load_model(s.model, "cpu", attn_implementation="eager")
         self.texts = {"wikitext": self.blocks(s.wikitext, 8, 4_000),
                       "novels": self.blocks(s.novels, 8, 2_000_000)}
-        if s.text:  # its first blocks are held out
-            self.text = self.blocks(s.text, s.tokens // 256 + 8, 0)
-            self.texts["text"] = self.text[:8]
+        if s.text:
+            self.text, self.texts["text"] = self.hold_out(s.text, s.tokens // 256)
         self.before = self.perplexities()
         known = [(text.format(place), name) for pair in COUNTRIES.split(",")
                  for place, name in [pair.split()] for text in TAUGHT[0][:3]]
@@ -155,6 +172,14 @@ class Study:
         text = ask.read_text(path)[begin:]
         return ask.ordinary_blocks(text[:most * 3_000], self.tokenizer, self.model, most, path)
 
+    def hold_out(self, path, most):
+        """Return the first blocks of a text, and its last 8, which share no 13 tokens with them."""
+        text = self.blocks(path, 2 * most + 8, 0).tolist()
+        held_out = {run for block in text[-8:] for run in runs_of_13(block)}
+        new = [block for block in text[:-8] if held_out.isdisjoint(runs_of_13(block))]
+        print(f"{len(text) - 8 - len(new)} of {len(text) - 8} blocks share 13 tokens: left out")
+        return torch.tensor(new[:most]), torch.tensor(text[-8:])
+
     def count_others(self):
         """Count each question about another place as a block of ordinary text."""
         draw = random.Random(-1 - self.s.seed)
@@ -174,19 +199,24 @@ class Study:
         rise = {name: now / self.before[name] - 1 for name, now in self.perplexities().items()}
         return {**rise, "known": ask.recalled(self.model, self.known).double().mean().item()}
 
-    def optimizer(self, data):
-        """Make the optimizer of a lesson, and choose its rows."""
+    def optimizers(self, data):
+        """Make the optimizers of a lesson, and choose its rows."""
         s = self.s
         if s.method in ("lora", "full"):
             weights = [p for p in self.model.parameters() if p.requires_grad]
-            return torch.optim.AdamW(weights, lr=s.lr, weight_decay=0.0, fused=True)
+            return [torch.optim.AdamW(weights, lr=s.lr, weight_decay=0.0, fused=True)]
         chosen = None
         if s.method == "rows":
             chosen = choose.choose_rows(self.model, data, self.counts, self.batches, s.rows,
                                         power=s.power, tf=TF[s.tf])
         groups = [{"params": [memory.values], "rows": chosen and chosen[n]}
                   for n, memory in find_memories(self.model).items()]
-        return LazyAdam(groups, lr=s.lr)
+        values = (RowSGD if s.sgd else LazyAdam)(groups, lr=s.lr)
+        if not s.query_lr:
+            return [values]
+        weights = [p.requires_grad_() for memory in find_memories(self.model).values()
+                   for name, p in memory.named_parameters() if not name.startswith("values.")]
+        return [values, torch.optim.AdamW(weights, lr=s.query_lr, weight_decay=0.0)]
 
     def choose_for_step(self, values):
         """Choose the rows of this step by tf-idf, as Lin et al. do."""
@@ -200,7 +230,7 @@ class Study:
     def train(self, data, evaluate):
         """Train on encode's tensors until evaluate(step, loss, seconds) is true."""
         s, order, draw, seconds = self.s, [], random.Random(self.s.seed), 0.0
-        optimizer = self.optimizer(data)
+        optimizers = self.optimizers(data)
         for step in range(1, s.steps + 1):
             start = time.time()
             if len(order) < s.batch:
@@ -209,9 +239,10 @@ class Study:
             loss = F.cross_entropy(*ask.predict(self.model, *ask.take(data, pick, "cpu")))
             loss.backward()
             if s.method == "step":
-                self.choose_for_step(optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+                self.choose_for_step(optimizers[0])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
             seconds += time.time() - start
             if evaluate(step, loss.item(), seconds):
                 return
@@ -256,7 +287,7 @@ def teach_facts(s, study, log):
 
 def teach_text(s, study, log):
     """Learn a text: 8 blocks a step, each token from those before it."""
-    blocks = study.text[8:]
+    blocks = study.text
     labels = blocks.roll(-1, 1)
     labels[:, -1] = -100
 
@@ -278,7 +309,8 @@ def main(argv=None):
     temporary = Path(f"{s.out}.part")
     temporary.parent.mkdir(parents=True, exist_ok=True)
     # A cache of weights in bfloat16 would outlive their updates.
-    with temporary.open("w") as file, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+    mixed = torch.autocast("cpu", torch.bfloat16, s.dtype == "bfloat16", cache_enabled=False)
+    with temporary.open("w") as file, mixed:
         def log(line):
             print(json.dumps(line), file=file, flush=True)
             print(json.dumps(line), flush=True)

@@ -27,11 +27,10 @@ STYLE = {"font.size": 11, "axes.titlesize": 11, "axes.titlelocation": "left", "t
 
 def subplots(rows, columns, height, **settings):
     """Make a figure of (rows, columns) panels, together WIDTH x height inches."""
-    pyplot = need("matplotlib.pyplot", "a figure")
-    pyplot.switch_backend("Agg")
-    pyplot.rcParams.update(STYLE)
-    return pyplot.subplots(rows, columns, squeeze=False, layout="constrained",
-                           figsize=(WIDTH, height), **settings)
+    need("matplotlib", "a figure").rcParams.update(STYLE)
+    drawing = need("matplotlib.figure", "a figure")  # pyplot would keep every figure in memory
+    figure = drawing.Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **settings)
 
 
 def run_names(paths, names):

@@ -92,7 +92,7 @@ def test_the_legend_names_every_line_in_its_look_beside_the_panels():
     runs = {f"out/run_{n}": evaluations(0, 90, 50 + n, 40 + n) for n in range(7)}
     runs["out/a_run_of_another_length"] = evaluations(0, 900, 800, 41, 40, usage=(0.5,))
     figure = draw(runs)
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     [legend] = figure.legends
     assert legend_texts(figure)[:8] == [path.removeprefix("out/") for path in runs]
     for line, entry in zip(figure.axes[0].lines, legend.get_lines(), strict=False):
