@@ -130,4 +130,4 @@ done | train
 for script in finetune.py results/trainer.py; do
     echo "$script configs/study/finetune_minilm_squad.py --init_from=$weights"
 done | train
-python results/verdicts.py >results/study/verdicts.txt
+python results/verdicts.py out >results/study/verdicts.txt

@@ -1,26 +1,28 @@
 """
 Print the tables of results/study.md and the verdict on each claim.
 
-$ PYTHONPATH=. python results/verdicts.py            # from the runs of results/study.sh, under out/
-$ python -m tarfile -e results/study/logs.tar.xz /tmp
-$ PYTHONPATH=. python results/verdicts.py /tmp/study_logs      # from the logs of the published runs
+$ python results/verdicts.py            # from the published tables and logs
+$ python results/verdicts.py out        # from your own runs of results/study.sh
 
-The logs give claims 5, 8 and 9, the drift and the comparison with Trainer. Claims 1 to 4 and 6 also
-need results/study/table2.json, and claim 7 the usage snapshots of the runs. Results that are not
-there are left out.
+Claims 1 to 4 and 6 come from results/study/table2.json, or else from the rounded numbers of
+table2.md. Claim 7 needs the usage snapshots of the runs, which are not published. The others come
+from the logs. Parts without their files are left out, with a line that says so.
 """
 import json
 import sys
+import tarfile
+import tempfile
 from pathlib import Path
 from statistics import mean, stdev
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from lib.common.errors import run_main
 from lib.common.files import read_json
 from lib.common.progress import markdown
 from lib.slot_usage.counts import last_used
 from lib.weights.run import Run
 
-TABLE = Path("results/study/table2.json")
+STUDY = Path(__file__).parent / "study"
 CORPUS = "natural"  # the training text
 SEEDS = (0, 10, 20)
 SYSTEMS = {"a": "study", "b": "study_more", "c": "study_pkm", "d": "study_resm",
@@ -76,11 +78,33 @@ def mean_row(system, results):
     return cells
 
 
+def read_table():
+    """Read {run: {corpus: metrics}} that measure.py table wrote: as JSON, or else as Markdown."""
+    if (file := STUDY / "table2.json").is_file():
+        return {row["run"].removeprefix("out/"):
+                {corpus: metrics for corpus, [metrics] in row["results"].items()}
+                for row in read_json(file)["runs"]}
+    print("(Claims 1 to 4 and 6 from the rounded numbers of table2.md)")
+    lines = (STUDY / "table2.md").read_text().split("\n\n")[0].splitlines()
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0].removeprefix("out/"): read_row(dict(zip(header, row, strict=True)))
+            for row in rows}
+
+
+def read_row(cells):
+    """Return {corpus: metrics} of a row of table2.md, whose header are the keys of `cells`."""
+    columns = {"mu": ("MU %", 100), "top1_mu": ("top-1 MU %", 100), "kl_u": ("KL_u", 1),
+               "kl_w": ("KL_w", 1)}
+    layers = cells["layers"].split("/") if cells["layers"] != "-" else []
+    usage = {layer: {key: float(cells[title].split("/")[n]) / unit
+                     for key, (title, unit) in columns.items()} for n, layer in enumerate(layers)}
+    return {title.removesuffix(" ppl"): {"perplexity": float(cell), "layers": usage}
+            for title, cell in cells.items() if title.endswith(" ppl")}
+
+
 def print_test_results():
     """Print the means on the test splits, and claims 1 to 4 and 6."""
-    results = {row["run"].removeprefix("out/"):
-               {corpus: metrics for corpus, [metrics] in row["results"].items()}
-               for row in read_json(TABLE)["runs"]}
+    results = read_table()
 
     def top1_usage(system, seed):
         """Return the mean top-1 MU of the memory layers, in %."""
@@ -219,18 +243,27 @@ def print_against_trainer(runs):
                   "Trainer:", *(f"{theirs[seed]['seconds']:.0f}" for seed in seeds))
 
 
-def main(runs="out"):
-    runs = Path(runs)
-    if TABLE.is_file():
-        print_test_results()
-    if (runs / run_name("r", SEEDS[-1])).is_dir():
-        print_starts(runs)
-    if (runs / run_name("f", SEEDS[-1]) / "usage").is_dir():
-        print_staleness(runs)
-    if (runs / f"lr5e-4_keys_lr_s{SEEDS[-1]}").is_dir():
-        print_drift(runs)
+def print_all(runs):
+    """Print what the files of the runs in a folder tell."""
+    for print_part, needed, purpose in (
+            (print_starts, run_name("r", SEEDS[-1]), "claim 5"),
+            (print_staleness, f"{run_name('f', SEEDS[-1])}/usage", "claim 7"),
+            (print_drift, f"lr5e-4_keys_lr_s{SEEDS[-1]}", "the drift")):
+        if (runs / needed).is_dir():
+            print_part(runs)
+        else:
+            print(f"(Left out: {purpose}, without the folder {needed})")
     print_fine_tuned(runs)
     print_against_trainer(runs)
+
+
+def main(runs=None):
+    print_test_results()
+    if runs:
+        return print_all(Path(runs))
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(STUDY / "logs.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+        print_all(Path(folder) / "study_logs")
 
 
 if __name__ == "__main__":
