@@ -51,6 +51,10 @@ search_log_0 --seed=9 --goal=2 --steps=80
 search_log_64 --seed=9 --goal=2 --steps=80 --others=64
 search_log_300 --seed=9 --goal=2 --steps=80 --others=300
 search_log_300_r8000 --seed=9 --goal=2 --steps=80 --others=300 --rows=8000
+search_sgd_1e4 --seed=9 --sgd=True --lr=1e4 --steps=80 --dtype=float32
+search_sgd_3e4 --seed=9 --sgd=True --lr=3e4 --steps=90 --dtype=float32
+search_query_1e-4 --seed=9 --query_lr=1e-4 --steps=80 --dtype=float32
+search_query_1e-3 --seed=9 --query_lr=1e-3 --steps=80 --dtype=float32
 END
 
 # 2. Claims 1 to 3, in two rounds
@@ -61,6 +65,7 @@ for seed in 1 2 3; do
     echo "round_1/full_$seed --seed=$seed --method=full --lr=5e-5"
     echo "rows_$seed --seed=$seed --goal=2 --steps=110"
     echo "keep_$seed --seed=$seed --goal=2 --steps=80 --others=300"
+    echo "sgd_$seed --seed=$seed --sgd=True --lr=3e4 --steps=100 --dtype=float32"
     echo "all_$seed --seed=$seed --method=all --lr=0.01"
     echo "lora_$seed --seed=$seed --method=lora --lr=2.5e-4"
     echo "full_$seed --seed=$seed --method=full --lr=1e-5 --steps=260"
@@ -73,6 +78,7 @@ lessons_full --lessons=10 --facts=30 --method=full --lr=5e-5
 lessons_lora --lessons=10 --facts=30 --method=lora --lr=5e-4
 many_300 --facts=300 --rows=6000 --steps=160 --tf=reads
 many_1000 --facts=1000 --rows=20000 --steps=320 --tf=reads
+many_1000_sgd --facts=1000 --rows=20000 --sgd=True --lr=3e4 --steps=300 --dtype=float32
 END
 
 # 4. 100,000 tokens of torch's docstrings (claim 6)
@@ -82,7 +88,7 @@ from lib.corpus.text import docstrings
 files = [texts for package, texts in docstrings()[1] if package == 'torch']
 random.Random(0).shuffle(files)
 print('\n\n'.join(text for texts in files for text in texts))" > $text
-learn="--text=$text --tokens=100000 --batch=8 --steps=48"
+learn="--text=$text --tokens=100000 --batch=8 --steps=48 --dtype=float32"
 teach << END
 text_rows $learn --rows=20000 --lr=0.1
 text_lora $learn --method=lora --lr=3e-4

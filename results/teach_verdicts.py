@@ -16,9 +16,9 @@ from lib.common.progress import markdown
 from lib.slot_usage.figures import COLORS, subplots
 
 FOLDER = Path(__file__).parent / "teach"
-METHODS = {"rows": "chosen rows", "keep": "chosen rows, 300 questions kept", "all": "all rows",
-           "lora": "LoRA", "full": "all weights"}
-LOOKS = dict(zip(METHODS, (COLORS[1], COLORS[0], COLORS[3], COLORS[2], COLORS[4]), strict=True))
+METHODS = {"rows": "chosen rows", "keep": "chosen rows, 300 questions kept",
+           "sgd": "chosen rows, SGD", "all": "all rows", "lora": "LoRA", "full": "all weights"}
+LOOKS = dict(zip(METHODS, (COLORS[n] for n in (1, 0, 5, 3, 2, 4)), strict=True))
 SEEDS = 1, 2, 3
 GOAL = 0.95
 TEXTS = {"wikitext": "WikiText-2", "novels": "novels"}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lib.distributed.sharded_values import ShardedValueTable
+from results.teach import RowSGD
 from test_pkm import assert_near
 from tests.helpers import assert_same
 from tests.test_pkm_modes import run_on_ranks
@@ -33,6 +34,22 @@ def draw(step, tokens=3, slots=SLOTS):
 
 def backward(table, slots, weights, grad_out):
     (table(slots, weights) * grad_out).sum().backward()
+
+
+def test_the_studys_sgd_moves_chosen_rows_as_a_dense_computation_says():
+    table = new_table()[0]
+    optimizer = RowSGD([{"params": [table], "rows": CHOSEN}], lr=0.5)
+    expected = table.weight.detach().clone()
+    for step in range(3):
+        slots, weights, grad_out = draw(step)
+        [grad] = torch.autograd.grad(
+            ((expected.requires_grad_()[slots.long()] * weights[..., None]).sum((1, 2)) * grad_out
+             ).sum(), expected)
+        expected = expected.detach()
+        expected[CHOSEN] -= 0.5 * grad[CHOSEN]
+        backward(table, slots, weights, grad_out)
+        optimizer.step()
+    assert_near(table.weight, expected, 1e-12)
 
 
 def test_chosen_rows_move_as_a_dense_computation_says():
