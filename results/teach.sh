@@ -3,7 +3,7 @@
 #
 # $ sh results/teach.sh SMOLLM2_FOLDER wikipedia.txt wikitext-2/test.txt novels.txt
 #
-# It trains two runs at a time, with one thread each, in about 4 hours of two cores. Finished runs
+# It trains two runs at a time, with one thread each, in 5 to 6 hours of two cores. Finished runs
 # are left out. The demo's BERT must be trained before (python pretrain.py configs/demo.py).
 set -eu
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
