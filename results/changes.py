@@ -1,0 +1,228 @@
+"""
+Train a model with one change to its memory, then measure it on test text (results/changes.md).
+
+$ python results/changes.py silu_gate configs/study/study_resm_init.py --seed=1 --init_from=RUN
+$ python results/changes.py none configs/study/study_more.py --seed=1 --init_from=RUN
+
+The first argument names the changes, joined by "+"; the others are pretrain.py's. A change is made
+to the classes of model.py and pkm.py, in this process alone. The run gets a file test.json.
+"""
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import model
+import pkm
+import pretrain
+import values
+from lib.common.files import to_json, write_text
+from lib.corpus.batches import masked_heldout
+from lib.distributed.processes import run_ranks
+from lib.slot_usage.contexts import open_corpus
+from lib.slot_usage.evaluation import evaluate_language_model
+from lib.training import trainer
+
+DROPPED = 0.1  # share of sub-keys or reads that training leaves out
+WIDER = 1536  # hidden units that wide_ffn adds to an FFN: a step then takes as long as with memory
+TEST = {"natural": None, "natural_docs": 1500, "natural_wikitext2": 1500}  # sequences; None: all
+
+
+def extend(owner, name):
+    """Replace a function or method by the decorated one, which gets the old one first."""
+    def replace(function):
+        old = getattr(owner, name)
+        setattr(owner, name, lambda *args, **named: function(old, *args, **named))
+        return function
+    return replace
+
+
+def after_init(change):
+    """Call change(memory, d_model) after a PKM is built."""
+    @extend(pkm.PKM, "__init__")
+    def init(old, memory, d_model, *args, **named):
+        old(memory, d_model, *args, **named)
+        change(memory, d_model)
+
+
+def on_read(change):
+    """Replace what a memory returns by change(memory, x, read)."""
+    @extend(pkm.PKM, "forward")
+    def forward(old, memory, x, mask=None):
+        return change(memory, x, old(memory, x, mask))
+
+
+def none():
+    """Change nothing."""
+
+
+def zero_values():
+    """Start from values of 0: the model is unchanged at step 0."""
+    values.ValueTable.reset_parameters = lambda table: nn.init.zeros_(table.weight)
+
+
+def slow_search():
+    """Train sub-keys and query at a tenth of the rate."""
+    @extend(trainer, "optimizer_groups")
+    def optimizer_groups(old, network, weight_decay, keys_lr=1.0):
+        groups = old(network, weight_decay, keys_lr)
+        slow = {p for name, p in network.named_parameters()
+                if ".memory.query." in name or name.endswith(".memory.keys")}
+        parts = []
+        for group in groups:
+            for chosen, factor in ((False, group["lr_factor"]), (True, 0.1)):
+                part = [p for p in group["params"] if (p in slow) == chosen]
+                parts += [{**group, "params": part, "lr_factor": factor}] if part else []
+        return parts
+
+
+def drop_keys():
+    """Hide a tenth of the sub-keys from each token and head in training."""
+    @extend(pkm.PKM, "search")
+    def search(old, memory, query):
+        if not memory.training:
+            return old(memory, query)
+        heads, _, n_keys, half = memory.keys.shape
+        query = query.view(-1, heads, 2, half).permute(1, 2, 0, 3)
+        scores = query @ memory.keys.mT
+        scores = scores.masked_fill(torch.rand_like(scores) < DROPPED, -torch.inf)
+        return best_slots(memory, scores)
+
+
+def drop_reads():
+    """Drop a tenth of the reads in training, and scale up the others."""
+    @extend(values.ValueTable, "forward")
+    def forward(old, table, slots, weights, dtype=None):
+        return old(table, slots, F.dropout(weights, DROPPED, table.training), dtype)
+
+
+def layer_norm():
+    """Normalize each query half by a layer norm, not by the batch norm."""
+    def change(memory, d_model):
+        heads, _, _, half = memory.keys.shape
+        memory.query_norm = nn.ModuleList([nn.LayerNorm(half)])
+
+    def normalize(memory, query, mask=None):
+        half = memory.keys.shape[3]
+        return memory.query_norm[0](query.view(-1, half)).view_as(query)
+
+    after_init(change)
+    pkm.PKM.normalize = normalize
+
+
+def qk_norm():
+    """Score by the cosine of query and sub-key times a learned scale, without batch norm."""
+    def change(memory, d_model):
+        heads, _, _, half = memory.keys.shape
+        memory.query_norm = nn.Identity()
+        # with the batch norm scores have this spread at the start: keys are uniform
+        memory.scale = nn.Parameter(torch.full((heads, 2, 1, 1), (half / 3) ** 0.5))
+
+    def search(memory, query):
+        heads, _, n_keys, half = memory.keys.shape
+        query = query.view(-1, heads, 2, half).permute(1, 2, 0, 3)
+        scores = F.normalize(query, dim=3) @ F.normalize(memory.keys, dim=3).mT * memory.scale
+        return best_slots(memory, scores)
+
+    after_init(change)
+    pkm.PKM.search = search
+
+
+def best_slots(memory, scores):
+    """Find the best slots of sub-key scores (heads, 2, tokens, n_keys), as PKM.search does."""
+    with torch.no_grad():
+        best, index = scores.topk(memory.topk)
+        pairs = pkm.candidates(memory.topk, scores.device)
+        sums = best[:, 0][..., pairs[0]] + best[:, 1][..., pairs[1]]
+        index = index.gather(3, pairs[:, sums.topk(memory.topk).indices].transpose(0, 1))
+        slots = (memory.n_keys * index[:, 0] + index[:, 1]).int()
+    return slots.transpose(0, 1), scores.gather(3, index).sum(1).softmax(2).transpose(0, 1)
+
+
+def silu_gate():
+    """Multiply a read by silu(x W), as Memory+ does (Berges et al., 2024, without its last W)."""
+    def change(memory, d_model):
+        memory.gate = nn.Linear(d_model, d_model, bias=False)
+        nn.init.normal_(memory.gate.weight, std=d_model**-0.5)
+
+    after_init(change)
+    on_read(lambda memory, x, read: read * F.silu(memory.gate(x)))
+
+
+def learned_beta():
+    """Multiply a read by a learned number, which starts at 0."""
+    after_init(lambda memory, d_model: setattr(memory, "factor", nn.Parameter(torch.zeros(()))))
+    on_read(lambda memory, x, read: read * memory.factor)
+
+
+def shared_table():
+    """Give all memory layers one table of values."""
+    @extend(model.Bert, "__init__")
+    def init(old, bert, config):
+        old(bert, config)
+        tables = [layer.memory.values for layer in bert.layers if layer.beta]
+        for table in tables:
+            table.weight = tables[0].weight
+
+    @extend(trainer, "value_tables")
+    def value_tables(old, network):  # for LazyAdam: each weight once
+        return dict(list(old(network).items())[:1])
+
+
+def decayed_values():
+    """Decay the values' rate as the others' is decayed."""
+    @extend(trainer.Trainer, "step")
+    def step(old, self, number):
+        config = self.config
+        left = (config.max_steps - number) / max(1, config.max_steps - config.warmup_steps)
+        for group in self.value_optimizer.param_groups:
+            group["lr"] = config.value_lr * min(1.0, left)
+        return old(self, number)
+
+
+def wide_ffn():
+    """Widen the FFNs of layers 2 and 3 by units whose output weights start at 0."""
+    @extend(pretrain, "make_model")
+    def make_model(old, config, corpus, checkpoint):
+        network, origin = old(config, corpus, checkpoint)
+        for layer in network.bert.layers[1:3]:
+            (d_ff, d), up, down = layer.up.weight.shape, layer.up, layer.down
+            layer.up, layer.down = nn.Linear(d, d_ff + WIDER), nn.Linear(d_ff + WIDER, d)
+            network.bert.init_weights(layer.up)
+            nn.init.zeros_(layer.down.weight)
+            with torch.no_grad():
+                layer.up.weight[:d_ff], layer.up.bias[:d_ff] = up.weight, up.bias
+                layer.down.weight[:, :d_ff] = down.weight
+                layer.down.bias.copy_(down.bias)
+        return network, origin
+
+
+def measure_after_training():
+    """Write test.json after a run's last step: its results on the test splits."""
+    @extend(pretrain, "train")
+    def train(old, config, run, trainer, held_out, state, signals):
+        old(config, run, trainer, held_out, state, signals)
+        if state.step < config.max_steps:
+            return
+        results = {}
+        for name, sequences in TEST.items():
+            corpus = open_corpus(name, run.folder)
+            batches = masked_heldout(corpus, "test", config.seq_len, config.batch_size, sequences)
+            results[name], _ = evaluate_language_model(trainer.model, batches, trainer.device,
+                                                       trainer.dtype)
+        write_text(run.folder / "test.json", to_json(results, indent=1))
+
+
+CHANGES = {change.__name__: change for change in (
+    none, zero_values, slow_search, drop_keys, drop_reads, layer_norm, qk_norm, silu_gate,
+    learned_beta, shared_table, decayed_values, wide_ffn)}
+
+if __name__ == "__main__":
+    names, *argv = sys.argv[1:]
+    for name in names.split("+"):
+        CHANGES[name]()
+    measure_after_training()
+    run_ranks(lambda: pretrain.main(argv))
