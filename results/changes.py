@@ -85,9 +85,7 @@ def drop_keys():
     def search(old, memory, query):
         if not memory.training:
             return old(memory, query)
-        heads, _, n_keys, half = memory.keys.shape
-        query = query.view(-1, heads, 2, half).permute(1, 2, 0, 3)
-        scores = query @ memory.keys.mT
+        scores = split(memory, query) @ memory.keys.mT
         scores = scores.masked_fill(torch.rand_like(scores) < DROPPED, -torch.inf)
         return best_slots(memory, scores)
 
@@ -102,7 +100,7 @@ def drop_reads():
 def layer_norm():
     """Normalize each query half by a layer norm, not by the batch norm."""
     def change(memory, d_model):
-        heads, _, _, half = memory.keys.shape
+        half = memory.keys.shape[3]
         memory.query_norm = nn.ModuleList([nn.LayerNorm(half)])
 
     def normalize(memory, query, mask=None):
@@ -122,13 +120,18 @@ def qk_norm():
         memory.scale = nn.Parameter(torch.full((heads, 2, 1, 1), (half / 3) ** 0.5))
 
     def search(memory, query):
-        heads, _, n_keys, half = memory.keys.shape
-        query = query.view(-1, heads, 2, half).permute(1, 2, 0, 3)
-        scores = F.normalize(query, dim=3) @ F.normalize(memory.keys, dim=3).mT * memory.scale
+        query, keys = F.normalize(split(memory, query), dim=3), F.normalize(memory.keys, dim=3)
+        scores = query @ keys.mT * memory.scale
         return best_slots(memory, scores)
 
     after_init(change)
     pkm.PKM.search = search
+
+
+def split(memory, query):
+    """Cut queries (tokens, heads * key_dim) into halves: (heads, 2, tokens, half)."""
+    heads, _, _, half = memory.keys.shape
+    return query.view(-1, heads, 2, half).permute(1, 2, 0, 3)
 
 
 def best_slots(memory, scores):

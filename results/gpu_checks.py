@@ -1,17 +1,19 @@
 """
 Check a memory on a card or between cards. The other tests run on the CPU.
 
-$ PYTHONPATH=. python results/gpu_checks.py brute_force     # test_pkm.py, its tensors on the device
-$ PYTHONPATH=. torchrun --standalone --nproc_per_node=2 results/gpu_checks.py replicated
+$ python results/gpu_checks.py brute_force     # test_pkm.py, its tensors on the device
+$ torchrun --standalone --nproc_per_node=2 results/gpu_checks.py replicated
 """
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from lib.common.device import choose_device
 from lib.common.errors import run_main
 from pkm import PKM, LazyAdam

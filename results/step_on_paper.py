@@ -1,17 +1,20 @@
 """
 Compute a pretraining step's time on paper: BERT base with product-key memories, on one card.
 
-$ PYTHONPATH=. python results/step_on_paper.py --card H100 --tokens 65536
+$ python results/step_on_paper.py --card H100 --tokens 65536
 
 A stage lasts as long as its bytes take at the card's bandwidth, or its operations at the card's
 peak, whichever is longer. "Cold": no byte comes from a cache. "L2": what is moved again comes from
 the L2 cache if the data that it belongs to fits. If only a part fits, that part does.
 """
 import argparse
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from configs import base_resm_init as config
 from lib.training.flops import PEAK_FLOPS, flops_per_token
 from model import BertConfig, MaskedLM

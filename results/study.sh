@@ -7,7 +7,7 @@
 # It trains two runs at a time, with one thread each. After an interruption the same command
 # continues. For a rehearsal, run `STEPS=20 sh results/study.sh ...` in another clone.
 set -eu
-export OMP_NUM_THREADS=1 PYTHONPATH=.
+export OMP_NUM_THREADS=1
 texts="$1 $2"
 wikitext2=$3
 seeds="0 10 20"

@@ -4,7 +4,7 @@ Fine-tune with transformers' own model and Trainer, to compare finetune.py with 
 Examples, batches and settings are those of finetune.py (results/study.md, last table). The initial
 weights must be in Hugging Face layout. Needs transformers and accelerate.
 
-$ PYTHONPATH=. python results/trainer.py configs/finetune_glue.py --task=RTE --epochs=3 \
+$ python results/trainer.py configs/finetune_glue.py --task=RTE --epochs=3 \
     --init_from=sentence-transformers/all-MiniLM-L6-v2 --seeds=3
 
 out/<name>_trainer.json gets each seed's seconds and its scores after the last epoch. In
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import transformers
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import finetune
 from lib.common.device import choose_device, keep_freed_memory
 from lib.common.errors import UserError, run_main
