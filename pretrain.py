@@ -57,6 +57,8 @@ class Config:
     key_dim: int = setting(256, "size of a head's key: two halves of key_dim / 2")
     query_norm: bool = setting(True, "batch norm on the memory's queries")
     n_rows: int = setting(0, "rows of values that the slots share; 0: one for each slot", least=0)
+    values: str = setting("random", "of a new memory; zero: at first it changes no output",
+                          choices=("random", "zero"))
     init_from: str = setting("", "a run, a Hugging Face folder, or a name: bert-base-uncased")
     reinit_ffn: bool = setting(False, "with init_from: draw memory layers' FFNs anew (ResM')")
     seq_len: int = setting(512, "tokens of a sequence, with [CLS] and [SEP] if masked", least=3,
@@ -198,6 +200,9 @@ def make_model(config, corpus, checkpoint):
     if checkpoint:
         load_weights(model, read_weights(checkpoint)["weights"], checkpoint)
         return model, Run(checkpoint.parent).settings()
+    if config.values == "zero":
+        for table in value_tables(model).values():
+            torch.nn.init.zeros_(table.weight)
     if config.init_from:
         return model, init_from(model, config.init_from, config.reinit_ffn)
     return model, {"init_checkpoint": "", "first_step": 0, "pooler_trained": False}

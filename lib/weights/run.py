@@ -137,15 +137,18 @@ class Run:
         """Print what changed since the run began. UserError if `data` changed (see begin), or a
         setting that must not change."""
         may_change = {field.name for field in fields(config) if field.metadata["may_change"]}
-        before, now = self.settings(["first_step"]), json.loads(json.dumps(asdict(config)))
-        for key in sorted(key for key in now if now[key] != before.get(key)):
+        # settings that did not exist when the run began had the effect of their defaults
+        default = {field.name: field.default for field in fields(config)}
+        default, now = json.loads(json.dumps([default, asdict(config)]))
+        before = default | self.settings(["first_step"])
+        for key in sorted(key for key in now if now[key] != before[key]):
             if key not in may_change:
-                raise UserError(f"{self.folder} was trained with {key} = {before.get(key)!r}, not "
+                raise UserError(f"{self.folder} was trained with {key} = {before[key]!r}, not "
                                 f"{now[key]!r}: give the changed run its own --out=out/NAME")
             note = ("; the learning rate now reaches 0 at the new max_steps"
                     if key == "max_steps" else "")
             note += " (it rises again first)" if note and now[key] > before[key] else ""
-            print(f"{key} was {before.get(key)!r}, is now {now[key]!r}{note}")
+            print(f"{key} was {before[key]!r}, is now {now[key]!r}{note}")
         old = before.get("data", data)  # runs of older versions do not say
         for name in sorted(old.keys() | data.keys()):
             if old.get(name) != data.get(name):

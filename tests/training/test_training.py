@@ -89,6 +89,39 @@ def test_sub_keys_learn_at_their_own_rate(place):
         train("--out=out/slow", "--max_steps=4")
 
 
+def test_values_that_start_at_0_change_no_output(place):
+    """At the start of a new memory; one that was trained before keeps its values."""
+    def logits(init_from, values):
+        torch.manual_seed(0)
+        config = pretrain.Config(**TINY | {"init_from": init_from, "values": values})
+        model, _ = pretrain.make_model(config, Corpus("tiny"), None)
+        return model.eval()(torch.arange(5, 25)[None])
+
+    assert train("--out=out/plain", "--memory_layers=", "--max_steps=3") == 0
+    expected = load_model("out/plain").eval()(torch.arange(5, 25)[None])
+    assert torch.equal(logits("out/plain", "zero"), expected)
+    assert not torch.equal(logits("out/plain", "random"), expected)
+    assert train("--out=out/with", "--max_steps=3") == 0
+    assert torch.equal(logits("out/with", "zero"), logits("out/with", "random"))
+
+
+def test_a_run_from_before_a_setting_existed_goes_on(place):
+    def forget(key):
+        settings = json.loads(config.read_text())
+        del settings[key]
+        config.write_text(json.dumps(settings))
+
+    assert train("--out=out/old", "--max_steps=2") == 0
+    config = Path("out/old/config.json")
+    forget("values")
+    with pytest.raises(UserError, match="values = 'random', not 'zero'"):
+        train("--out=out/old", "--max_steps=3", "--values=zero")
+    assert train("--out=out/old", "--max_steps=3") == 0
+    forget("memory_heads")  # whose default, 4, is not tiny.py's
+    with pytest.raises(UserError, match="memory_heads = 4, not 2"):
+        train("--out=out/old", "--max_steps=4")
+
+
 def test_a_memory_without_query_norm(place):
     """The setting reaches the memory, its checkpoint and whatever loads it."""
     assert train("--query_norm=False", "--max_steps=2") == 0
