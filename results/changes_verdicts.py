@@ -1,5 +1,5 @@
 """
-Print the table of results/changes.md with a verdict on each change, and draw its picture.
+Print the table of results/changes.md and a verdict on each change, and draw its two pictures.
 
 $ python results/changes_verdicts.py        # from the published logs
 $ python results/changes_verdicts.py out    # from your own runs of results/changes.sh
@@ -12,15 +12,17 @@ from pathlib import Path
 from statistics import mean, stdev
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from verdicts import percent_below, verdict
+from changes import WIDER
+from verdicts import last_perplexity, percent_below, verdict
 
 from lib.common.errors import run_main
 from lib.common.files import read_json
 from lib.common.progress import markdown
-from lib.slot_usage.figures import COLORS, INK, subplots
+from lib.slot_usage.figures import COLORS, INK, MARKERS, subplots
 
 FOLDER = Path(__file__).parent / "changes"
 SEEDS = 0, 10, 20
+RATES = "2e-4", "5e-4", "1e-3"
 TEXTS = "natural", "natural_docs", "natural_wikitext2"
 NAMES = {"b": "(b), without memory", "b_2000": "(b), 2,000 steps", "wide_ffn": "(b), wider FFNs",
          "f": "(f)", "decayed_values": "rate of the values decays", "zero_values": "values from 0",
@@ -29,7 +31,17 @@ NAMES = {"b": "(b), without memory", "b_2000": "(b), 2,000 steps", "wide_ffn": "
          "slow_search": "sub-keys, query at 0.1", "keys_lr": "sub-keys at 0.1",
          "drop_keys": "a tenth of sub-keys dropped", "drop_reads": "a tenth of reads dropped",
          "shared_table": "one table for both layers", "topk_16": "top-16", "topk_32": "top-32",
-         "keys_64": "64 x 64 slots", "keys_256": "256 x 256 slots"}
+         "keys_64": "64 x 64 slots", "keys_256": "256 x 256 slots",
+         "zero_gate": "values from 0, gate", "zero_topk_16": "values from 0, top-16",
+         "zero_slow_topk_16": "these two, sub-keys, query at 0.1",
+         "b_3200": "(b), 3,200 steps", "f_3200": "(f), 3,200 steps",
+         "zero_values_3200": "values from 0, 3,200 steps"}
+LONGER = "b_2000", "b_3200", "f_3200", "zero_values_3200"
+WIDTH, D_FF, HEADS, KEY_DIM, N_KEYS, TOPK = 64, 256, 4, 64, 128, 8  # configs/study
+COSTS = {  # parameters that a token reads in an FFN and a memory: what stands in the figure
+    "b": "(b)", "b_2000": "(b), 2,000 steps", "wide_ffn": "wider FFNs", "f": "(f)",
+    "zero_values": "values from 0", "zero_topk_16": "values from 0, top-16", "topk_16": "top-16",
+    "topk_32": "top-32", "keys_64": "64 x 64", "keys_256": "256 x 256"}
 
 
 def read_runs(folder, system):
@@ -58,10 +70,10 @@ def cell(numbers):
 
 def row(name, runs, f):
     """Return a system's row of the table: means over its seeds."""
-    layers = [list(run["natural"]["layers"].values()) for run in runs.values()]
+    layers = [list(run[TEXTS[0]]["layers"].values()) for run in runs.values()]
     usage = [100 * mean(layer["top1_mu"] for layer in both) for both in layers if both]
     time = mean(run["seconds"] / f[seed]["seconds"] for seed, run in runs.items())
-    return [name, len(runs), f"{mean(run['natural']['perplexity'] for run in runs.values()):.2f}",
+    return [name, len(runs), f"{mean(run[TEXTS[0]]['perplexity'] for run in runs.values()):.2f}",
             *(cell(below(runs, f, text)) for text in TEXTS),
             f"{mean(usage):.1f}" if usage else "", f"{time:.2f}"]
 
@@ -70,28 +82,61 @@ def draw(systems, f):
     """Draw how far each change ends below (f): a dot for each seed, a line for the mean."""
     figure, [[axes]] = subplots(1, 1, 0.23 * len(systems) + 0.9)
     for n, runs in enumerate(reversed(systems.values())):
-        differences = below(runs, f, "natural")
+        differences = below(runs, f, TEXTS[0])
         color = COLORS[1] if len(runs) > 1 else INK
         axes.plot(differences, [n] * len(runs), "o", color=color, markersize=4)
         axes.plot([mean(differences)] * 2, [n - 0.35, n + 0.35], "-", color=color)
     axes.axvline(0, color=INK, linewidth=1)
-    axes.set_yticks(range(len(systems)), [NAMES.get(name, name) for name in reversed(systems)])
+    axes.set_yticks(range(len(systems)), [NAMES[name] for name in reversed(systems)])
     axes.set_xlabel("perplexity below (f), %")
     figure.savefig(FOLDER / "changes.png")
 
 
+def parameters_read(name):
+    """Compute how many parameters of FFN and memory a token reads in a memory layer."""
+    ffn = 2 * WIDTH * (D_FF + (WIDER if name == "wide_ffn" else 0))
+    if name in ("b", "b_2000", "wide_ffn"):
+        return ffn
+    n_keys = {"keys_64": 64, "keys_256": 256}.get(name, N_KEYS)
+    topk = 16 if name.endswith("topk_16") else 32 if name == "topk_32" else TOPK
+    search = HEADS * KEY_DIM * (WIDTH + n_keys)
+    return ffn + search + HEADS * topk * WIDTH
+
+
+def draw_costs(systems, f):
+    """Draw the perplexity against a run's time, and against the parameters a token reads."""
+    figure, [panels] = subplots(1, 2, 3.2, sharey=True)
+    for n, (name, label) in enumerate(COSTS.items()):
+        if runs := systems.get(name):
+            y = mean(below(runs, f, TEXTS[0]))
+            time = mean(run["seconds"] / f[seed]["seconds"] for seed, run in runs.items())
+            look = {"color": COLORS[n % len(COLORS)], "marker": MARKERS[n % len(MARKERS)]}
+            panels[0].plot(time, y, linestyle="none", label=label, **look)
+            panels[1].plot(parameters_read(name) / 1000, y, linestyle="none", **look)
+    panels[0].set(xlabel="time of the run / (f)", ylabel="perplexity below (f), %", xlim=0)
+    panels[1].set(xlabel="parameters read, thousands", xlim=0)
+    figure.legend(loc="outside upper center", ncols=3, handlelength=1, fontsize=9)
+    figure.savefig(FOLDER / "costs.png")
+
+
 def print_and_draw(folder):
-    names = dict.fromkeys([*NAMES, *sorted(run.name.rpartition("_s")[0]
-                                           for run in folder.glob("*_s*"))])
-    systems = {name: runs for name in names if (runs := read_runs(folder, name))}
+    for rate in RATES:
+        if (run := folder / f"lr{rate}_b_s0").is_dir():
+            print(f"(b), seed 0, rate {rate}: validation perplexity {last_perplexity(run):.2f}")
+    systems = {name: runs for name in NAMES if (runs := read_runs(folder, name))}
     f = systems["f"]
     header = ["system", "seeds", "ppl", *(f"{text}: % below (f)" for text in TEXTS),
               "top-1 MU %", "time / (f)"]
-    print(markdown(header, [row(NAMES.get(name, name), runs, f) for name, runs in systems.items()]))
+    rows = []
+    for name, runs in systems.items():
+        same_steps = systems["f_3200"] if name.endswith("_3200") else f
+        rows.append(row(NAMES[name], runs, same_steps))
+    print(markdown(header, rows))
     for name, runs in systems.items():
         if name != "f" and len(runs) > 1:
-            print(f"{NAMES.get(name, name)}, % below (f):", verdict(below(runs, f, "natural")))
-    draw({name: runs for name, runs in systems.items() if name not in ("f", "b_2000")}, f)
+            print(f"{NAMES[name]}, % below (f):", verdict(below(runs, f, TEXTS[0])))
+    draw({name: runs for name, runs in systems.items() if name not in ("f", *LONGER)}, f)
+    draw_costs(systems, f)
 
 
 def main(folder=None):

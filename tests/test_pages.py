@@ -1,6 +1,7 @@
 """
 README and the pages under docs/ and results/: links, paths, commands, programs, published logs.
 """
+import importlib
 import os
 import re
 import shlex
@@ -148,6 +149,20 @@ def test_what_is_published_gives_the_studys_verdicts():
         assert abs(mean - theirs[claim][0]) < 0.05 and word == theirs[claim][1], claim
     assert len(set(output.splitlines()) & set(published.splitlines())) > 40  # from the logs
     assert "(Left out: claim 7" in output
+
+
+def test_published_logs_give_the_table_of_changes(monkeypatch, capsys):
+    def cells(text):
+        rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+        return [[cell.strip() for cell in row] for row in rows[2:]]
+
+    monkeypatch.syspath_prepend(ROOT / "results")
+    changes = importlib.import_module("changes_verdicts")
+    monkeypatch.setattr(changes, "draw", lambda *_: None)
+    monkeypatch.setattr(changes, "draw_costs", lambda *_: None)
+    changes.main()
+    rows = cells(capsys.readouterr().out)
+    assert len(rows) > 20 and rows == cells((ROOT / "results/changes.md").read_text())
 
 
 def test_the_logs_of_causal_models_end_at_their_last_step(tmp_path):
