@@ -27,7 +27,7 @@ from lib.slot_usage.evaluation import evaluate_language_model
 from lib.training import trainer
 
 DROPPED = 0.1  # share of sub-keys or reads that training leaves out
-WIDER = 1536  # hidden units that wide_ffn adds to an FFN: a step then takes as long as with memory
+WIDER = 1536  # hidden units that wide_ffn adds to an FFN: a step then takes 0.86 of (f)'s time
 TEST = {"natural": None, "natural_docs": 1500, "natural_wikitext2": 1500}  # sequences; None: all
 
 
@@ -135,7 +135,7 @@ def split(memory, query):
 
 
 def best_slots(memory, scores):
-    """Find the best slots of sub-key scores (heads, 2, tokens, n_keys), as PKM.search does."""
+    """Find the best slots as PKM.search does. scores: (heads, 2, tokens, n_keys)."""
     with torch.no_grad():
         best, index = scores.topk(memory.topk)
         pairs = pkm.candidates(memory.topk, scores.device)
@@ -146,7 +146,7 @@ def best_slots(memory, scores):
 
 
 def silu_gate():
-    """Multiply a read by silu(x W), as Memory+ does (Berges et al., 2024, without its last W)."""
+    """Multiply a read by silu(x W). Memory+ has another W behind it (Berges et al., 2024)."""
     def change(memory, d_model):
         memory.gate = nn.Linear(d_model, d_model, bias=False)
         nn.init.normal_(memory.gate.weight, std=d_model**-0.5)

@@ -79,7 +79,7 @@ def row(name, runs, f):
 
 
 def draw(systems, f):
-    """Draw how far each change ends below (f): a dot for each seed, a line for the mean."""
+    """Draw how far each change ends below (f). A dot is a seed, a line the mean."""
     figure, [[axes]] = subplots(1, 1, 0.23 * len(systems) + 0.9)
     for n, runs in enumerate(reversed(systems.values())):
         differences = below(runs, f, TEXTS[0])
