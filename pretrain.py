@@ -57,7 +57,7 @@ class Config:
     key_dim: int = setting(256, "size of a head's key: two halves of key_dim / 2")
     query_norm: bool = setting(True, "batch norm on the memory's queries")
     n_rows: int = setting(0, "rows of values that the slots share; 0: one for each slot", least=0)
-    values: str = setting("random", "of a new memory; zero: at first it changes no output",
+    values: str = setting("random", "of a new memory; zero: at first its output is 0",
                           choices=("random", "zero"))
     init_from: str = setting("", "a run, a Hugging Face folder, or a name: bert-base-uncased")
     reinit_ffn: bool = setting(False, "with init_from: draw memory layers' FFNs anew (ResM')")
