@@ -4,16 +4,20 @@ Print the table of results/changes.md and a verdict on each change, and draw its
 $ python results/changes_verdicts.py        # from the published logs
 $ python results/changes_verdicts.py out    # from your own runs of results/changes.sh
 """
-import json
 import sys
-import tarfile
-import tempfile
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from changes import WIDER
-from verdicts import last_perplexity, percent_below, verdict
+from verdicts import (
+    last_perplexity,
+    open_logs,
+    percent_below,
+    standard_error,
+    train_seconds,
+    verdict,
+)
 
 from lib.common.errors import run_main
 from lib.common.files import read_json
@@ -50,9 +54,7 @@ def read_runs(folder, system):
     for seed in SEEDS:
         run = folder / f"{system}_s{seed}"
         if (run / "test.json").is_file():
-            records = map(json.loads, (run / "log.jsonl").read_text().splitlines())
-            seconds = [record["elapsed"] for record in records if "elapsed" in record][-1]
-            runs[seed] = read_json(run / "test.json") | {"seconds": seconds}
+            runs[seed] = read_json(run / "test.json") | {"seconds": train_seconds(run)}
     return runs
 
 
@@ -62,9 +64,14 @@ def below(runs, others, text):
             for seed, run in runs.items()]
 
 
+def time_ratio(runs, f):
+    """Return how long the seeds of `runs` trained, as a multiple of (f)'s time."""
+    return mean(run["seconds"] / f[seed]["seconds"] for seed, run in runs.items())
+
+
 def cell(numbers):
     """Format a mean and its standard error."""
-    error = f" ({stdev(numbers) / len(numbers)**0.5:.2f})" if len(numbers) > 1 else ""
+    error = f" ({standard_error(numbers):.2f})" if len(numbers) > 1 else ""
     return f"{mean(numbers):+.2f}{error}"
 
 
@@ -72,10 +79,9 @@ def row(name, runs, f):
     """Return a system's row of the table: means over its seeds."""
     layers = [list(run[TEXTS[0]]["layers"].values()) for run in runs.values()]
     usage = [100 * mean(layer["top1_mu"] for layer in both) for both in layers if both]
-    time = mean(run["seconds"] / f[seed]["seconds"] for seed, run in runs.items())
     return [name, len(runs), f"{mean(run[TEXTS[0]]['perplexity'] for run in runs.values()):.2f}",
             *(cell(below(runs, f, text)) for text in TEXTS),
-            f"{mean(usage):.1f}" if usage else "", f"{time:.2f}"]
+            f"{mean(usage):.1f}" if usage else "", f"{time_ratio(runs, f):.2f}"]
 
 
 def draw(systems, f):
@@ -109,9 +115,8 @@ def draw_costs(systems, f):
     for n, (name, label) in enumerate(COSTS.items()):
         if runs := systems.get(name):
             y = mean(below(runs, f, TEXTS[0]))
-            time = mean(run["seconds"] / f[seed]["seconds"] for seed, run in runs.items())
             look = {"color": COLORS[n % len(COLORS)], "marker": MARKERS[n % len(MARKERS)]}
-            panels[0].plot(time, y, linestyle="none", label=label, **look)
+            panels[0].plot(time_ratio(runs, f), y, linestyle="none", label=label, **look)
             panels[1].plot(parameters_read(name) / 1000, y, linestyle="none", **look)
     panels[0].set(xlabel="time of the run / (f)", ylabel="perplexity below (f), %", xlim=0)
     panels[1].set(xlabel="parameters read, thousands", xlim=0)
@@ -139,13 +144,9 @@ def print_and_draw(folder):
     draw_costs(systems, f)
 
 
-def main(folder=None):
-    """Read the runs in a folder, or the published logs."""
-    if folder:
-        return print_and_draw(Path(folder))
-    with tempfile.TemporaryDirectory() as logs, tarfile.open(FOLDER / "logs.tar.xz") as archive:
-        archive.extractall(logs, filter="data")
-        print_and_draw(Path(logs) / "changes_logs")
+def main(runs=None):
+    with open_logs(FOLDER / "logs.tar.xz", runs) as folder:
+        print_and_draw(folder)
 
 
 if __name__ == "__main__":

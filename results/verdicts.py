@@ -8,6 +8,7 @@ Claims 1 to 4 and 6 come from results/study/table2.json, or else from the rounde
 table2.md. Claim 7 needs the usage snapshots of the runs, which are not published. The others come
 from the logs. Parts without their files are left out, with a line that says so.
 """
+import contextlib
 import json
 import sys
 import tarfile
@@ -41,16 +42,19 @@ def run_name(system, seed):
     return f"{SYSTEMS[system]}_s{seed}"
 
 
+def standard_error(numbers):
+    return stdev(numbers) / len(numbers) ** 0.5
+
+
 def mean_with_error(numbers):
     """Format the mean of the seeds, its standard error, and the numbers themselves."""
-    error = f"s.e. {stdev(numbers) / len(numbers) ** 0.5:.2g}" if len(numbers) > 1 else "one seed"
+    error = f"s.e. {standard_error(numbers):.2g}" if len(numbers) > 1 else "one seed"
     return f"{mean(numbers):+.4g} ({error}; {', '.join(f'{x:+.4g}' for x in numbers)})"
 
 
 def verdict(differences):
     """Format the seeds' differences and the verdict on the claim that they are positive."""
-    error = stdev(differences) / len(differences) ** 0.5
-    if abs(mean(differences)) < 2 * error:
+    if abs(mean(differences)) < 2 * standard_error(differences):
         word = "undecided"
     else:
         word = "confirmed" if mean(differences) > 0 else "refuted"
@@ -221,7 +225,7 @@ def print_fine_tuned(runs):
 
 
 def train_seconds(run):
-    """Return how long finetune.py trained, without its evaluations."""
+    """Return how long a run trained, without its evaluations."""
     records = map(json.loads, (run / "log.jsonl").read_text().splitlines())
     return [record["elapsed"] for record in records if "elapsed" in record][-1]
 
@@ -257,13 +261,21 @@ def print_all(runs):
     print_against_trainer(runs)
 
 
+@contextlib.contextmanager
+def open_logs(archive, runs=None):
+    """Give the folder `runs`, or without it the folder in an archive of published logs."""
+    if runs:
+        yield Path(runs)
+        return
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(archive) as logs:
+        logs.extractall(folder, filter="data")
+        yield next(Path(folder).iterdir())
+
+
 def main(runs=None):
     print_test_results()
-    if runs:
-        return print_all(Path(runs))
-    with tempfile.TemporaryDirectory() as folder, tarfile.open(STUDY / "logs.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-        print_all(Path(folder) / "study_logs")
+    with open_logs(STUDY / "logs.tar.xz", runs) as folder:
+        print_all(folder)
 
 
 if __name__ == "__main__":
