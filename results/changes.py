@@ -59,11 +59,6 @@ def none():
     """Change nothing."""
 
 
-def zero_values():
-    """Start from values of 0: the model is unchanged at step 0."""
-    values.ValueTable.reset_parameters = lambda table: nn.init.zeros_(table.weight)
-
-
 def slow_search():
     """Train sub-keys and query at a tenth of the rate."""
     @extend(trainer, "optimizer_groups")
@@ -220,8 +215,8 @@ def measure_after_training():
 
 
 CHANGES = {change.__name__: change for change in (
-    none, zero_values, slow_search, drop_keys, drop_reads, layer_norm, qk_norm, silu_gate,
-    learned_beta, shared_table, decayed_values, wide_ffn)}
+    none, slow_search, drop_keys, drop_reads, layer_norm, qk_norm, silu_gate, learned_beta,
+    shared_table, decayed_values, wide_ffn)}
 
 if __name__ == "__main__":
     names, *argv = sys.argv[1:]

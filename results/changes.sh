@@ -45,13 +45,14 @@ for seed in $seeds; do
     change b_2000 $seed none $without --max_steps=2000
     change wide_ffn $seed wide_ffn $without --max_steps=800
     change f $seed none $memory --max_steps=800
-    for name in zero_values silu_gate slow_search decayed_values drop_reads drop_keys qk_norm \
+    for name in silu_gate slow_search decayed_values drop_reads drop_keys qk_norm \
         layer_norm shared_table learned_beta; do
         change $name $seed $name $memory --max_steps=800
     done
-    change zero_gate $seed zero_values+silu_gate $memory --max_steps=800
-    change zero_topk_16 $seed zero_values $memory --max_steps=800 --topk=16
-    change zero_slow_topk_16 $seed zero_values+slow_search $memory --max_steps=800 --topk=16
+    change zero_values $seed none $memory --max_steps=800 --values=zero
+    change zero_gate $seed silu_gate $memory --max_steps=800 --values=zero
+    change zero_topk_16 $seed none $memory --max_steps=800 --values=zero --topk=16
+    change zero_slow_topk_16 $seed slow_search $memory --max_steps=800 --values=zero --topk=16
     change keys_lr $seed none $memory --max_steps=800 --keys_lr=0.1
     change topk_16 $seed none $memory --max_steps=800 --topk=16
     change topk_32 $seed none $memory --max_steps=800 --topk=32
@@ -62,6 +63,6 @@ longer="--max_steps=3200 --warmup_steps=300"
 {
     change b_3200 0 none $without $longer
     change f_3200 0 none $memory $longer
-    change zero_values_3200 0 zero_values $memory $longer
+    change zero_values_3200 0 none $memory $longer --values=zero
 } | train
 python results/changes_verdicts.py out/changes
