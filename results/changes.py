@@ -28,7 +28,9 @@ from lib.training import trainer
 
 DROPPED = 0.1  # share of sub-keys or reads that training leaves out
 WIDER = 1536  # hidden units that wide_ffn adds to an FFN: a step then takes 0.86 of (f)'s time
-TEST = {"natural": None, "natural_docs": 1500, "natural_wikitext2": 1500}  # sequences; None: all
+TEST = {  # by corpus: the texts to measure, and how many sequences of each; None: all
+    "natural": {"natural": None, "natural_docs": 1500, "natural_wikitext2": 1500},
+    "natural_bert": {"natural_bert": 2048, "bert_docs": 1500, "bert_wikitext2": 1500}}
 
 
 def extend(owner, name):
@@ -198,6 +200,15 @@ def wide_ffn():
         return network, origin
 
 
+def head_only():
+    """Train the masked-LM head alone. All of the encoder stays as it is, embeddings too."""
+    @extend(pretrain, "make_model")
+    def make_model(old, config, corpus, checkpoint):
+        network, origin = old(config, corpus, checkpoint)
+        network.bert.requires_grad_(False)
+        return network, origin
+
+
 def measure_after_training():
     """Write test.json after a run's last step: its results on the test splits."""
     @extend(pretrain, "train")
@@ -206,7 +217,7 @@ def measure_after_training():
         if state.step < config.max_steps:
             return
         results = {}
-        for name, sequences in TEST.items():
+        for name, sequences in TEST[config.dataset].items():
             corpus = open_corpus(name, run.folder)
             batches = masked_heldout(corpus, "test", config.seq_len, config.batch_size, sequences)
             results[name], _ = evaluate_language_model(trainer.model, batches, trainer.device,
@@ -216,7 +227,7 @@ def measure_after_training():
 
 CHANGES = {change.__name__: change for change in (
     none, slow_search, drop_keys, drop_reads, layer_norm, qk_norm, silu_gate, learned_beta,
-    shared_table, decayed_values, wide_ffn)}
+    shared_table, decayed_values, wide_ffn, head_only)}
 
 if __name__ == "__main__":
     names, *argv = sys.argv[1:]
