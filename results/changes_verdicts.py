@@ -65,8 +65,8 @@ def below(runs, others, text):
 
 
 def time_ratio(runs, f):
-    """Return how long the seeds of `runs` trained, as a multiple of (f)'s time."""
-    return mean(run["seconds"] / f[seed]["seconds"] for seed, run in runs.items())
+    """Return how long the fastest seed of `runs` trained, as a multiple of (f)'s fastest."""
+    return min(run["seconds"] for run in runs.values()) / min(run["seconds"] for run in f.values())
 
 
 def cell(numbers):
@@ -89,9 +89,8 @@ def draw(systems, f):
     figure, [[axes]] = subplots(1, 1, 0.23 * len(systems) + 0.9)
     for n, runs in enumerate(reversed(systems.values())):
         differences = below(runs, f, TEXTS[0])
-        color = COLORS[1] if len(runs) > 1 else INK
-        axes.plot(differences, [n] * len(runs), "o", color=color, markersize=4)
-        axes.plot([mean(differences)] * 2, [n - 0.35, n + 0.35], "-", color=color)
+        axes.plot(differences, [n] * len(runs), "o", color=COLORS[1], markersize=4)
+        axes.plot([mean(differences)] * 2, [n - 0.35, n + 0.35], "-", color=COLORS[1])
     axes.axvline(0, color=INK, linewidth=1)
     axes.set_yticks(range(len(systems)), [NAMES[name] for name in reversed(systems)])
     axes.set_xlabel("perplexity below (f), %")
