@@ -48,10 +48,10 @@ COSTS = {  # parameters that a token reads in an FFN and a memory: what stands i
     "topk_32": "top-32", "keys_64": "64 x 64", "keys_256": "256 x 256"}
 
 
-def read_runs(folder, system):
+def read_runs(folder, system, seeds=SEEDS):
     """Read the finished runs of a system: {seed: its results on test texts, and its seconds}."""
     runs = {}
-    for seed in SEEDS:
+    for seed in seeds:
         run = folder / f"{system}_s{seed}"
         if (run / "test.json").is_file():
             runs[seed] = read_json(run / "test.json") | {"seconds": train_seconds(run)}
