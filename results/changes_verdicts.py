@@ -4,6 +4,7 @@ Print the table of results/changes.md and a verdict on each change, and draw its
 $ python results/changes_verdicts.py        # from the published logs
 $ python results/changes_verdicts.py out    # from your own runs of results/changes.sh
 """
+import math
 import sys
 from pathlib import Path
 from statistics import mean
@@ -41,6 +42,7 @@ NAMES = {"b": "(b), without memory", "b_2000": "(b), 2,000 steps", "wide_ffn": "
          "b_3200": "(b), 3,200 steps", "f_3200": "(f), 3,200 steps",
          "zero_values_3200": "values from 0, 3,200 steps"}
 LONGER = "b_2000", "b_3200", "f_3200", "zero_values_3200"
+STEP_TIMES = {"a CPU": 1.16, "an H100, on paper": 1.76}  # (f) / (b) at base's size: speed.md
 WIDTH, D_FF, HEADS, KEY_DIM, N_KEYS, TOPK = 64, 256, 4, 64, 128, 8  # configs/study
 COSTS = {  # parameters that a token reads in an FFN and a memory: what stands in the figure
     "b": "(b)", "b_2000": "(b), 2,000 steps", "wide_ffn": "wider FFNs", "f": "(f)",
@@ -123,6 +125,24 @@ def draw_costs(systems, f):
     figure.savefig(FOLDER / "costs.png")
 
 
+def print_at_base_size(systems):
+    """Print who would win in equal time if steps took as long as at base's size, on paper.
+
+    (b) gets more steps. Its gain comes from 800 and 2,000 steps: a power law between the two.
+    """
+    b, longer = systems["b"], systems["b_2000"]
+    for machine, ratio in STEP_TIMES.items():
+        power = math.log(ratio) / math.log(2000 / 800)
+        for name in ("f", "zero_values", "zero_topk_16", "zero_slow_topk_16"):
+            differences = []
+            for seed in systems[name]:
+                end, later, with_memory = (result[seed][TEXTS[0]]["perplexity"]
+                                           for result in (b, longer, systems[name]))
+                differences.append(percent_below(with_memory, end * (later / end) ** power))
+            print(f"{NAMES[name]}, % below (b) with {ratio} times the steps ({machine}):",
+                  verdict(differences))
+
+
 def print_and_draw(folder):
     for rate in RATES:
         if (run := folder / f"lr{rate}_b_s0").is_dir():
@@ -139,6 +159,7 @@ def print_and_draw(folder):
     for name, runs in systems.items():
         if name != "f" and len(runs) > 1:
             print(f"{NAMES[name]}, % below (f):", verdict(below(runs, f, TEXTS[0])))
+    print_at_base_size(systems)
     draw({name: runs for name, runs in systems.items() if name not in ("f", *LONGER)}, f)
     draw_costs(systems, f)
 
