@@ -39,7 +39,7 @@ pretrain head head_only minilm --init_from=$weights --lr=1e-3 | train
 for lr in 1e-4 3e-4; do  # without memory; both hardly gain
     pretrain head_$lr none minilm_more --init_from=$out/head --lr=$lr --seed=1 --max_steps=500
 done | train
-pretrain base none minilm_more --init_from=$out/head --lr=1e-4 --seed=0 --max_steps=4000 | train
+pretrain base none minilm_more --init_from=$out/head --lr=3e-4 --seed=0 --max_steps=3000 | train
 for lr in 3e-5 1e-4 3e-4; do
     pretrain rate_$lr none minilm_more --init_from=$out/base --lr=$lr --seed=1 --max_steps=500
 done | train
