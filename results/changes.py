@@ -1,11 +1,11 @@
 """
-Train a model with one change to its memory, then measure it on test text (results/changes.md).
+Train a model with some changes, then measure it on test text (results/changes.md).
 
 $ python results/changes.py silu_gate configs/study/study_resm_init.py --seed=1 --init_from=RUN
 $ python results/changes.py none configs/study/study_more.py --seed=1 --init_from=RUN
 
-The first argument names the changes, joined by "+"; the others are pretrain.py's. A change is made
-to the classes of model.py and pkm.py, in this process alone. The run gets a file test.json.
+The first argument names the changes, joined by "+"; the others are pretrain.py's. A change
+replaces functions and methods, in this process alone. The run gets a file test.json.
 """
 import sys
 from pathlib import Path
@@ -19,15 +19,18 @@ import model
 import pkm
 import pretrain
 import values
+from lib.common.device import choose_device
+from lib.common.errors import UserError
 from lib.common.files import to_json, write_text
 from lib.corpus.batches import masked_heldout
 from lib.distributed.processes import run_ranks
 from lib.slot_usage.contexts import open_corpus
 from lib.slot_usage.evaluation import evaluate_language_model
 from lib.training import trainer
+from lib.weights import checkpoint
 
 DROPPED = 0.1  # share of sub-keys or reads that training leaves out
-WIDER = 1536  # hidden units that wide_ffn adds to an FFN: a step then takes 0.86 of (f)'s time
+WIDER = 1536  # hidden units that wide_ffn adds to an FFN: a step then takes 0.84 of (f)'s time
 TEST = {  # by corpus: the texts to measure, and how many sequences of each; None: all
     "natural": {"natural": None, "natural_docs": 1500, "natural_wikitext2": 1500},
     "natural_bert": {"natural_bert": 2048, "bert_docs": 1500, "bert_wikitext2": 1500}}
@@ -183,55 +186,86 @@ def decayed_values():
         return old(self, number)
 
 
+def widen(network):
+    """Widen the FFNs of layers 2 and 3 by units whose output weights are 0."""
+    for layer in network.bert.layers[1:3]:
+        (d_ff, d), up, down = layer.up.weight.shape, layer.up, layer.down
+        layer.up, layer.down = nn.Linear(d, d_ff + WIDER), nn.Linear(d_ff + WIDER, d)
+        network.bert.init_weights(layer.up)
+        nn.init.zeros_(layer.down.weight)
+        with torch.no_grad():
+            layer.up.weight[:d_ff], layer.up.bias[:d_ff] = up.weight, up.bias
+            layer.down.weight[:, :d_ff] = down.weight
+            layer.down.bias.copy_(down.bias)
+
+
 def wide_ffn():
-    """Widen the FFNs of layers 2 and 3 by units whose output weights start at 0."""
+    """Widen two FFNs of the initial model. A checkpoint of the run holds wide ones."""
+    checkpoint.check_model_file = lambda saved, file: None  # the config does not tell of them
+
     @extend(pretrain, "make_model")
-    def make_model(old, config, corpus, checkpoint):
-        network, origin = old(config, corpus, checkpoint)
-        for layer in network.bert.layers[1:3]:
-            (d_ff, d), up, down = layer.up.weight.shape, layer.up, layer.down
-            layer.up, layer.down = nn.Linear(d, d_ff + WIDER), nn.Linear(d_ff + WIDER, d)
-            network.bert.init_weights(layer.up)
-            nn.init.zeros_(layer.down.weight)
-            with torch.no_grad():
-                layer.up.weight[:d_ff], layer.up.bias[:d_ff] = up.weight, up.bias
-                layer.down.weight[:, :d_ff] = down.weight
-                layer.down.bias.copy_(down.bias)
+    def make_model(old, config, corpus, newest):
+        network, origin = old(config, corpus, newest)
+        if not newest:
+            widen(network)
         return network, origin
+
+    @extend(pretrain, "load_weights")  # of the run's checkpoint
+    def load_weights(old, network, weights, newest):
+        widen(network)
+        old(network, weights, newest)
 
 
 def head_only():
     """Train the masked-LM head alone. All of the encoder stays as it is, embeddings too."""
     @extend(pretrain, "make_model")
-    def make_model(old, config, corpus, checkpoint):
-        network, origin = old(config, corpus, checkpoint)
+    def make_model(old, *args):
+        network, origin = old(*args)
         network.bert.requires_grad_(False)
         return network, origin
 
 
 def measure_after_training():
     """Write test.json after a run's last step: its results on the test splits."""
-    @extend(pretrain, "train")
-    def train(old, config, run, trainer, held_out, state, signals):
-        old(config, run, trainer, held_out, state, signals)
-        if state.step < config.max_steps:
-            return
+    networks = []
+
+    @extend(pretrain, "make_model")
+    def make_model(old, *args):
+        network, origin = old(*args)
+        networks.append(network)
+        return network, origin
+
+    @extend(pretrain, "prepare_and_train")
+    def prepare_and_train(old, config, run, argv):
+        if config.dataset not in TEST:
+            raise UserError(f"dataset = {config.dataset}: expected {' or '.join(TEST)}")
+        corpora = [open_corpus(name) for name in TEST[config.dataset]]
+        status = old(config, run, argv)
+        path, last = run.folder / "test.json", run.newest_checkpoint()
+        if path.exists() or not last or last.name != f"step_{config.max_steps:06d}":
+            return status
+        device, dtype, _ = choose_device(config.device, config.dtype)
         results = {}
-        for name, sequences in TEST[config.dataset].items():
-            corpus = open_corpus(name, run.folder)
+        for corpus, sequences in zip(corpora, TEST[config.dataset].values(), strict=True):
             batches = masked_heldout(corpus, "test", config.seq_len, config.batch_size, sequences)
-            results[name], _ = evaluate_language_model(trainer.model, batches, trainer.device,
-                                                       trainer.dtype)
-        write_text(run.folder / "test.json", to_json(results, indent=1))
+            results[corpus.name], _ = evaluate_language_model(networks[-1], batches, device, dtype)
+        write_text(path, to_json(results, indent=1))
+        return status
 
 
 CHANGES = {change.__name__: change for change in (
     none, slow_search, drop_keys, drop_reads, layer_norm, qk_norm, silu_gate, learned_beta,
     shared_table, decayed_values, wide_ffn, head_only)}
 
-if __name__ == "__main__":
-    names, *argv = sys.argv[1:]
-    for name in names.split("+"):
+def main(argv):
+    names = argv[0].split("+") if argv else []
+    if not names or not CHANGES.keys() >= set(names):
+        raise UserError(f"which change? {', '.join(CHANGES)}, or several joined by +")
+    for name in names:
         CHANGES[name]()
     measure_after_training()
-    run_ranks(lambda: pretrain.main(argv))
+    return pretrain.main(argv[1:])
+
+
+if __name__ == "__main__":
+    run_ranks(lambda: main(sys.argv[1:]))

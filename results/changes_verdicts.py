@@ -1,8 +1,10 @@
 """
-Print the table of results/changes.md and a verdict on each change, and draw its two pictures.
+Print the table of results/changes.md and a verdict on each change.
 
-$ python results/changes_verdicts.py        # from the published logs
-$ python results/changes_verdicts.py out    # from your own runs of results/changes.sh
+$ python results/changes_verdicts.py                # from the published logs
+$ python results/changes_verdicts.py out/changes    # from your own runs of results/changes.sh
+
+From the published logs it also draws the page's two pictures.
 """
 import math
 import sys
@@ -20,7 +22,7 @@ from verdicts import (
     verdict,
 )
 
-from lib.common.errors import run_main
+from lib.common.errors import UserError, run_main
 from lib.common.files import read_json
 from lib.common.progress import markdown
 from lib.slot_usage.figures import COLORS, INK, MARKERS, subplots
@@ -42,8 +44,8 @@ NAMES = {"b": "(b), without memory", "b_2000": "(b), 2,000 steps", "wide_ffn": "
          "b_3200": "(b), 3,200 steps", "f_3200": "(f), 3,200 steps",
          "zero_values_3200": "values from 0, 3,200 steps"}
 LONGER = "b_2000", "b_3200", "f_3200", "zero_values_3200"
-STEP_TIMES = {"a CPU": 1.16, "an H100, on paper": 1.76}  # (f) / (b) at base's size: speed.md
 WIDTH, D_FF, HEADS, KEY_DIM, N_KEYS, TOPK = 64, 256, 4, 64, 128, 8  # configs/study
+STEP_TIMES = {"a CPU": 1.16, "an H100, on paper": 1.76}  # (f) / (b) at base's size: speed.md
 COSTS = {  # parameters that a token reads in an FFN and a memory: what stands in the figure
     "b": "(b)", "b_2000": "(b), 2,000 steps", "wide_ffn": "wider FFNs", "f": "(f)",
     "zero_values": "values from 0", "zero_topk_16": "values from 0, top-16", "topk_16": "top-16",
@@ -77,13 +79,17 @@ def cell(numbers):
     return f"{mean(numbers):+.2f}{error}"
 
 
+def top1_usage(runs, text):
+    """Format the mean top-1 MU of all seeds and memory layers in %: "" without memory."""
+    usages = [layer["top1_mu"] for run in runs.values() for layer in run[text]["layers"].values()]
+    return f"{100 * mean(usages):.1f}" if usages else ""
+
+
 def row(name, runs, f):
     """Return a system's row of the table: means over its seeds."""
-    layers = [list(run[TEXTS[0]]["layers"].values()) for run in runs.values()]
-    usage = [100 * mean(layer["top1_mu"] for layer in both) for both in layers if both]
     return [name, len(runs), f"{mean(run[TEXTS[0]]['perplexity'] for run in runs.values()):.2f}",
             *(cell(below(runs, f, text)) for text in TEXTS),
-            f"{mean(usage):.1f}" if usage else "", f"{time_ratio(runs, f):.2f}"]
+            top1_usage(runs, TEXTS[0]), f"{time_ratio(runs, f):.2f}"]
 
 
 def draw(systems, f):
@@ -128,26 +134,28 @@ def draw_costs(systems, f):
 def print_at_base_size(systems):
     """Print who would win in equal time if steps took as long as at base's size, on paper.
 
-    (b) gets more steps. Its gain comes from 800 and 2,000 steps: a power law between the two.
+    (b) gets more steps. Its gain is that of a power law through 800 and 2,000 steps.
     """
-    b, longer = systems["b"], systems["b_2000"]
+    def ends(name):
+        return {seed: run[TEXTS[0]]["perplexity"] for seed, run in systems[name].items()}
+
+    b, later = ends("b"), ends("b_2000")
     for machine, ratio in STEP_TIMES.items():
         power = math.log(ratio) / math.log(2000 / 800)
-        for name in ("f", "zero_values", "zero_topk_16", "zero_slow_topk_16"):
-            differences = []
-            for seed in systems[name]:
-                end, later, with_memory = (result[seed][TEXTS[0]]["perplexity"]
-                                           for result in (b, longer, systems[name]))
-                differences.append(percent_below(with_memory, end * (later / end) ** power))
-            print(f"{NAMES[name]}, % below (b) with {ratio} times the steps ({machine}):",
-                  verdict(differences))
+        for name in ("f", "zero_values"):  # the other winners' steps take longer than (f)'s
+            print(f"{NAMES[name]}, % below (b) with {ratio} times the steps ({machine}):", verdict(
+                [percent_below(end, b[seed] * (later[seed] / b[seed]) ** power)
+                 for seed, end in ends(name).items()]))
 
 
-def print_and_draw(folder):
+def print_all(folder):
+    """Print rates, table and verdicts. Returns the runs: {system: {seed: results}}."""
     for rate in RATES:
         if (run := folder / f"lr{rate}_b_s0").is_dir():
             print(f"(b), seed 0, rate {rate}: validation perplexity {last_perplexity(run):.2f}")
     systems = {name: runs for name in NAMES if (runs := read_runs(folder, name))}
+    if "f" not in systems:
+        raise UserError(f"{folder}: no finished run f_s0 in it; results/changes.sh makes it")
     f = systems["f"]
     header = ["system", "seeds", "ppl", *(f"{text}: % below (f)" for text in TEXTS),
               "top-1 MU %", "time / (f)"]
@@ -160,13 +168,16 @@ def print_and_draw(folder):
         if name != "f" and len(runs) > 1:
             print(f"{NAMES[name]}, % below (f):", verdict(below(runs, f, TEXTS[0])))
     print_at_base_size(systems)
-    draw({name: runs for name, runs in systems.items() if name not in ("f", *LONGER)}, f)
-    draw_costs(systems, f)
+    return systems
 
 
 def main(runs=None):
     with open_logs(FOLDER / "logs.tar.xz", runs) as folder:
-        print_and_draw(folder)
+        systems = print_all(folder)
+    if not runs:
+        draw({name: runs for name, runs in systems.items() if name not in ("f", *LONGER)},
+             systems["f"])
+        draw_costs(systems, systems["f"])
 
 
 if __name__ == "__main__":

@@ -36,15 +36,15 @@ prepare natural_bert text natural_bert $texts --vocab data/weights/$weights/voca
 prepare bert_docs docs --name bert_docs --vocab data/natural_bert
 prepare bert_wikitext2 wikitext2 --name bert_wikitext2 --vocab data/natural_bert --from "$wikitext2"
 pretrain head head_only minilm --init_from=$weights --lr=1e-3 | train
-for lr in 1e-4 3e-4; do  # without memory; both hardly gain
+for lr in 1e-4 3e-4; do  # 500 steps do not leave the plateau
     pretrain head_$lr none minilm_more --init_from=$out/head --lr=$lr --seed=1 --max_steps=500
 done | train
 pretrain base none minilm_more --init_from=$out/head --lr=3e-4 --seed=0 --max_steps=3000 | train
-for lr in 3e-5 1e-4 3e-4; do
+for lr in 1e-5 3e-5 1e-4; do
     pretrain rate_$lr none minilm_more --init_from=$out/base --lr=$lr --seed=1 --max_steps=500
 done | train
 for seed in $seeds; do
-    settings="--init_from=$out/base --lr=1e-4 --seed=$seed"
+    settings="--init_from=$out/base --lr=3e-5 --seed=$seed"
     pretrain b_s$seed none minilm_more $settings
     pretrain f_s$seed none minilm_resm_init $settings
     pretrain f_zero_s$seed none minilm_resm_init $settings --values=zero

@@ -9,9 +9,8 @@ from pathlib import Path
 from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from changes_verdicts import below, read_runs, time_ratio
+from changes_verdicts import below, read_runs, time_ratio, top1_usage
 from verdicts import (
-    mean_with_error,
     minus,
     open_logs,
     read_evaluations,
@@ -24,7 +23,7 @@ from lib.common.files import read_json
 from lib.common.progress import markdown
 
 SEEDS = 1, 2, 3
-RATES = "3e-5", "1e-4", "3e-4"
+RATES = "1e-5", "3e-5", "1e-4"
 TEXTS = "natural_bert", "bert_docs", "bert_wikitext2"
 STARTS = {"head": "head trained alone", "base": "(a)"}
 NAMES = {"b": "(b) trained on", "e": "(e) +Init +PKM", "f": "(f) +Init +ResM",
@@ -55,15 +54,13 @@ def print_pretraining(folder):
             rows.append([title, 1, *(f"{results[text]['perplexity']:.1f}" for text in TEXTS),
                          "", ""])
     for name, runs in systems.items():
-        layers = [list(run[TEXTS[0]]["layers"].values()) for run in runs.values()]
-        usage = [100 * mean(layer["top1_mu"] for layer in both) for both in layers if both]
         rows.append([NAMES[name], len(runs), *(
             f"{mean(run[text]['perplexity'] for run in runs.values()):.2f}" for text in TEXTS),
-            f"{mean(usage):.1f}" if usage else "", f"{time_ratio(runs, systems['b']):.2f}"])
+            top1_usage(runs, TEXTS[0]), f"{time_ratio(runs, systems['b']):.2f}"])
     print(markdown(["system", "seeds", *(f"{text} ppl" for text in TEXTS), "top-1 MU %",
                     "time / (b)"], rows))
     for claim, better, worse in CLAIMS:
-        if better in systems and worse in systems and len(systems[better]) > 1:
+        if systems.get(better, {}).keys() == systems.get(worse, {}).keys() == set(SEEDS):
             for text in TEXTS:
                 print(f"{claim}. {NAMES[better]} below {NAMES[worse]}, %, {text}:",
                       verdict(below(systems[better], systems[worse], text)))
@@ -88,7 +85,7 @@ def print_fine_tuning(folder):
             print(f"{claim}. SST-2, {NAMES[better]} - {NAMES[worse]}, points:",
                   verdict(minus(scores[better], scores[worse])))
     if own and len(own) == len(theirs):
-        print("6. finetune.py - Trainer, points:", mean_with_error(minus(own, theirs)))
+        print("6. SST-2, finetune.py - Trainer, points:", verdict(minus(own, theirs)))
 
 
 def main(runs=None):
