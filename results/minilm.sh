@@ -44,7 +44,7 @@ for lr in 1e-5 3e-5 1e-4; do
     pretrain rate_$lr none minilm_more --init_from=$out/base --lr=$lr --seed=1 --max_steps=500
 done | train
 for seed in $seeds; do
-    settings="--init_from=$out/base --lr=3e-5 --seed=$seed"
+    settings="--init_from=$out/base --lr=1e-5 --seed=$seed"
     pretrain b_s$seed none minilm_more $settings
     pretrain f_s$seed none minilm_resm_init $settings
     pretrain f_zero_s$seed none minilm_resm_init $settings --values=zero
