@@ -5,7 +5,8 @@ $ python results/changes.py silu_gate configs/study/study_resm_init.py --seed=1 
 $ python results/changes.py none configs/study/study_more.py --seed=1 --init_from=RUN
 
 The first argument names the changes, joined by "+"; the others are pretrain.py's. A change
-replaces functions and methods, in this process alone. The run gets a file test.json.
+replaces functions and methods, in this process alone. The run gets a file test.json: results on
+three texts, and the share of stale slots if it has usage snapshots.
 """
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from verdicts import stale_slots
+
 import model
 import pkm
 import pretrain
@@ -249,6 +252,8 @@ def measure_after_training():
         for corpus, sequences in zip(corpora, TEST[config.dataset].values(), strict=True):
             batches = masked_heldout(corpus, "test", config.seq_len, config.batch_size, sequences)
             results[corpus.name], _ = evaluate_language_model(networks[-1], batches, device, dtype)
+        if config.usage_interval and model.value_tables(networks[-1]):
+            results["stale"] = stale_slots(run)
         write_text(path, to_json(results, indent=1))
         return status
 

@@ -10,6 +10,7 @@ export OMP_NUM_THREADS=1
 texts="$1 $2"
 wikitext2=$3
 seeds="0 10 20"
+more_seeds="30 40"
 memory=configs/study/study_resm_init.py
 without=configs/study/study_more.py
 
@@ -30,29 +31,32 @@ change() {  # NAME SEED CHANGES CONFIG SETTINGS...: print a run's line
 prepare natural text natural $texts --vocab_size 8192
 prepare natural_docs docs --name natural_docs --vocab data/natural
 prepare natural_wikitext2 wikitext2 --name natural_wikitext2 --vocab data/natural --from "$wikitext2"
-for seed in $seeds; do
+for seed in $seeds $more_seeds; do
     echo "pretrain.py configs/study/study_short.py --seed=$seed --out=out/changes/short_s$seed"
 done | train
-for seed in $seeds; do
+for seed in $seeds $more_seeds; do
     echo "pretrain.py configs/study/study.py --seed=$seed --max_steps=6000" \
         "--init_from=out/changes/short_s$seed --out=out/changes/study_s$seed"
 done | train
 for lr in 5e-4 1e-3 2e-4; do  # 5e-4 is best, and study_more.py's own
     change lr${lr}_b 0 none $without --max_steps=800 --lr=$lr
 done | train
-for seed in $seeds; do
+for seed in $seeds $more_seeds; do
     change b $seed none $without --max_steps=800
+    change f $seed none $memory --max_steps=800 --usage_interval=40  # for stale slots
+    change zero_values $seed none $memory --max_steps=800 --values=zero
+    change zero_topk_16 $seed none $memory --max_steps=800 --values=zero --topk=16
+    change zero_slow_topk_16 $seed slow_search $memory --max_steps=800 --values=zero --topk=16 \
+        --usage_interval=40
+done | train
+for seed in $seeds; do
     change b_2000 $seed none $without --max_steps=2000
     change wide_ffn $seed wide_ffn $without --max_steps=800
-    change f $seed none $memory --max_steps=800
     for name in silu_gate slow_search decayed_values drop_reads drop_keys qk_norm \
         layer_norm shared_table learned_beta; do
         change $name $seed $name $memory --max_steps=800
     done
-    change zero_values $seed none $memory --max_steps=800 --values=zero
     change zero_gate $seed silu_gate $memory --max_steps=800 --values=zero
-    change zero_topk_16 $seed none $memory --max_steps=800 --values=zero --topk=16
-    change zero_slow_topk_16 $seed slow_search $memory --max_steps=800 --values=zero --topk=16
     change keys_lr $seed none $memory --max_steps=800 --keys_lr=0.1
     change topk_16 $seed none $memory --max_steps=800 --topk=16
     change topk_32 $seed none $memory --max_steps=800 --topk=32
@@ -60,9 +64,9 @@ for seed in $seeds; do
     change keys_256 $seed none $memory --max_steps=800 --n_keys=256
 done | train
 longer="--max_steps=3200 --warmup_steps=300"
-{
-    change b_3200 0 none $without $longer
-    change f_3200 0 none $memory $longer
-    change zero_values_3200 0 none $memory $longer --values=zero
-} | train
+for seed in $seeds; do
+    change b_3200 $seed none $without $longer
+    change f_3200 $seed none $memory $longer
+    change zero_values_3200 $seed none $memory $longer --values=zero
+done | train
 python results/changes_verdicts.py out/changes

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from changes import WIDER
 from verdicts import (
     last_perplexity,
+    minus,
     open_logs,
     percent_below,
     standard_error,
@@ -29,6 +30,8 @@ from lib.slot_usage.figures import COLORS, INK, MARKERS, subplots
 
 FOLDER = Path(__file__).parent / "changes"
 SEEDS = 0, 10, 20
+MORE_SEEDS = *SEEDS, 30, 40  # of the systems below
+JOINED = "b", "f", "zero_values", "zero_topk_16", "zero_slow_topk_16"
 RATES = "2e-4", "5e-4", "1e-3"
 TEXTS = "natural", "natural_docs", "natural_wikitext2"
 NAMES = {"b": "(b), without memory", "b_2000": "(b), 2,000 steps", "wide_ffn": "(b), wider FFNs",
@@ -148,6 +151,41 @@ def print_at_base_size(systems):
                  for seed, end in ends(name).items()]))
 
 
+def usage_cell(runs, key):
+    """Format the mean of a usage metric over seeds and memories: "" without memory."""
+    values = [layer[key] for run in runs.values() for layer in run[TEXTS[0]]["layers"].values()]
+    return f"{mean(values):.2f}" if values else ""
+
+
+def stale(runs):
+    """Return the share of stale slots in %, the mean over the memories, for each seed."""
+    return [100 * mean(run["stale"].values()) for run in runs.values() if "stale" in run]
+
+
+def print_more_seeds(folder):
+    """Print the joined changes in five seeds: a table and the verdicts on their claims."""
+    systems = {name: read_runs(folder, name, MORE_SEEDS) for name in JOINED}
+    if any(len(runs) < len(MORE_SEEDS) for runs in systems.values()):
+        print(f"(Left out: five seeds, without all runs of {', '.join(JOINED)})")
+        return
+    b, f, best = (systems[name] for name in ("b", "f", JOINED[-1]))
+    header = ["system", *(f"{text}: % below {x}" for x in ("(f)", "(b)") for text in TEXTS),
+              "top-1 MU %", "KL_u", "KL_w", "stale %"]
+    rows = []
+    for name, runs in systems.items():
+        differences = [cell(below(runs, others, text)) for others in (f, b) for text in TEXTS]
+        rows.append([NAMES[name], *differences, top1_usage(runs, TEXTS[0]),
+                     usage_cell(runs, "kl_u"), usage_cell(runs, "kl_w"),
+                     f"{mean(stale(runs)):.1f}" if stale(runs) else ""])
+    print(markdown(header, rows))
+    for other, runs in (("(f)", f), ("(b)", b)):
+        for text in TEXTS:
+            print(f"all three changes below {other}, %, {text}:", verdict(below(best, runs, text)))
+    if len(stale(f)) == len(stale(best)) == len(MORE_SEEDS):
+        print("stale slots, (f) - all three changes, points:",
+              verdict(minus(stale(f), stale(best))))
+
+
 def print_all(folder):
     """Print rates, table and verdicts. Returns the runs: {system: {seed: results}}."""
     for rate in RATES:
@@ -168,6 +206,7 @@ def print_all(folder):
         if name != "f" and len(runs) > 1:
             print(f"{NAMES[name]}, % below (f):", verdict(below(runs, f, TEXTS[0])))
     print_at_base_size(systems)
+    print_more_seeds(folder)
     return systems
 
 

@@ -159,12 +159,17 @@ def print_starts(runs):
               *(f"{ratio:.4f}" for ratio in ratios))
 
 
+def stale_slots(run):
+    """Return {layer: share of slots that were top-1 in no snapshot of the second half}."""
+    snapshots = run.usage_snapshots()
+    return {layer: float((last_used(snapshots, layer) <= len(snapshots) // 2).mean())
+            for layer in run.settings(["memory_layers"])["memory_layers"]}
+
+
 def print_staleness(runs):
-    """Print claim 7: slots that were top-1 in no snapshot of the second half."""
+    """Print claim 7: stale slots, (c) - (f)."""
     def stale(system, seed):
-        snapshots = Run(runs / run_name(system, seed)).usage_snapshots()
-        return 100 * mean((last_used(snapshots, layer) <= len(snapshots) // 2).mean()
-                          for layer in (2, 3))
+        return 100 * mean(stale_slots(Run(runs / run_name(system, seed))).values())
 
     print("7. stale slots, (c) - (f), points:",
           verdict([stale("c", seed) - stale("f", seed) for seed in SEEDS]))

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+
 from tests.helpers import ROOT
 
 
@@ -25,7 +27,10 @@ def test_a_widened_run_is_continued_and_measured_when_its_results_are_missing(pl
     done = change(*wide, "--max_steps=4")
     assert done.returncode == 0, done.stderr
     results = Path("out/wide/test.json").read_text()
-    assert json.loads(results).keys() == {"natural", "natural_docs", "natural_wikitext2"}
+    assert json.loads(results).keys() == {"natural", "natural_docs", "natural_wikitext2", "stale"}
+    [snapshot] = Path("out/wide/usage").glob("*.npz")  # of the last step
+    for layer, share in json.loads(results)["stale"].items():
+        assert share == (np.load(snapshot)[f"layer{layer}_top1"] == 0).mean()
     Path("out/wide/test.json").unlink()  # as after a kill during the measurement
     done = change(*wide, "--max_steps=4")
     assert "nothing to do" in done.stdout and Path("out/wide/test.json").read_text() == results
