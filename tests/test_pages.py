@@ -151,18 +151,18 @@ def test_what_is_published_gives_the_studys_verdicts():
     assert "(Left out: claim 7" in output
 
 
-def test_published_logs_give_the_table_of_changes(monkeypatch, capsys):
+@pytest.mark.parametrize("page, least", [("changes", 20), ("minilm", 4)])
+def test_published_logs_give_the_table_of_a_page(page, least, monkeypatch, capsys):
     def cells(text):
-        rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+        rows = [line[1:-1].split("|") for line in text.splitlines() if line.startswith("|")]
         return [[cell.strip() for cell in row] for row in rows[2:]]
 
     monkeypatch.syspath_prepend(ROOT / "results")
-    changes = importlib.import_module("changes_verdicts")
-    monkeypatch.setattr(changes, "draw", lambda *_: None)
-    monkeypatch.setattr(changes, "draw_costs", lambda *_: None)
-    changes.main()
+    for name in ("draw", "draw_costs"):
+        monkeypatch.setattr(importlib.import_module("changes_verdicts"), name, lambda *_: None)
+    importlib.import_module(f"{page}_verdicts").main()
     rows = cells(capsys.readouterr().out)
-    assert len(rows) > 20 and rows == cells((ROOT / "results/changes.md").read_text())
+    assert len(rows) > least and rows == cells((ROOT / f"results/{page}.md").read_text())
 
 
 def test_the_logs_of_causal_models_end_at_their_last_step(tmp_path):

@@ -34,6 +34,8 @@ class Corpus:
         self.name, self.folder = name, Path("data", name)
         file = self.folder / "meta.json"
         if not file.is_file():
+            if "/" in name:
+                raise UserError(f"dataset {name}: expected the name of a folder in data/, no path")
             known = name.removesuffix("_raw") in CORPORA
             command = name.replace("_raw", " --raw") if known else f"text {name} PATH..."
             raise UserError(f"{self.folder}: no such corpus: python prepare_data.py {command}")

@@ -31,6 +31,8 @@ def unknown_weights(name):
     if "roberta" in name.lower():
         return UserError(f"{name}: RoBERTa's weights have ids of their own for GPT-2's tokens, and "
                          "are not read here: train from scratch on a corpus of --tokenizer gpt2")
+    if Path("out", name, "config.json").is_file():
+        return UserError(f"{name}: no weights there: did you mean out/{name}?")
     recipe = ROOT / "configs" / f"{Path(name).name}.py"
     makes = f"python pretrain.py configs/{recipe.name} makes them, " if recipe.is_file() else ""
     return UserError(f"{name}: no weights there: expected a run, a checkpoint or a folder in "

@@ -34,7 +34,9 @@ def find_files(path, *suffixes):
     files = [file for file in inside if file.suffix.lower() in suffixes or file == path]
     others = collections.Counter(file.suffix or "without suffix" for file in set(inside) - set(files))
     if not files:
-        raise UserError(f"{path}: no such file, or a folder without *{' or *'.join(suffixes)}")
+        if not path.exists():
+            raise UserError(f"{path}: no such file or folder")
+        raise UserError(f"{path}: no *{' or *'.join(suffixes)} among its {len(inside)} files")
     if others:
         counts = ", ".join(f"{count:,} {suffix}" for suffix, count in others.most_common(5))
         print(f"{path}: left out: {counts} (of a folder, only *{' and *'.join(suffixes)} is read: "

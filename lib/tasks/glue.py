@@ -192,8 +192,9 @@ def find_columns(path, columns, choices):
             if twice := [name for name in names if columns.count(name) > 1]:
                 raise UserError(f"{path}:1: there are {columns.count(twice[0])} columns {twice[0]}")
             return [columns.index(name) for name in names]
-    expected = ", or ".join(" and ".join(names) for names in choices)
-    raise UserError(f"{path}:1: columns {columns}: expected a header with {expected}")
+    expected = ", or ".join(" and ".join(names) for names in reversed(choices))
+    tabs = "; tabs separate columns" if len(columns) == 1 else ""
+    raise UserError(f"{path}:1: columns {columns}: expected a header with {expected}{tabs}")
 
 
 def pick_columns(path, columns, rows, choices):

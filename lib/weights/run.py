@@ -140,7 +140,7 @@ class Run:
         # settings that did not exist when the run began had the effect of their defaults
         default = {field.name: field.default for field in fields(config)}
         default, now = json.loads(json.dumps([default, asdict(config)]))
-        before = default | self.settings(["first_step"])
+        before, notes = default | self.settings(["first_step"]), []
         for key in sorted(key for key in now if now[key] != before[key]):
             if key not in may_change:
                 raise UserError(f"{self.folder} was trained with {key} = {before[key]!r}, not "
@@ -148,13 +148,15 @@ class Run:
             note = ("; the learning rate now reaches 0 at the new max_steps"
                     if key == "max_steps" else "")
             note += " (it rises again first)" if note and now[key] > before[key] else ""
-            print(f"{key} was {before[key]!r}, is now {now[key]!r}{note}")
+            notes.append(f"{key} was {before[key]!r}, is now {now[key]!r}{note}")
         old = before.get("data", data)  # runs of older versions do not say
         for name in sorted(old.keys() | data.keys()):
             if old.get(name) != data.get(name):
                 raise UserError(f"{self.folder} was trained on other data: {name} was "
                                 f"{brief(old.get(name))}, is now {brief(data.get(name))}: put the "
                                 "old data back, or begin anew with --out=out/NAME")
+        for note in notes:
+            print(note)
         facts = {**process_facts(), "ranks": get_world_size()}
         changed = [f"{key} {brief(before.get(key))} -> {brief(value)}"
                    for key, value in facts.items() if before.get(key, value) != value]

@@ -57,7 +57,7 @@ def test_a_mistake_is_one_line_and_status_2(workdir):
     command = [sys.executable, ROOT / "prepare_data.py", "text", "new", "missing.txt"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "error: missing.txt: no such file, or a folder without *.txt\n"
+    assert done.stderr == "error: missing.txt: no such file or folder\n"
 
 
 class Payload:
@@ -68,6 +68,7 @@ class Payload:
 def written(name, content):
     """Each of these makes the function that spoils something, to be called later."""
     def spoil():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
     return spoil
 
@@ -190,7 +191,8 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("c.py", written("c.py", "steps = 1\n\nlr = = 2"), "c.py:3", "SyntaxError")],
     ("workdir", "prepare_data.py"): [
         ("text new missing.txt", None, "missing.txt"),
-        ("text new sample.txt nothing", lambda: Path("nothing").mkdir(), "nothing"),
+        ("text new sample.txt nothing", lambda: Path("nothing").mkdir(),
+         "nothing: no *.txt among its 0 files"),
         ("text ../new sample.txt", None, "../new"), ("text .new sample.txt", None, ".new"),
         ("text new sample.txt --vocab_size 70000", None, "70000"),
         ("text new sample.txt --vocab_size 255", None, "255"),
@@ -303,6 +305,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("fill bert-base-uncased [MASK]", None, "python prepare_data.py weights bert-base-uncased"),
         ("fill roberta-base [MASK]", None, "RoBERTa's weights"),
         ("fill out/demo [MASK]", None, "python pretrain.py configs/demo.py makes them"),
+        ("fill demo [MASK]", written("out/demo/config.json", "{}"), "did you mean out/demo?"),
         ("fill out/none [MASK]", None, "out/none: no weights there: expected a run",
          "Hugging Face layout; python prepare_data.py weights NAME"),
         ("fill bert-bas [MASK]", None, "bert-base"),
@@ -377,6 +380,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("tiny.py --memory_layers=5", None, "memory_layers = (5,)", "1 to 4"),
         ("tiny.py --seq_len=129", None, "seq_len", "129", "128"),
         ("tiny.py --dataset=nowhere", None, "data/nowhere"),
+        ("tiny.py --dataset=data/tiny", None, "data/tiny: expected the name of a folder in data/"),
         ("tiny.py --init_from=out/base", None, "out/base", "python pretrain.py configs/base.py"),
         ("tiny.py --seq_len=2", None, "seq_len"), ("tiny.py --dropout=1.5", None, "dropout"),
         ("tiny.py --seed=-1", None, "seed"), ("tiny.py --lr=-1", None, "lr"),

@@ -75,7 +75,7 @@ def test_a_dry_run_tells_a_checkpoints_size(place, capsys, objective):
     before = files()
     capsys.readouterr()
     for dataset, words in (("tiny", "a vocabulary of data/tiny, 25 tokens"),
-                           ("none", "a vocabulary of Google's BERT, 30,522 tokens")):
+                           ("none", "a vocabulary of Google's BERT (no data/none), 30,522 tokens")):
         assert train(*args, "--dry_run=True", "--init_from=out/none", f"--dataset={dataset}",
                      "--max_steps=3600") == 0
         said = capsys.readouterr().out
