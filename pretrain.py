@@ -129,6 +129,8 @@ def prepare_and_train(config, run, argv):
         if config.dataset == "docs" and not Path("data/docs").exists():
             run_script("prepare_data.py", "docs", "--if_missing")
     checkpoint = run.newest_checkpoint()
+    if config.eval_only and not (checkpoint or config.init_from):
+        raise UserError(f"{run.folder}: no checkpoint to evaluate")
     start = run.folder if checkpoint else config.init_from
     corpus = open_corpus(config.dataset, *([start] if start else []))
     data = corpus.meta["sha256"]

@@ -129,9 +129,8 @@ torch.fx.node.has_side_effect(getattr(torch.ops, NAME).store.default)  # keeps t
 def take_reads(weight):
     """Take all stored reads of a table's weight, which several tables may share."""
     if not (tables := tables_of(weight)):
-        raise RuntimeError("a ValueTable got another weight tensor after this LazyAdam was made "
-                           "(load_state_dict with assign=True, or fully_shard, which cannot train "
-                           "a ValueTable?): create a new LazyAdam")
+        raise RuntimeError("a ValueTable has another weight tensor now (load_state_dict with "
+                           "assign=True, or fully_shard?): create a new LazyAdam")
     reads = []
     for table in tables:
         reads += table.reads
@@ -140,14 +139,12 @@ def take_reads(weight):
 
 
 # Several ranks, each with the whole table: DistributedDataParallel.
-
 def several_ranks():
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def forget_gradient(weight):
-    """Remove the gradient of zeros that DistributedDataParallel makes for a table in backward.
-    With it, AdamW would decay the values."""
+    """Remove the zeros of DistributedDataParallel from .grad: AdamW would decay the values."""
     def forget():
         for table in tables_of(weight):
             table.weight.grad = None
@@ -157,15 +154,14 @@ def forget_gradient(weight):
 
 
 def gather_reads(weight, reads):
-    """Join the reads of all ranks, whose mean loss is minimized. Every rank must call it, and
-    waits for its device. Ranks with fewer tokens add tokens of weight 0."""
+    """Join the reads of all ranks, for the mean of their losses. Every rank must call it."""
     size = torch.tensor(reads[0].shape if reads else (0, 0), device=weight.device)
     dist.all_reduce(size, dist.ReduceOp.MAX)
     (tokens, width), dtype = size.tolist(), torch.promote_types(weight.dtype, torch.float32)
     shapes = (width, torch.int32), (width, dtype), (weight.shape[1], dtype)
     joined = []
     for n, (columns, kind) in enumerate(shapes):
-        own = torch.zeros(tokens, columns, dtype=kind, device=weight.device)
+        own = torch.zeros(tokens, columns, dtype=kind, device=weight.device)  # 0: of weight 0
         if reads:
             own[:len(reads[n])] = reads[n]
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -200,11 +196,10 @@ def sort_reads(slots, weights, grad_out, n_slots, chunk, chosen=None):
 
 def check_rows(table, rows):
     """Raise a TypeError unless `rows` are row numbers of a whole table, in a 1-D tensor."""
-    if not table.replicated:
-        raise TypeError("LazyAdam cannot choose rows of a table that is cut over ranks")
     numbers = torch.is_tensor(rows) and rows.dim() == 1 and rows.dtype in (torch.int, torch.long)
-    if not numbers or not ((rows >= 0) & (rows < len(table.weight))).all():
-        raise TypeError(f"rows: expected a tensor of row numbers under {len(table.weight)}")
+    if not (numbers and table.replicated and ((rows >= 0) & (rows < len(table.weight))).all()):
+        raise TypeError(f"rows: expected a tensor of row numbers under {len(table.weight)}, of a "
+                        "table that is not cut over ranks")
 
 
 class LazyAdam(torch.optim.Optimizer):
@@ -226,9 +221,8 @@ class LazyAdam(torch.optim.Optimizer):
         tables = list(param_group["params"])
         for table in tables:
             if not isinstance(table, ValueTable):
-                kind = f"{type(table).__module__}.{type(table).__name__}"
-                raise TypeError(f"LazyAdam takes ValueTables, found {kind}: a copy of values.py "
-                                "has a LazyAdam of its own")
+                raise TypeError(f"LazyAdam takes ValueTables, found {type(table)}: a copy of "
+                                "values.py has a LazyAdam of its own")
             if type(table.weight) is not nn.Parameter:
                 raise TypeError(f"LazyAdam cannot update a {type(table.weight).__name__} "
                                 "(fully_shard?): use DistributedDataParallel")
@@ -292,6 +286,12 @@ class LazyAdam(torch.optim.Optimizer):
                  maximize=False, lr=group["lr"], beta1=beta1, beta2=beta2, eps=eps, weight_decay=0)
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.index_copy_(0, row, part.to(tensor.dtype))
+
+    def load_state_dict(self, state_dict):
+        """Load moments as they were saved. torch would cast them to the weight's dtype."""
+        super().load_state_dict(state_dict)
+        for state, saved in zip(self.state.values(), state_dict["state"].values(), strict=True):
+            state.update(saved)
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)

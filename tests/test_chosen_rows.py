@@ -187,7 +187,7 @@ def test_a_state_dict_of_before_there_were_rows_loads_and_steps():
 def sharded(rank, world):
     table = ShardedValueTable(ValueTable(SLOTS, 2 * world))
     LazyAdam([{"params": [table], "rows": None}])
-    with pytest.raises(TypeError, match="rows of a table that is cut over ranks"):
+    with pytest.raises(TypeError, match="of a table that is not cut over ranks"):
         LazyAdam([{"params": [table], "rows": CHOSEN}])
 
 

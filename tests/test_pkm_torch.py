@@ -499,6 +499,25 @@ def test_strictly_exported_values_train_as_any_parameter():
         assert exported.get_parameter("values.weight").grad.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_loaded_moments_are_those_that_were_saved(dtype):
+    def train(steps, resume_at=None):
+        torch.manual_seed(0)
+        table = ValueTable(20, 8).to(dtype)
+        optimizer = LazyAdam([table], lr=0.01)
+        for step in range(steps):
+            if step == resume_at:
+                saved = optimizer.state_dict()
+                optimizer = LazyAdam([table], lr=0.01)
+                optimizer.load_state_dict(saved)
+            out = table(torch.randint(20, (9, 2, 3)), torch.full((9, 2, 3), 0.5))
+            (1e-4 * out.float()).sum().backward()
+            optimizer.step()
+        return table.weight
+
+    assert torch.equal(train(6, resume_at=5), train(6))
+
+
 def test_small_gradients_of_half_precision_values_count_as_in_float32():
     """Take steps of the same size: squares of small gradients are 0 in float16."""
     moved = []

@@ -11,12 +11,13 @@ and values in different rows. They can be in a model together, and each can be t
 import json
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from lib.common.errors import UserError, need
-from lib.common.files import atomic, discard, load_file, read_json, write_text
+from lib.common.files import atomic, discard, load_file, read_json
 from lib.for_transformers.add_memory import add_memory
 from pkm import PKM
 
@@ -52,10 +53,11 @@ def save_memory(model, folder):
                for name, w in without_zeros(memory.state_dict()).items()}
     settings = {"memory": model.config.product_key_memory, "base": base_of(model.config),
                 "base_name": model.config.name_or_path}
-    with atomic(folder / "memory.safetensors") as temporary:
-        to_file(tensors, temporary)
-        discard(folder / "memory.json")  # no tensors ever lie beside the settings of others
-    write_text(folder / "memory.json", json.dumps(settings, indent=1) + "\n")
+    # Both are written before an earlier save is touched, and never lie beside another save's.
+    with atomic(folder / "memory.json") as text, atomic(folder / "memory.safetensors") as binary:
+        text.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        to_file(tensors, binary)
+        discard(folder / "memory.json")
 
 
 def load_memory(model, folder):
@@ -205,6 +207,22 @@ def base_of(config):
 
 
 def train_memory(model):
-    """Let the memory train in a model whose weights PEFT or you froze. Call it after PEFT."""
+    """Let the memory train in a model whose weights PEFT or you froze. Call it after PEFT.
+
+    A PEFT model's save_pretrained then saves the memory beside the adapter."""
     for memory in find_memories(model).values():
         memory.requires_grad_(True)
+    save_with_adapter(model)
+
+
+def save_with_adapter(model):
+    """Let the save_pretrained of a PEFT model save its memory too. Others stay as they are."""
+    if hasattr(model, "peft_config"):
+        model.save_pretrained = partial(save_beside_adapter, model)
+
+
+def save_beside_adapter(model, save_directory, *args, **kwargs):
+    """Save a PEFT model's adapter and memory. Takes the arguments of its own save_pretrained."""
+    type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    if kwargs.get("is_main_process", True):
+        save_memory(model, save_directory)

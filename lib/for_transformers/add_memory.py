@@ -35,7 +35,8 @@ def add_memory(model, layers, alpha=1.0, beta=1.0, values="random", freeze=False
     n_keys, heads, topk, key_dim and query_norm. All other weights keep their names, and layer 4's
     memory is <layers>.3.memory. In a half-precision model only the memory's query has half
     precision: in the values and sub-keys small updates would be lost. No dropout of the layer
-    applies to the memory. The mask of the layer's attention tells which tokens are padding: they
+    applies to the memory, except in CTRL, Phi, Phi3, StableLm, Persimmon, Doge and
+    GPT-NeoX-Japanese. The mask of the layer's attention tells which tokens are padding: they
     move no value and do not enter the batch norm's statistics. Pass the whole model:
     save_pretrained of the whole leaves out a memory that was added to a part.
 
@@ -62,7 +63,7 @@ def add_memory(model, layers, alpha=1.0, beta=1.0, values="random", freeze=False
             layer.memory = memories[n].to(like.device, dtype).train(layer.training)
             layer.memory.query.to(like.dtype)
         add_hooks(layer, alpha, beta)
-    if beta:
+    if beta or alpha != 1:
         save_with_code(model, layers, alpha, beta, sizes)
     if values == "zero":
         for memory in memories.values():
@@ -106,7 +107,8 @@ def ffn_ends(layer):
         return "intermediate", "output.dense"
     if type(layer).__name__ == "OPTDecoderLayer":
         return "fc1", "fc2"
-    return next(((name, name) for name in ("mlp", "ffn") if takes.get(name) == 1), ())
+    return next(((name, name) for name in ("mlp", "ffn") if takes.get(name) == 1
+                 and not isinstance(modules[name], nn.ModuleList)), ())
 
 
 def attention_of(layer):
@@ -156,6 +158,12 @@ def check_layer(layer, n):
                          "config.chunk_size_feed_forward = 0")
     if not ffn_ends(layer):
         raise ValueError(f"layer {n}: add_memory knows no such layer: {type(layer).__name__}")
+    if any(hasattr(module, "_hf_hook") for module in modules.values()) and any(
+            p.is_meta for p in layer.parameters()):
+        raise ValueError(f"layer {n}: its weights are offloaded: load the model without offloading")
+    if any(hasattr(modules.get(name), "base_layer") for name in ("fc1", "fc2")):  # OPT
+        raise ValueError(f"layer {n}: its FFN has an adapter, which would take the memory along "
+                         "when it is merged: add the memory before the adapter")
 
 
 def add_hooks(layer, alpha, beta):
@@ -165,8 +173,9 @@ def add_hooks(layer, alpha, beta):
         for name in (first, last):
             layer.set_submodule(name, nn.Identity())
     ffn = layer.get_submodule(last)
-    if alpha != 1:
-        ffn.register_forward_hook(partial(scale, alpha))
+    if alpha != 1:  # in BERT after the dropout: a hook on a Linear would leave out its adapter
+        scaled = layer.output.dropout if first == "intermediate" else ffn
+        scaled.register_forward_hook(partial(scale, alpha))
     if not beta:
         return
     attention = attention_of(layer)
@@ -242,6 +251,8 @@ def real_tokens(mask, attention, shape):
         kind = list(mask.shape) if torch.is_tensor(mask) else type(mask).__name__
         raise ValueError(f"attention_mask: {kind}: expected (batch, time) or (batch, heads, time, "
                          "time), to know the padding: train with another attn_implementation")
+    if type(attention).__name__.startswith("Longformer"):
+        return mask >= 0  # padding gets a negative number, global attention a positive one
     if mask.dim() == 4:
         mask = mask[:, 0]  # (batch, queries or 1, keys)
         more = mask.shape[2] - mask.shape[1]

@@ -23,7 +23,9 @@ AUTOS = {"AutoModel": "MODEL_MAPPING", **{
     f"AutoModelFor{task}": f"MODEL_FOR_{name}_MAPPING" for task, name in {
         "MaskedLM": "MASKED_LM", "CausalLM": "CAUSAL_LM", "QuestionAnswering": "QUESTION_ANSWERING",
         "SequenceClassification": "SEQUENCE_CLASSIFICATION",
-        "TokenClassification": "TOKEN_CLASSIFICATION"}.items()}}
+        "TokenClassification": "TOKEN_CLASSIFICATION", "MultipleChoice": "MULTIPLE_CHOICE",
+        "NextSentencePrediction": "NEXT_SENTENCE_PREDICTION", "PreTraining": "PRETRAINING",
+        }.items()}}
 
 
 def save_with_code(model, layers, alpha, beta, sizes):

@@ -13,7 +13,12 @@ from transformers import TrainerCallback
 
 from lib.common.errors import UserError
 from lib.common.files import atomic, load_file
-from lib.for_transformers.adapter import find_memories, read_memory, save_memory
+from lib.for_transformers.adapter import (
+    find_memories,
+    read_memory,
+    save_memory,
+    save_with_adapter,
+)
 
 NAME = "values.pt"  # in a checkpoint's folder
 
@@ -44,6 +49,11 @@ class StepValues(TrainerCallback):
                           "not be trained: call train_memory(model) of lib.for_transformers."
                           "adapter before Trainer, or leave StepValues out")
         find_memories(model)  # refuses what PEFT wraps
+        save_with_adapter(model)
+        self.values.zero_grad()  # reads of an earlier, interrupted training
+        if args.save_total_limit == 1:
+            warnings.warn("save_total_limit=1: Trainer removes the older checkpoint before the "
+                          "values' state is saved, and a kill between loses both: use 2")
         if state.global_step:
             self.resume(args, state, model)
         state.stateful_callbacks["values"] = self.run  # Trainer saves it in trainer_state.json

@@ -159,7 +159,13 @@ def test_a_save_that_is_interrupted_leaves_no_pair_of_two_saves(tmp_path, monkey
     def stop(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lib.for_transformers.adapter.write_text", stop)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with monkeypatch.context() as patch:  # while the tensors are written
+        patch.setattr("safetensors.torch.save_file", stop)
+        with pytest.raises(KeyboardInterrupt):
+            save_memory(with_memory(2), tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    monkeypatch.setattr("os.replace", stop)  # when both are written
     with pytest.raises(KeyboardInterrupt):
         save_memory(with_memory(2), tmp_path)
     with pytest.raises(UserError, match=r"no memory.json"):
@@ -194,6 +200,22 @@ def test_a_saved_model_keeps_its_memory_or_is_refused(tmp_path, kind):
                            if ".memory." not in name})
     load_memory(plain.float().eval(), tmp_path / "memory")
     assert_near(outputs(plain), outputs(model), 1e-6)
+
+
+@pytest.mark.parametrize("kind, auto", [
+    ("BertForMultipleChoice", "AutoModelForMultipleChoice"),
+    ("BertForPreTraining", "AutoModelForPreTraining"),
+    ("BertForNextSentencePrediction", "AutoModelForNextSentencePrediction")])
+def test_other_heads_and_a_scaled_ffn_are_saved(tmp_path, kind, auto):
+    torch.manual_seed(0)
+    model = small_models.spread(
+        getattr(transformers, kind)(transformers.BertConfig(**small_models.BERT)))
+    add_memory(model, (1,), alpha=0.5, beta=0)
+    model.save_pretrained(tmp_path)
+    again = getattr(transformers, auto).from_pretrained(tmp_path, trust_remote_code=True)
+    ids = torch.randint(1, 40, (2, 3, 6) if "Choice" in kind else (2, 6))
+    with torch.no_grad():
+        assert_near(again.eval()(ids)[0], model.eval()(ids)[0], 1e-6)
 
 
 def test_adding_a_memory_leaves_the_config_usable(tmp_path):

@@ -158,6 +158,44 @@ def test_debertas_masks_are_0_and_1_also_as_floats():
     assert_near(y[mask.bool()], expected[mask.bool()], 1e-12)
 
 
+def test_longformers_masks_are_negative_at_padding():
+    model = transformers.LongformerForMaskedLM(transformers.LongformerConfig(
+        **BERT, attention_window=4))
+    add_memory(model, (1,), **MEMORY)
+    ids, mask = torch.randint(1, 40, (2, 8)), torch.ones(2, 8, dtype=torch.long)
+    mask[1, 5:] = 0
+    seen = []
+    find_layers(model)[0].memory.register_forward_pre_hook(lambda memory, args: seen.append(args[1]))
+    model(ids, attention_mask=mask, global_attention_mask=torch.eye(2, 8).long())
+    assert torch.equal(seen[0], mask.bool())
+
+
+def test_offloaded_layers_and_wrapped_ffns_are_refused():
+    model = small_model("LlamaForCausalLM")
+    model.model.layers[1].mlp._hf_hook = "accelerate's"
+    model.model.layers[1].to("meta")
+    with pytest.raises(ValueError, match="layer 2: its weights are offloaded"):
+        add_memory(model, (2,), **MEMORY)
+    model = small_model("OPTForCausalLM")
+    find_layers(model)[0].fc2.base_layer = nn.Identity()  # as PEFT's
+    with pytest.raises(ValueError, match="layer 1: .* add the memory before the adapter"):
+        add_memory(model, (1,), **MEMORY)
+
+
+@pytest.mark.parametrize("kind, target", [
+    ("BertForMaskedLM", "output.dense"), ("LlamaForCausalLM", "down_proj"), ("OPTForCausalLM", "fc2")])
+def test_a_merged_adapter_changes_no_output(kind, target):
+    """alpha scales the adapter with the FFN, and the memory stays."""
+    peft = pytest.importorskip("peft")
+    model, (ids, mask) = with_memory(kind, alpha=1 if kind == "OPTForCausalLM" else 0.5), batch()
+    model = peft.get_peft_model(model, peft.LoraConfig(
+        r=2, target_modules=[target], init_lora_weights=False, exclude_modules=["memory.query"]))
+    expected = logits(model.eval(), ids, mask)
+    merged = model.merge_and_unload()
+    assert sum(name.endswith("memory") for name, _ in merged.named_modules()) == 2
+    assert_near(logits(merged, ids, mask), expected, 1e-6)
+
+
 def test_a_replica_of_data_parallel_is_refused():
     model, (ids, mask) = with_memory("BertForMaskedLM"), batch()
     find_layers(model)[0].attention._is_replica = True  # as torch.nn.parallel.replicate does
@@ -180,6 +218,8 @@ REFUSED = [
                          "hidden_dim": 24, "chunk_size_feed_forward": 2}, "all tokens at once"),
     ("MambaModel", {"vocab_size": 40, "hidden_size": 8, "num_hidden_layers": 2, "state_size": 2},
      "MambaModel: expected a model .* found 0 lists"),
+    ("MobileBertForMaskedLM", {**BERT, "embedding_size": 16, "intra_bottleneck_size": 16,
+                               "true_hidden_size": 16}, "found 0 lists"),
     ("BloomForCausalLM", {"vocab_size": 40, "hidden_size": 16, "n_layer": 2, "n_head": 2},
      "found 0 lists"),  # its MLP adds the residual
 ]

@@ -155,6 +155,29 @@ def test_a_memory_alone_trains_in_a_frozen_model(tmp_path):
     assert_same(dict(after), dict(again.state_dict()))
 
 
+def test_reads_from_before_training_move_no_row(tmp_path):
+    """As after Ctrl-C between backward and step, in a notebook."""
+    def moments(before):
+        model, values = model_with_memory(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        if before:
+            (1000 * model(examples(1)[0]["input_ids"][None])[0]).sum().backward()
+            model.zero_grad()
+        trainer(tmp_path, model.eval(), StepValues(values), max_steps=1, save_strategy="no").train()
+        return dict(model.state_dict())
+
+    ours, expected = moments(before=True), moments(before=False)
+    for name in ours:
+        if name.endswith("values.weight"):
+            assert torch.equal(ours[name].ne(0), expected[name].ne(0))
+            assert_near(ours[name], expected[name], 1e-6)
+
+
+def test_one_checkpoint_alone_is_warned_of(tmp_path):
+    model, values = model_with_memory()
+    with pytest.warns(UserWarning, match="save_total_limit=1.*use 2"):
+        trainer(tmp_path, model, StepValues(values), max_steps=1, save_total_limit=1).train()
+
+
 def test_the_best_checkpoint_comes_back_with_its_tables(tmp_path):
     model, values = model_with_memory()
     run = trainer(tmp_path, model, StepValues(values), eval_dataset=examples(4),
@@ -208,8 +231,7 @@ def test_an_adapter_and_a_memory_are_trained_saved_and_loaded(tmp_path, first):
     assert all(".memory." in name or "lora_" in name for name in moved)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model.save_pretrained(tmp_path / "both")
-        save_memory(model, tmp_path / "both")
+        model.save_pretrained(tmp_path / "both")  # the memory too
     for adapter_first in (False, True):
         again = base()
         if adapter_first:
