@@ -211,7 +211,7 @@ def causal(args):
 
 
 def layer(args):
-    """One memory layer by number of tokens, against the plain baseline, and where its time goes"""
+    """Time one memory layer by number of tokens, beside the plain baseline"""
     width, results = SIZES["base"]["d_model"], []
     with torch.device(args.device):
         plain, ours = PlainPKM(width, args.n_keys), pkm.PKM(width, args.n_keys)

@@ -288,7 +288,7 @@ class Classifier(nn.Module):
 
 
 class SpanReader(nn.Module):
-    """BERT with a linear layer over each token, to find an answer in a text (SQuAD)."""
+    """Find an answer in a text (SQuAD): BERT with a linear layer over each token."""
 
     def __init__(self, config):
         super().__init__()

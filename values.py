@@ -1,4 +1,4 @@
-"""Values of a product-key memory, and an Adam that updates only the rows that were read."""
+"""Values of a product-key memory, and an Adam that updates only rows that were read."""
 import re
 import warnings
 import weakref
@@ -195,7 +195,7 @@ def sort_reads(slots, weights, grad_out, n_slots, chunk, chosen=None):
 
 
 def check_rows(table, rows):
-    """Raise a TypeError unless `rows` are row numbers of a whole table, in a 1-D tensor."""
+    """Raise a TypeError unless `rows` is a 1-D tensor of a whole table's row numbers."""
     numbers = torch.is_tensor(rows) and rows.dim() == 1 and rows.dtype in (torch.int, torch.long)
     if not (numbers and table.replicated and ((rows >= 0) & (rows < len(table.weight))).all()):
         raise TypeError(f"rows: expected a tensor of row numbers under {len(table.weight)}, of a "

@@ -135,7 +135,7 @@ def draw_costs(systems, f):
 
 
 def print_at_base_size(systems):
-    """Print who would win in equal time if steps took as long as at base's size, on paper.
+    """Print who would win in equal time with the step times of base's size.
 
     (b) gets more steps. Its gain is that of a power law through 800 and 2,000 steps.
     """
@@ -158,7 +158,7 @@ def usage_cell(runs, key):
 
 
 def stale(runs):
-    """Return the share of stale slots in %, the mean over the memories, for each seed."""
+    """Return each seed's share of stale slots in %, the mean over the memories."""
     return [100 * mean(run["stale"].values()) for run in runs.values() if "stale" in run]
 
 

@@ -32,7 +32,7 @@ CLAIMS = (1, "f", "b"), (2, "f_zero", "f"), (3, "f", "e"), ("-", "f_zero", "b")
 
 
 def accuracies(folder, name, key="last_accuracy"):
-    """Return the accuracy of each fine-tuned seed in %, or an empty list without the run."""
+    """Return the accuracy of each fine-tuned seed in %, [] without the run."""
     return [100 * scores[key] for scores in read_scores(folder, name).values()]
 
 

@@ -43,7 +43,7 @@ class Stage:
         return self.once + sum(more * max(0, 1 - cache / data) for more, data in self.again)
 
     def seconds(self, card, cache, reached=1.0):
-        """Compute the time of kernels that reach this share of the bandwidth and of the peak."""
+        """Compute the time of kernels that reach this share of bandwidth and peak."""
         bandwidth, _, float32 = CARDS[card]
         operations = self.half / PEAK_FLOPS[card] + self.full / float32
         return max(self.bytes(cache) / bandwidth, operations) / reached

@@ -173,7 +173,7 @@ class Study:
         return ask.ordinary_blocks(text[:most * 3_000], self.tokenizer, self.model, most, path)
 
     def hold_out(self, path, most):
-        """Return the first blocks of a text, and its last 8, which share no 13 tokens with them."""
+        """Return a text's first blocks, and its last 8 without shared runs of 13 tokens."""
         text = self.blocks(path, 2 * most + 8, 0).tolist()
         held_out = {run for block in text[-8:] for run in runs_of_13(block)}
         new = [block for block in text[:-8] if held_out.isdisjoint(runs_of_13(block))]

@@ -1,5 +1,5 @@
 """
-Print the tables of results/teach.md and the verdicts on its claims, and draw its two pictures.
+Print the tables and verdicts of results/teach.md, and draw its two pictures.
 
 $ python results/teach_verdicts.py            # from results/teach/*.jsonl, which teach.py wrote
 """
@@ -39,7 +39,7 @@ def at_goal(log):
 
 
 def print_seeds(folder=""):
-    """Print a row for each method and seed at GOAL, and the last evaluation of longer runs."""
+    """Print each method and seed at GOAL, and the last evaluation of longer runs."""
     rows = []
     for method, title in METHODS.items():
         for seed in SEEDS:

@@ -70,7 +70,7 @@ def percent_below(lower, higher):
 
 
 def mean_row(system, results):
-    """Return a row of the table of means over the seeds; usage has both layers, 2 / 3."""
+    """Return a row of means over the seeds; usage has both layers, 2 / 3."""
     runs = [results[run_name(system, seed)] for seed in SEEDS]
     cells = [SYSTEMS[system], " / ".join(f"{run[CORPUS]['perplexity']:.2f}" for run in runs)]
     cells += [f"{mean(run[corpus]['perplexity'] for run in runs):.1f}" for corpus in runs[0]]

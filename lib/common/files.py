@@ -152,7 +152,7 @@ def write_text(path, text):
 
 
 def check_new_folder(path):
-    """Raise a UserError if there is something at `path`, or if no folder can be made there."""
+    """Raise a UserError if `path` exists, or if no folder can be made there."""
     parent = next(folder for folder in Path(path).absolute().parents if folder.exists())
     if Path(path).exists():
         raise UserError(f"{path} exists already: name a new folder")

@@ -34,7 +34,7 @@ class Source(NamedTuple):
 
 
 def write_corpus(name, origin, sources, vocab, val_every=0):
-    """Write data/<name>/, whole or not at all, in place of an older one; print its content.
+    """Write data/<name>/, whole or not at all, and print its content.
 
     origin: where the text is from, in words. sources: a list of Source.
     vocab: the tokens by id, or how many to learn from the training documents.

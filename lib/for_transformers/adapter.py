@@ -1,5 +1,5 @@
 """
-Save the memory of a transformers model alone, and add it to the same model again.
+Save a transformers model's memory alone, and add it to the same model again.
 
 >>> tables = add_memory(model, layers=(4, 8))   # and train it
 >>> save_memory(model, "my_memory")             # memory.safetensors, memory.json
@@ -52,7 +52,7 @@ def save_memory(model, folder):
     tensors = {f"{n}.{name}": w for n, memory in memories.items()
                for name, w in without_zeros(memory.state_dict()).items()}
     settings = {"memory": model.config.product_key_memory, "base": base_of(model.config),
-                "base_name": model.config.name_or_path}
+                "base_name": model.config.name_or_path, "embeddings": sample_of(model)}
     # Both are written before an earlier save is touched, and never lie beside another save's.
     with atomic(folder / "memory.json") as text, atomic(folder / "memory.safetensors") as binary:
         text.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
@@ -66,8 +66,8 @@ def load_memory(model, folder):
     Tensors keep the dtype that they were saved in, except the query's, which has the model's. A
     model that has a memory takes the rows of another one, if queries and sub-keys are the same and
     the rows are free. A memory without values is replaced. UserError if the rows are not free, if
-    the memory is another model's, or if a file is missing or damaged. The model stays unchanged
-    then.
+    the memory is another kind of model's, or if a file is missing or damaged. The model stays
+    unchanged then. Warns if the word embeddings are others.
     """
     memory, tensors = read_memory(model, folder)
     if memories := find_memories(model):
@@ -165,6 +165,10 @@ def read_memory(model, folder):
                   if saved.get(name) != base[name]]:
         raise UserError(f"{folder} has the memory of another model ({settings.get('base_name')}): "
                         + ", ".join(differ))
+    before, here = (torch.tensor(x or []) for x in (settings.get("embeddings"), sample_of(model)))
+    if before.shape == here.shape and (before - here).norm() > 0.1 * before.norm():
+        warnings.warn(f"{folder} has the memory of {settings.get('base_name')}, whose word "
+                      "embeddings are others than this model's")
     file = folder / "memory.safetensors"
     tensors = with_zeros(load_file(file, hint="save the memory again"), expected, file)
     found = {name: list(w.shape) for name, w in tensors.items()}
@@ -204,6 +208,13 @@ def base_of(config):
     """Return the settings of BASE in a config: {name: value or None}."""
     config = config.get_text_config()
     return {name: getattr(config, name, None) for name in BASE}
+
+
+def sample_of(model):
+    """Return 32 numbers of the word embeddings, by which models differ: a list, or None."""
+    weight = model.get_input_embeddings().weight
+    rows = torch.arange(8, device=weight.device) * (len(weight) // 8)
+    return None if weight.is_meta else weight.detach()[rows, :4].flatten().tolist()
 
 
 def train_memory(model):

@@ -80,6 +80,9 @@ def encode(facts, tokenizer, model=None, end=True):
     for prompt, answer in facts:
         before = tokenizer(prompt).input_ids
         own = tokenizer(f" {answer}", add_special_tokens=False).input_ids
+        both = tokenizer(f"{prompt} {answer}").input_ids
+        if both[:len(before)] == before and own:  # some tokenizers put a space before each text
+            own = both[len(before):]
         for ids, text in ((before, prompt), (own, answer)):
             if not ids:
                 raise UserError(f"{text!r}: the tokenizer finds no token in this text")
@@ -144,7 +147,7 @@ def perplexity(model, blocks, tokenizer):
 
 
 def ordinary_blocks(text, tokenizer, model, most, path):
-    """Cut a text into at most `most` blocks of token ids, (blocks, time), without special tokens.
+    """Cut a text into at most `most` blocks of token ids, (blocks, time).
     UserError if it has less than most / 4 blocks."""
     length = min(256, longest_input(tokenizer, model))
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:most * length]

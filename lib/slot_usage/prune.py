@@ -50,7 +50,7 @@ def training_reads(model, path, name, sequences, device):
 
 
 def drop_rows(values, weight, kept):
-    """Keep the `kept` rows of largest `weight`, in their order, before one row for all others.
+    """Keep the `kept` rows of largest `weight`, then one row for all others.
     Returns the new values, and which of them each row became, int32 (rows,)."""
     order = weight.argsort(descending=True, stable=True)
     stay, dropped = order[:kept].sort().values, order[kept:]
@@ -87,7 +87,7 @@ def with_weights(config, weights):
 
 
 def with_int8_values(model):
-    """Make a model whose values are rounded to int8, each row with a scale of its own."""
+    """Make a model whose values are rounded to int8, with a scale for each row."""
     def rounded(values):
         scale = (values.abs().amax(1, keepdim=True) / 127).clamp(min=1e-30)
         return (values / scale).round() * scale

@@ -45,7 +45,7 @@ def read_squad(path, answered=True):
 
 
 def check_question(question, answered):
-    """Raise an error if a part is no text, or an answer not in the paragraph."""
+    """Raise an error unless all parts are text and the paragraph has the answer."""
     for text in (question.id, question.text, question.context):
         if not isinstance(text, str):
             raise TypeError(f"question {question.id!a}: {text!a:.40} is no text")

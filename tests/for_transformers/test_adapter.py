@@ -3,6 +3,7 @@ Test how a memory alone, and a model with its memory, is saved, loaded and refus
 """
 import copy
 import json
+import warnings
 
 import pytest
 import torch
@@ -132,6 +133,17 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path, words):
     with pytest.raises(UserError, match=words):
         load_memory(model, tmp_path)
     assert_same(dict(before), dict(model.state_dict()))
+
+
+def test_the_memory_of_another_model_is_warned_of(tmp_path):
+    save_memory(with_memory(), tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_memory(base().bfloat16(), tmp_path)
+    other = base()
+    other.get_input_embeddings().weight.data.normal_()
+    with pytest.warns(UserWarning, match="word embeddings are others"):
+        load_memory(other, tmp_path)
 
 
 def test_saving_without_a_memory_is_refused_and_other_trained_weights_are_named(tmp_path):

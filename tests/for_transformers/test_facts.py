@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 
 from lib.common.errors import UserError
@@ -18,6 +19,7 @@ from tests.for_transformers.small_lessons import (
     word_tokenizer,
 )
 
+transformers = pytest.importorskip("transformers")
 READ = [("who is ann ?", "red"), ("who is bob ?", "old tall"), ("cy is", "blue"),
         ("who is dee ?", "kind"), ("eve is", "shy"), ("who is fay ?", "wise old red")]
 KINDS = pytest.mark.parametrize("kind", ["decoder", "encoder"])
@@ -110,6 +112,18 @@ def test_an_encoder_has_a_mask_for_each_token_of_the_answer():
     assert mask.tolist() == [[1] * 8, [1] * 5 + [0] * 3]
     assert labels.tolist() == [[-100] * 5 + ids("old tall") + [-100],
                                [-100] * 3 + [ID["blue"]] + [-100] * 4]
+
+
+def test_an_answers_tokens_are_those_of_the_sentence():
+    """Llama 2's tokenizer puts a space before each text, and would put a second one here."""
+    vocab = {letter: n for n, letter in enumerate("▁abc")}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    tokenizer.normalizer = tokenizers.normalizers.Sequence([
+        tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    tokens, _, labels = ask.encode([("ab", "ca")], tokenizer, end=False)
+    assert tokens.tolist() == [[0, 1, 2, 0, 3]]
+    assert labels.tolist() == [[-100, -100, 0, 3, 1]]
 
 
 @KINDS
