@@ -174,7 +174,7 @@ def add_hooks(layer, alpha, beta):
             layer.set_submodule(name, nn.Identity())
     ffn = layer.get_submodule(last)
     if alpha != 1:  # in BERT after the dropout: a hook on a Linear would leave out its adapter
-        scaled = layer.output.dropout if first == "intermediate" else ffn
+        scaled = getattr(layer.output, "dropout", ffn) if first == "intermediate" else ffn
         scaled.register_forward_hook(partial(scale, alpha))
     if not beta:
         return
