@@ -9,7 +9,6 @@ table2.md. Claim 7 needs the usage snapshots of the runs, which are not publishe
 from the logs. Parts without their files are left out, with a line that says so.
 """
 import contextlib
-import json
 import sys
 import tarfile
 import tempfile
@@ -141,8 +140,7 @@ def print_test_results():
 
 def read_evaluations(run):
     """Return {step: record} of the evaluations in the log of a run."""
-    records = map(json.loads, (run / "log.jsonl").read_text().splitlines())
-    return {record["step"]: record for record in records if "perplexity" in record}
+    return {record["step"]: record for record in Run(run).records() if "perplexity" in record}
 
 
 def last_perplexity(run):
@@ -231,8 +229,7 @@ def print_fine_tuned(runs):
 
 def train_seconds(run):
     """Return how long a run trained, without its evaluations."""
-    records = map(json.loads, (run / "log.jsonl").read_text().splitlines())
-    return [record["elapsed"] for record in records if "elapsed" in record][-1]
+    return [record["elapsed"] for record in Run(run).records() if "elapsed" in record][-1]
 
 
 def print_against_trainer(runs):
