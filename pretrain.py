@@ -125,12 +125,12 @@ def prepare_and_train(config, run, argv):
     device, dtype = use_device(config.device, config.dtype)
     torch.manual_seed(config.seed)  # of the weights
     config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."))
-    with first_rank_first():
-        if config.dataset == "docs" and not Path("data/docs").exists():
-            run_script("prepare_data.py", "docs", "--if_missing")
     checkpoint = run.newest_checkpoint()
     if config.eval_only and not (checkpoint or config.init_from):
         raise UserError(f"{run.folder}: no checkpoint to evaluate")
+    with first_rank_first():
+        if config.dataset == "docs" and not Path("data/docs").exists():
+            run_script("prepare_data.py", "docs", "--if_missing")
     start = run.folder if checkpoint else config.init_from
     corpus = open_corpus(config.dataset, *([start] if start else []))
     data = corpus.meta["sha256"]
