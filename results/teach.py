@@ -5,7 +5,8 @@ $ python results/teach.py --model=FOLDER --ordinary=wikipedia.txt --wikitext=tes
     --novels=novels.txt --method=rows --lr=0.3 --out=results/teach/rows.jsonl
 
 Writes a line of JSON for each evaluation: recall of the facts in trained and in new phrasings, and
-how much the perplexity of two texts rose. results/teach.sh has the commands of the page.
+how much the perplexity of two texts rose. results/teach.sh has the commands of the page. The same
+command continues an interrupted run.
 """
 import itertools
 import json
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lib.common.errors import UserError, need, run_main
+from lib.common.files import atomic, discard, load_file, write_text
 from lib.common.settings import load_settings, setting
 from lib.for_transformers import facts as ask
 from lib.for_transformers import rows as choose
@@ -29,6 +31,7 @@ from values import LazyAdam
 
 TF = {"reads": lambda reads: reads, "log": torch.log1p}
 METHODS = ("rows", "step", "all", "lora", "full")
+SAVE_EVERY = 40  # steps
 SYLLABLES = [a + b for a in "bdklmnrstvz" for b in "aeiou"]
 # Phrasings of each relation: the first ones are taught, the rest follows with --phrasings=10.
 TAUGHT = [
@@ -138,10 +141,14 @@ class RowSGD(LazyAdam):
 
 
 class Study:
-    """A model, what of it is trained, and the texts that it should not forget."""
+    """A model, what of it is trained, and the texts that it should not forget.
+    lines: the log. saved: what an interrupted run saved, or None."""
 
     def __init__(self, s):
-        self.s = s
+        self.s, self.lines, self.file = s, [], Path(f"{s.out}.saved")
+        self.saved = load_file(self.file, hint="remove it") if self.file.exists() else None
+        if self.saved and not asdict(s).items() <= self.saved["lines"][0].items():
+            raise UserError(f"{self.file} is of a run with other settings: remove it")
         torch.manual_seed(s.seed)
         self.model, self.tokenizer = ask.load_model(s.model, "cpu", attn_implementation="eager")
         self.texts = {"wikitext": self.blocks(s.wikitext, 8, 4_000),
@@ -227,11 +234,41 @@ class Study:
             group["rows"] = choose.specific_rows({n: reads}, self.counts, self.batches, self.s.rows,
                                                  self.s.power, TF[self.s.tf])[n]
 
-    def train(self, data, evaluate):
+    def log(self, line):
+        print(json.dumps(line), flush=True)
+        self.lines.append(line)
+
+    def trained(self):
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def save(self, optimizers, **place):
+        """Save what is trained, and where the run stands."""
+        with atomic(self.file) as file:
+            states = [optimizer.state_dict() for optimizer in optimizers]
+            torch.save({"weights": self.trained(), "optimizers": states, "lines": self.lines,
+                        "place": place}, file)
+
+    def restore(self, optimizers):
+        """Load what save() wrote. Returns where the run stood."""
+        saved, self.saved = self.saved, None
+        with torch.no_grad():
+            for weight, value in zip(self.trained(), saved["weights"], strict=True):
+                weight.copy_(value)
+        for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self.lines[1:] = saved["lines"][1:]
+        return saved["place"]
+
+    def train(self, data, evaluate, lesson=1):
         """Train on encode's tensors until evaluate(step, loss, seconds) is true."""
-        s, order, draw, seconds = self.s, [], random.Random(self.s.seed), 0.0
+        s, order, draw, seconds, begin = self.s, [], random.Random(self.s.seed), 0.0, 0
+        if self.saved and self.saved["place"]["lesson"] > lesson:
+            return  # this lesson was learned before
         optimizers = self.optimizers(data)
-        for step in range(1, s.steps + 1):
+        if self.saved:
+            _, begin, order, state, seconds = self.restore(optimizers).values()
+            draw.setstate(state)
+        for step in range(begin + 1, s.steps + 1):
             start = time.time()
             if len(order) < s.batch:
                 order += draw.sample(range(len(data[0])), len(data[0]))
@@ -246,6 +283,9 @@ class Study:
             seconds += time.time() - start
             if evaluate(step, loss.item(), seconds):
                 return
+            if step % SAVE_EVERY == 0:
+                self.save(optimizers, lesson=lesson, step=step, order=order,
+                          draw=draw.getstate(), seconds=seconds)
 
     def changed(self):
         """Count the rows that differ from 0, in each layer."""
@@ -253,7 +293,7 @@ class Study:
                 for memory in find_memories(self.model).values()]
 
 
-def teach_facts(s, study, log):
+def teach_facts(s, study):
     lessons = invent(s)
     asked = [[ask.encode(facts, study.tokenizer, end=False) for facts in (some, new)]
              for _, some, new in lessons]
@@ -262,30 +302,28 @@ def teach_facts(s, study, log):
         return round(ask.recalled(study.model, data).double().mean().item(), 6)
 
     for number, (taught, _, _) in enumerate(lessons):
-        reached = []
-
-        def evaluate(step, loss, seconds, number=number, reached=reached):
+        def evaluate(step, loss, seconds, number=number):
             every = 10 if s.facts <= 200 else 80
             if step < s.steps and (step % every or loss > 1.5):
                 return False
             line = {"lesson": number + 1, "step": step, "loss": loss, "seconds": round(seconds, 1),
                     "recall": recall(asked[number][0])}
             done = line["recall"] >= s.goal or step == s.steps
-            first = line["recall"] >= 0.95 and not reached
+            first = line["recall"] >= 0.95 and all(
+                old["recall"] < 0.95 for old in study.lines[1:] if old["lesson"] == number + 1)
             if done or first or step % 40 == 0:
-                reached += [step] * first
                 line |= {"new": recall(asked[number][1]), **study.forgetting()}
                 line["rows"] = study.changed()
             if done and s.lessons > 1:
                 last = number + 1 == s.lessons  # then all lessons are asked, else the first one
                 line["kept"] = [[recall(some), recall(new)]
                                 for some, new in asked[:len(asked) if last else 1]]
-            log(line)
+            study.log(line)
             return done
-        study.train(ask.encode(taught, study.tokenizer, end=False), evaluate)
+        study.train(ask.encode(taught, study.tokenizer, end=False), evaluate, number + 1)
 
 
-def teach_text(s, study, log):
+def teach_text(s, study):
     """Learn a text: 8 blocks a step, each token from those before it."""
     blocks = study.text
     labels = blocks.roll(-1, 1)
@@ -293,7 +331,7 @@ def teach_text(s, study, log):
 
     def evaluate(step, loss, seconds):
         if step % 24 == 0 or step == s.steps:
-            log({"step": step, "loss": loss, "seconds": round(seconds, 1), **study.forgetting(),
+            study.log({"step": step, "loss": loss, "seconds": round(seconds, 1), **study.forgetting(),
                  "rows": study.changed()})
 
     study.train((blocks, torch.ones_like(blocks), labels), evaluate)
@@ -306,20 +344,14 @@ def main(argv=None):
             raise UserError(f"--{name} is needed")
     if s.phrasings > 10:
         raise UserError("--phrasings: expected 10 at most")
-    temporary = Path(f"{s.out}.part")
-    temporary.parent.mkdir(parents=True, exist_ok=True)
     # A cache of weights in bfloat16 would outlive their updates.
-    mixed = torch.autocast("cpu", torch.bfloat16, s.dtype == "bfloat16", cache_enabled=False)
-    with temporary.open("w") as file, mixed:
-        def log(line):
-            print(json.dumps(line), file=file, flush=True)
-            print(json.dumps(line), flush=True)
-
+    with torch.autocast("cpu", torch.bfloat16, s.dtype == "bfloat16", cache_enabled=False):
         study = Study(s)
-        log({**asdict(s), "before": study.before, "torch": torch.__version__,
-             "threads": torch.get_num_threads()})
-        (teach_text if s.text else teach_facts)(s, study, log)
-    temporary.rename(s.out)
+        study.log({**asdict(s), "before": study.before, "torch": str(torch.__version__),
+                   "threads": torch.get_num_threads()})
+        (teach_text if s.text else teach_facts)(s, study)
+    write_text(s.out, "".join(json.dumps(line) + "\n" for line in study.lines))
+    discard(study.file)
 
 
 if __name__ == "__main__":
