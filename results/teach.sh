@@ -4,7 +4,8 @@
 # $ sh results/teach.sh SMOLLM2_FOLDER wikipedia.txt wikitext-2/test.txt novels.txt
 #
 # It trains two runs at a time, with one thread each, in 5 to 6 hours of two cores. Finished runs
-# are left out, interrupted ones go on. The demo's BERT must be trained before (python pretrain.py configs/demo.py).
+# are left out, interrupted ones go on. The demo's BERT must be trained before
+# (python pretrain.py configs/demo.py).
 set -eu
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 model=$1 ordinary=$2 wikitext=$3 novels=$4
