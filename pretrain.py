@@ -155,6 +155,9 @@ def prepare_and_train(config, run, argv):
         print(f"{run.folder} is at step {state.step:,} of {config.max_steps:,}: nothing to do; "
               "--max_steps=N goes on, --out=out/NAME starts anew")
         return 0
+    if not checkpoint and run.last_step() >= config.checkpoint_interval:
+        raise UserError(f"{run.folder}: its log has {run.last_step():,} steps, but no checkpoint is "
+                        "left: start anew with --out=out/NAME")
     run.open(state.step, tensorboard=config.tensorboard)
     run.begin(config, corpus.folder / "vocab.txt", origin, data)
     signals = catch_signals()

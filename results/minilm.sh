@@ -50,6 +50,10 @@ for seed in $seeds; do
     pretrain f_zero_s$seed none minilm_resm_init $settings --values=zero
     pretrain e_s$seed none minilm_pkm_init $settings
 done | train
+{  # a check: does the gain stay at a rate where the model without memory gains more?
+    pretrain b_1e-4_s1 none minilm_more --init_from=$out/base --lr=1e-4 --seed=1
+    pretrain f_1e-4_s1 none minilm_resm_init --init_from=$out/base --lr=1e-4 --seed=1
+} | train
 {
     finetune finetune.py $weights own_sst2 10
     finetune results/trainer.py $weights trainer_sst2.json 10

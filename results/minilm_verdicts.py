@@ -28,6 +28,7 @@ TEXTS = "natural_bert", "bert_docs", "bert_wikitext2"
 STARTS = {"head": "head trained alone", "base": "(a)"}
 NAMES = {"b": "(b) trained on", "e": "(e) +Init +PKM", "f": "(f) +Init +ResM",
          "f_zero": "(f), values from 0"}
+CHECK = {"b_1e-4": "(b) at 1e-4", "f_1e-4": "(f) at 1e-4"}
 CLAIMS = (1, "f", "b"), (2, "f_zero", "f"), (3, "f", "e"), ("-", "f_zero", "b")
 
 
@@ -46,7 +47,8 @@ def print_rates(folder):
 
 def print_pretraining(folder):
     """Print the test perplexities, and claims 1 to 3."""
-    systems = {name: runs for name in NAMES if (runs := read_runs(folder, name, SEEDS))}
+    titles = NAMES | CHECK
+    systems = {name: runs for name in titles if (runs := read_runs(folder, name, SEEDS))}
     rows = []
     for name, title in STARTS.items():
         if (path := folder / name / "test.json").is_file():
@@ -54,7 +56,7 @@ def print_pretraining(folder):
             rows.append([title, 1, *(f"{results[text]['perplexity']:.1f}" for text in TEXTS),
                          "", ""])
     for name, runs in systems.items():
-        rows.append([NAMES[name], len(runs), *(
+        rows.append([titles[name], len(runs), *(
             f"{mean(run[text]['perplexity'] for run in runs.values()):.2f}" for text in TEXTS),
             top1_usage(runs, TEXTS[0]), f"{time_ratio(runs, systems['b']):.2f}"])
     print(markdown(["system", "seeds", *(f"{text} ppl" for text in TEXTS), "top-1 MU %",

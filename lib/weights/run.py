@@ -199,6 +199,11 @@ class Run:
                     self.curves.add_scalar(f"{group}/{name}", numbers[name], record["step"])
             self.curves.flush()
 
+    def last_step(self):
+        """Return the last step in log.jsonl, 0 without one."""
+        records = self.records() if (self.folder / "log.jsonl").exists() else []
+        return max((record["step"] for record in records), default=0)
+
     def records(self):
         """Read log.jsonl, a list of dicts. A last line that is half written does not count."""
         path, records = self.folder / "log.jsonl", []

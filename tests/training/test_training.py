@@ -336,6 +336,12 @@ def test_a_run_leaves_what_it_promises(place, capsys):
     with pytest.raises(UserError, match="out/new: no checkpoint to evaluate"):
         train("--out=out/new", "--eval_only=True")
     assert files() == before
+    for checkpoint in run.glob("step_*"):
+        shutil.rmtree(checkpoint)
+    before = files()
+    with pytest.raises(UserError, match="its log has 12 steps, but no checkpoint is left"):
+        train(*args)
+    assert files() == before
 
 
 def losses(*args):
@@ -395,7 +401,7 @@ def test_what_a_killed_process_left_half_written_goes(place):
     assert train("--max_steps=3") == 0
     assert not list(Path("out").rglob(".tmp_*"))
     Path("out/new").mkdir()  # killed before its first checkpoint: all begins anew
-    Path("out/new/log.jsonl").write_text('{"step": 0, "perplexity": 9.0}\n{"step": 1, "lo')
+    Path("out/new/log.jsonl").write_text('{"step": 1, "lr": 0.1}\n{"step": 2, "lo')
     assert train("--max_steps=1", "--out=out/new") == 0
     assert [r["step"] for r in log("out/new") if "perplexity" in r] == [0, 1]
 
