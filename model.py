@@ -81,8 +81,8 @@ class BertConfig:
             raise UserError(f"{where}: {names[name]} = {what}")
         config, memory = cls(**ours), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if (size := config.bytes()) > memory:
-            raise UserError(f"{where}: its sizes make a model of {size / 1e9:,.0f} GB, this machine "
-                            f"has {memory / 1e9:,.0f} GB of memory")
+            raise UserError(f"{where}: its sizes make a model of {size / 1e9:,.0f} GB, this "
+                            f"machine has {memory / 1e9:,.0f} GB of memory")
         return config
 
     def bytes(self):

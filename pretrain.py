@@ -75,7 +75,7 @@ class Config:
     grad_clip: float = setting(1.0, "largest norm of all gradients except the value tables'",
                                least=1e-9)
     log_interval: int = setting(10, "steps between log records", least=1, may_change=True,
-                                group="watching (evaluations also come at steps 0, 1, 2, 4, 8, ...)")
+                                group="watching (evaluations also come at steps 0, 1, 2, 4, ...)")
     eval_interval: int = setting(5000, "steps between evaluations", least=1, may_change=True)
     eval_sequences: int = setting(1024, "held-out sequences at most", least=1, may_change=True)
     usage_interval: int = setting(100_000, "steps between snapshots of slot usage; 0: none",
@@ -156,8 +156,8 @@ def prepare_and_train(config, run, argv):
               "--max_steps=N goes on, --out=out/NAME starts anew")
         return 0
     if not checkpoint and run.last_step() >= config.checkpoint_interval:
-        raise UserError(f"{run.folder}: its log has {run.last_step():,} steps, but no checkpoint is "
-                        "left: start anew with --out=out/NAME")
+        raise UserError(f"{run.folder}: its log has {run.last_step():,} steps, but no checkpoint "
+                        "is left: start anew with --out=out/NAME")
     run.open(state.step, tensorboard=config.tensorboard)
     run.begin(config, corpus.folder / "vocab.txt", origin, data)
     signals = catch_signals()

@@ -331,8 +331,8 @@ def teach_text(s, study):
 
     def evaluate(step, loss, seconds):
         if step % 24 == 0 or step == s.steps:
-            study.log({"step": step, "loss": loss, "seconds": round(seconds, 1), **study.forgetting(),
-                 "rows": study.changed()})
+            study.log({"step": step, "loss": loss, "seconds": round(seconds, 1),
+                       **study.forgetting(), "rows": study.changed()})
 
     study.train((blocks, torch.ones_like(blocks), labels), evaluate)
 

@@ -58,7 +58,7 @@ def rename(batches, steps):
 
 
 def train(model, batches, config, out):
-    """Train transformers' model for config.max_steps with finetune.py's settings; returns seconds."""
+    """Train transformers' model with finetune.py's settings. Returns the seconds."""
     steps = config.max_steps
     prepared = list(rename(batches, steps))
     settings = transformers.TrainingArguments(
@@ -74,7 +74,7 @@ def train(model, batches, config, out):
 
 
 def score(model, tokenizer_file, data, config, device, dtype):
-    """The metrics of the dev splits, as finetune.py scores its own model: one with these weights."""
+    """Return the metrics of the dev splits, as finetune.py scores a model with these weights."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         shutil.copy(tokenizer_file, folder)
@@ -101,7 +101,8 @@ def main(argv):
                 if key not in ("seed", "seeds", "out")}
     saved = read_json(out) if out.exists() else {"settings": settings, "seeds": {}}
     if saved["settings"] != settings:
-        raise UserError(f"{out} was made with other settings: give this run its own --out=out/NAME.json")
+        raise UserError(f"{out} was made with other settings: give this run its own "
+                        "--out=out/NAME.json")
     each = saved["seeds"]
     kind = transformers.BertForQuestionAnswering if task.reads_spans \
         else transformers.BertForSequenceClassification
@@ -119,7 +120,8 @@ def main(argv):
         print(f"seed {seed}: {each[str(seed)]}", flush=True)
         write_text(out, json.dumps(saved, indent=1))
     for name in each[str(config.seed)]:
-        print(f"median of {len(each)}: {name} {np.median([one[name] for one in each.values()]):.4f}")
+        median = np.median([one[name] for one in each.values()])
+        print(f"median of {len(each)}: {name} {median:.4f}")
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def print_test_results():
         return 100 * mean(layer["top1_mu"] for layer in layers)
 
     def ends_below(better, worse, corpus=CORPUS):
-        """Return the verdict on `better` ending below `worse`, in % of the perplexity of `worse`."""
+        """Judge whether `better` ends below `worse`, in % of the perplexity of `worse`."""
         return verdict([percent_below(results[run_name(better, seed)][corpus]["perplexity"],
                                       results[run_name(worse, seed)][corpus]["perplexity"])
                         for seed in SEEDS])

@@ -60,7 +60,8 @@ def test_sizes_are_the_published_ones():
 @pytest.mark.parametrize("settings, word", [
     ({"alpha": 0.0, "beta": 0.0}, "not 0 beside alpha = 0"), ({"dropout": 1.0}, "dropout = 1.0"),
     ({"dropout": -0.1}, "dropout"), ({"memory_heads": 0}, "memory_heads"),
-    ({"memory_layers": (0,)}, "counted from 1 to 12"), ({"memory_layers": (13,)}, "counted from 1 to 12"),
+    ({"memory_layers": (0,)}, "counted from 1 to 12"),
+    ({"memory_layers": (13,)}, "counted from 1 to 12"),
     ({"n_head": 7}, "n_head = 7")])
 def test_sizes_that_cannot_be(settings, word):
     with pytest.raises(UserError, match=word):
@@ -88,7 +89,8 @@ def test_a_config_that_lies(key, value, expected):
         BertConfig.from_dict({**settings, key: value}, "config.json")
     theirs = {f"their_{key}" if name == key else name: v for name, v in settings.items()}
     with pytest.raises(UserError, match=f"config.json: their_{key} = "):
-        BertConfig.from_dict({**theirs, f"their_{key}": value}, "config.json", {key: f"their_{key}"})
+        BertConfig.from_dict({**theirs, f"their_{key}": value}, "config.json",
+                             {key: f"their_{key}"})
 
 
 def test_a_config_with_other_settings():

@@ -134,7 +134,8 @@ def test_functional_call_with_other_values():
     assert_near(memory.keys.grad, expected, 1e-12)
     assert not memory.values.reads and memory.values.weight.grad is None
     slots, weights = memory.search(memory.query_norm(memory.query(x)))
-    per_row = torch.zeros(144, dtype=torch.float64).index_add_(0, slots.flatten(), weights.flatten())
+    per_row = torch.zeros(144, dtype=torch.float64)
+    per_row.index_add_(0, slots.flatten(), weights.flatten())
     assert_near(others.grad, per_row[:, None].expand(-1, 6), 1e-12)
 
 

@@ -3,7 +3,7 @@
 $ python prepare_data.py weights sentence-transformers/all-MiniLM-L6-v2
 $ python prepare_data.py text natural_bert wikipedia.txt novels.txt --vocab bert-base-uncased
 """
-init_from = "sentence-transformers/all-MiniLM-L6-v2"  # it has no masked-LM head: a new one is trained
+init_from = "sentence-transformers/all-MiniLM-L6-v2"  # without masked-LM head: a new one is trained
 dataset = "natural_bert"
 model = "distil"  # six layers, made narrower by the next three lines
 d_model = 384

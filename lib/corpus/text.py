@@ -32,7 +32,8 @@ def find_files(path, *suffixes):
     many others are in the folder, by suffix."""
     inside = [path] if path.is_file() else sorted(filter(Path.is_file, path.rglob("*")))
     files = [file for file in inside if file.suffix.lower() in suffixes or file == path]
-    others = collections.Counter(file.suffix or "without suffix" for file in set(inside) - set(files))
+    others = collections.Counter(file.suffix or "without suffix"
+                                 for file in set(inside) - set(files))
     if not files:
         if not path.exists():
             raise UserError(f"{path}: no such file or folder")

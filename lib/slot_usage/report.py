@@ -187,8 +187,9 @@ def describe_drift(evaluations, since):
                             for evaluation in (best, low, evaluations[-1]))
     word, part = ("drifted", "a third or more") if fall >= DRIFT else ("did not drift",
                                                                        "less than a third")
-    return (f"It {word}{since}: top-1 usage of layer {layer} fell by {fall:.0%} ({part}), from {highest} "
-            f"at step {best['step']:,} to {lowest} at step {low['step']:,}, and ends at {now}.")
+    return (f"It {word}{since}: top-1 usage of layer {layer} fell by {fall:.0%} ({part}), "
+            f"from {highest} at step {best['step']:,} to {lowest} at step {low['step']:,}, "
+            f"and ends at {now}.")
 
 
 def slot_staleness(path):

@@ -29,7 +29,8 @@ class RandomBatches:
         self.size = config.accumulation * config.batch_size * config.seq_len  # tokens a step
         prepared = Path("data", config.dataset, "meta.json").is_file()
         self.vocab_size = Corpus(config.dataset).vocab_size if prepared else BertConfig.vocab_size
-        self.source = f"of data/{config.dataset}" if prepared else f"of Google's BERT (no data/{config.dataset})"
+        self.source = (f"of data/{config.dataset}" if prepared
+                       else f"of Google's BERT (no data/{config.dataset})")
 
     def loss_weight(self, step, micro):
         """Return a micro-batch's weight in the mean loss of its step."""

@@ -93,7 +93,8 @@ def from_huggingface(weights, config, head=None, source="the weights"):
     names = {name: their_names(name, head) for name in ours}
     unknown = theirs.keys() - set(itertools.chain.from_iterable(names.values()))
     if unknown := sorted(name for name in unknown if name.startswith("encoder.layer.")):
-        raise UserError(f"{source}: {unknown[0]} is no part of the model that config.json describes")
+        raise UserError(f"{source}: {unknown[0]} is no part of the model that config.json "
+                        "describes")
     found = {name: parts for name, parts in names.items() if all(n in theirs for n in parts)}
     for name, parts in found.items():
         expected = ours[name].chunk(len(parts))[0] if len(parts) > 1 else ours[name]

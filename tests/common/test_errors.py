@@ -47,7 +47,8 @@ def test_a_terminal_that_cannot_show_a_text_is_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize("error, advice", [
-    ("NotImplementedError('Not implemented for the MPS device. Set PYTORCH_ENABLE_MPS_FALLBACK=1.')",
+    (("NotImplementedError('Not implemented for the MPS device. "
+      "Set PYTORCH_ENABLE_MPS_FALLBACK=1.')"),
      "FALLBACK=1. Or take --device=cpu"),
     ("RuntimeError('MPS backend out of memory (MPS allocated: 8 GB).\\nmore')",
      "8 GB). Take a smaller batch_size"),

@@ -46,7 +46,8 @@ def test_peak_memory_is_in_bytes():
     """As Linux tells it in /proc."""
     if (peak := timing.read_proc("self/status", "VmHWM")) is None:
         pytest.skip("reads Linux's /proc")
-    assert timing.peak_bytes(torch.device("cpu")) == pytest.approx(1024 * int(peak.split()[0]), rel=0.1)
+    expected = 1024 * int(peak.split()[0])
+    assert timing.peak_bytes(torch.device("cpu")) == pytest.approx(expected, rel=0.1)
 
 
 def test_the_environment_of_openmp_is_kept(monkeypatch):

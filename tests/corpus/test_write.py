@@ -273,7 +273,8 @@ def test_encodings(workdir, capsys):
         codec = "cp1252" if n in (1, 3) else "utf-8"
         Path(f"t/{n}.txt").write_bytes(f"{'mat ' * n}{LATIN}".encode(codec))
     before = files()
-    with pytest.raises(UserError, match="^t/1.txt: byte 7 is not utf-8 text; t/3.txt: byte 15 .*: 2 of 5 files ") as error:
+    with pytest.raises(UserError, match="^t/1.txt: byte 7 is not utf-8 text; "
+                                        "t/3.txt: byte 15 .*: 2 of 5 files ") as error:
         prepare("text", "t", "t", "--vocab", "vocab.txt")
     assert "\n" not in str(error.value) and files() == before
     prepare("text", "t", "t", "--encoding", "auto", "--vocab", "vocab.txt")
@@ -572,7 +573,8 @@ def test_a_row_of_parquet_is_a_document_whatever_else_is(workdir):
 def test_sizes_of_learned_vocabularies(workdir, monkeypatch):
     """As --help says them; a file that is named twice is read once."""
     written = {}
-    monkeypatch.setattr(prepare_data, "write_corpus", lambda name, origin, sources, vocab, *more, **other:
+    monkeypatch.setattr(prepare_data, "write_corpus",
+                        lambda name, origin, sources, vocab, *more, **other:
                         written.update({name: (vocab, len(sources))}))
     monkeypatch.setattr(prepare_data, "docstrings", lambda: ("somewhere", []))
     prepare("docs")

@@ -11,8 +11,8 @@ from tests.for_transformers.small_models import small_model, transformers
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 ORDINARY = [f"w{n}" for n in range(40)]
-OTHERS = ("who is ? ann bob cy dee eve fay red blue old tall kind shy wise hal gus joe likes has ate "
-          "tea cake jam soup")
+OTHERS = ("who is ? ann bob cy dee eve fay red blue old tall kind shy wise hal gus joe likes has "
+          "ate tea cake jam soup")
 WORDS = [*SPECIAL, *ORDINARY, *OTHERS.split()]
 ID = {word: n for n, word in enumerate(WORDS)}
 FACTS = ["who is ann ?\tred", "who is bob ?\told tall", "cy is blue", "", "who is dee ?\tkind",

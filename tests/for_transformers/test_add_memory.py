@@ -165,7 +165,8 @@ def test_longformers_masks_are_negative_at_padding():
     ids, mask = torch.randint(1, 40, (2, 8)), torch.ones(2, 8, dtype=torch.long)
     mask[1, 5:] = 0
     seen = []
-    find_layers(model)[0].memory.register_forward_pre_hook(lambda memory, args: seen.append(args[1]))
+    memory = find_layers(model)[0].memory
+    memory.register_forward_pre_hook(lambda memory, args: seen.append(args[1]))
     model(ids, attention_mask=mask, global_attention_mask=torch.eye(2, 8).long())
     assert torch.equal(seen[0], mask.bool())
 
@@ -183,7 +184,8 @@ def test_offloaded_layers_and_wrapped_ffns_are_refused():
 
 
 @pytest.mark.parametrize("kind, target", [
-    ("BertForMaskedLM", "output.dense"), ("LlamaForCausalLM", "down_proj"), ("OPTForCausalLM", "fc2")])
+    ("BertForMaskedLM", "output.dense"), ("LlamaForCausalLM", "down_proj"),
+    ("OPTForCausalLM", "fc2")])
 def test_a_merged_adapter_changes_no_output(kind, target):
     """alpha scales the adapter with the FFN, and the memory stays."""
     peft = pytest.importorskip("peft")

@@ -96,7 +96,8 @@ def test_a_causal_model_with_memory_is_not_exported(tmp_path):
 def test_the_card_has_the_evaluation_of_its_checkpoint(place):
     """Not a later one's: the run went on."""
     assert train("--max_steps=12", "--eval_interval=4", "--checkpoint_interval=4") == 0
-    perplexity = {r["step"]: f"perplexity {r['perplexity']:.2f}" for r in log() if "perplexity" in r}
+    perplexity = {r["step"]: f"perplexity {r['perplexity']:.2f}"
+                  for r in log() if "perplexity" in r}
     assert len({perplexity[step] for step in (8, 12)}) == 2
     for step, other in ((8, 12), (12, 8)):
         export(f"out/tiny/step_{step:06d}", f"exported_{step}")

@@ -142,7 +142,8 @@ def test_the_reads_are_compared_with_a_copy(monkeypatch, capsys):
     ("cpu", "auto", False), ("cuda", "auto", True), ("cpu", "on", True), ("cuda", "off", False)])
 def test_compile_is_on_by_default_only_on_cuda(monkeypatch, device, asked, compiles):
     seen = []
-    monkeypatch.setattr(bench, "choose_device", lambda *_: (torch.device(device), torch.float32, ""))
+    monkeypatch.setattr(bench, "choose_device",
+                        lambda *_: (torch.device(device), torch.float32, ""))
     monkeypatch.setattr(bench, "machine_facts", lambda device: {})
     monkeypatch.setattr(bench, "train", lambda args: seen.append(args.compile) or [])
     bench.train.__name__, bench.train.__doc__ = "train", "A step"
@@ -184,6 +185,7 @@ def test_what_is_timed_is_inference_and_training(monkeypatch):
 
 
 def test_float16_training_is_refused(monkeypatch):
-    monkeypatch.setattr("bench.choose_device", lambda *_: (torch.device("cpu"), torch.float16, "float16"))
+    monkeypatch.setattr("bench.choose_device",
+                        lambda *_: (torch.device("cpu"), torch.float16, "float16"))
     with pytest.raises(UserError, match="timed in float32 and bfloat16"):
         run_train(monkeypatch)

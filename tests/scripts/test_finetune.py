@@ -288,7 +288,8 @@ def test_submitted_scores_are_possible_ones(tuned, monkeypatch):
         return [float(line.split("\t")[-1]) for line in lines]
 
     monkeypatch.setattr(predict, "predict_examples",
-                        lambda model, examples, *_: np.linspace(-99, 99, len(examples.ids))[:, None])
+                        lambda model, examples, *_: np.linspace(-99, 99,
+                                                                len(examples.ids))[:, None])
     assert tune("--task=pairs", "--max_steps=1") == 0
     assert (min(column("predictions_dev.tsv")), max(column("predictions_dev.tsv"))) == (-99, 99)
     found = column("submission/pairs.tsv")

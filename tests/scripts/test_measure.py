@@ -189,7 +189,8 @@ def test_usage_on_a_task(tuned, capsys):
     for args, message in [(["by_class", "out/tiny"], "not a fine-tuned run"),
                           (["table", "out/tiny", str(run)], "out/tiny: not a fine-tuned run"),
                           (["table", "out/tiny"], "out/tiny: not a fine-tuned run"),
-                          (["by_class", str(run), "--sequences", "3"], "expected two classes .* found .1, 2. "),
+                          (["by_class", str(run), "--sequences", "3"],
+                           "expected two classes .* found .1, 2. "),
                           (["glue", "out/tiny"], "no fine-tuned run"),
                           (["glue", "out/none"], "out/none: no fine-tuned run")]:
         with pytest.raises(UserError, match=message):

@@ -58,8 +58,8 @@ def draw_reads(rng, tokens, n_slots):
 
 def corpus_reads(ids, tokenizer, reads, n_slots):
     """Stand in for a CorpusReads, with `n_slots` slots in all layers."""
-    return types.SimpleNamespace(ids=ids, tokenizer=tokenizer, layers=reads, n_keys=round(n_slots**0.5),
-                                 n_slots=dict.fromkeys(reads, n_slots))
+    return types.SimpleNamespace(ids=ids, tokenizer=tokenizer, layers=reads,
+                                 n_keys=round(n_slots**0.5), n_slots=dict.fromkeys(reads, n_slots))
 
 
 def test_the_data_are_those_of_a_count_one_by_one():

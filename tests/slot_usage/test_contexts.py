@@ -12,7 +12,8 @@ def test_equal_contexts_are_one_with_the_highest_weight(workdir):
     """A token's weight is the sum over its heads. Each context is shown once, the strongest first.
     """
     reads = CorpusReads.__new__(CorpusReads)  # without a model
-    reads.tokenizer, reads.ids = load_tokenizer("vocab.txt"), np.array([[2, 6, 3]] * 2 + [[2, 9, 3]])
+    reads.tokenizer = load_tokenizer("vocab.txt")
+    reads.ids = np.array([[2, 6, 3]] * 2 + [[2, 9, 3]])
     weights = {4: 0.375, 1: 0.625, 7: 0.25}  # of slot 5 in each of two heads, by token
     slots = np.zeros((9, 2, 1), int)
     shares = np.ones((9, 2, 1), np.float32)

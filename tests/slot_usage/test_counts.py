@@ -42,7 +42,7 @@ def test_effective_k_of_known_weights():
 
 
 def test_padding_is_not_counted(monkeypatch):
-    """Count a padded batch as its real tokens alone, also where padding is looked up, as on GPUs."""
+    """Count a padded batch as its real tokens, also where padding is looked up, as on GPUs."""
     memory = tiny_bert(memory_layers=(1,)).bert.layers[0].memory.eval()
     x, mask = torch.randn(3, 5, 8), torch.arange(5) < torch.tensor([[5], [2], [1]])
     counts = []

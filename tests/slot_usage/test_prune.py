@@ -160,7 +160,8 @@ def test_the_curve_and_a_pruned_run(place, capsys):
     assert run["steps"] == "4" and records[-1]["rows"] == 17
     measure.main(["report", "out/pruned"])
     measure.main(["slots", "out/pruned", "--layer", "2"])
-    assert "8 x 8 slots, which share 17 rows of values, in layers 2 and 3" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "8 x 8 slots, which share 17 rows of values, in layers 2 and 3" in shown
     with pytest.raises(UserError, match="no grid of slots"):
         measure.main(["browse", "out/pruned", "--out", "page"])
 

@@ -148,7 +148,8 @@ def test_unused_and_drifting():
     # what falls in the first quarter does not count for a model that began at random
     early = sentences(write_run("early", [40, 39, 38, 37], **scratch, max_steps=800))
     assert "quarter of the steps: top-1 usage never fell" in only("It did not drift after", early)
-    assert only("Drift counts after", sentences(write_run("first", [40, 39], **scratch, max_steps=800)))
+    first = sentences(write_run("first", [40, 39], **scratch, max_steps=800))
+    assert only("Drift counts after", first)
     for name, low, word, drifted in (("a", 0.55, "partly used", True),
                                      ("b", 0.61, "partly used", False), ("c", 0.64, "used", False)):
         found = sentences(write_run(name, [40, 39], usage=[(0.9, 0.9), (0.9, low)]))

@@ -49,7 +49,8 @@ def test_distances_of_classes_slot_by_slot():
 
 def test_training_examples_are_those_of_fine_tuning(workdir):
     """They have the run's max_len, a "[SEP]" in a text is text, and reads are without dropout."""
-    model = Classifier(tiny_bert(vocab_size=len(PIECES), memory_layers=(2,), dropout=0.5).bert.config, 2)
+    bert = tiny_bert(vocab_size=len(PIECES), memory_layers=(2,), dropout=0.5)
+    model = Classifier(bert.bert.config, 2)
     save_model("out/run/seed0", model, ["x", "y"])
     shutil.copy("vocab.txt", "out/run/seed0")
     settings = {"task": "own", "max_len": 8, "doc_stride": 4}

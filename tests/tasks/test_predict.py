@@ -88,7 +88,8 @@ def test_classes_with_probabilities(tuned):
 @pytest.mark.parametrize("text, message", [
     (None, r"new.tsv: no such file"),
     ("", "new.tsv: no row in it"), ("sentence\n", "new.tsv: no row in it"),
-    ("text\na\n", r"new.tsv:1: columns \['text'\]: expected a header with sentence, or .*; tabs separate columns$"),
+    ("text\na\n", (r"new.tsv:1: columns \['text'\]: expected a header with sentence, or .*; tabs "
+                      "separate columns$")),
     ("id\tsentence\n1\ta\n\n3\tc\n", "new.tsv:3: 1 fields, expected 2"),
     ("sentence\na\tb\n", "new.tsv:2: 2 fields, expected 1")])
 def test_a_file_that_cannot_be_read(workdir, text, message):

@@ -218,8 +218,10 @@ def test_batches_are_sorted_within_64_at_a_time():
 
 def test_a_step_is_split_evenly_and_every_example_counts_once(workdir):
     """Three micro-batches of 8 examples; of the last 2 examples one micro-batch has none."""
-    examples = Examples([np.array([2, n, 3]) for n in range(10)], np.full(10, 3), np.arange(10), 0)
-    config = argparse.Namespace(seed=1, batch_size=8, accumulation=3, train_examples=0, device="cpu")
+    ids = [np.array([2, n, 3]) for n in range(10)]
+    examples = Examples(ids, np.full(10, 3), np.arange(10), 0)
+    config = argparse.Namespace(seed=1, batch_size=8, accumulation=3, train_examples=0,
+                                device="cpu")
     batches = TrainingBatches(examples, config)
     assert [batches.loss_weight(0, n) for n in range(3)] == [3 / 8, 3 / 8, 2 / 8]
     assert [batches.loss_weight(1, n) for n in range(3)] == [1 / 2, 1 / 2, 0]
@@ -475,7 +477,8 @@ def test_equal_numbers_share_their_mean_rank():
     # true positives, false positives, false negatives, true negatives: 2, 1, 3, 4
     ([1, 1, 1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 1, 0, 0, 0, 0], 0.6, 2 * 2 / (2 * 2 + 1 + 3),
      (2 * 4 - 1 * 3) / math.sqrt(3 * 5 * 5 * 7)),
-    ([0, 0, 0, 0], [0, 0, 0, 1], 0.75, 0, 0), ([0, 0], [0, 0], 1, 0, 0), ([1, 0], [1, 1], 0.5, 2 / 3, 0)])
+    ([0, 0, 0, 0], [0, 0, 0, 1], 0.75, 0, 0), ([0, 0], [0, 0], 1, 0, 0),
+    ([1, 0], [1, 1], 0.5, 2 / 3, 0)])
 def test_class_metrics_of_counted_examples(labels, predictions, accuracy, f1, matthews):
     expected = {"accuracy": accuracy, "f1": f1, "matthews_correlation": matthews}
     for name, value in expected.items():
@@ -546,8 +549,10 @@ def test_the_first_answer_is_the_label(fox):
 
 def test_only_the_chosen_examples_are_trained_on(workdir):
     """Each once an epoch, and the same ones in every epoch."""
-    examples = Examples([np.array([2, n, 3]) for n in range(10)], np.full(10, 3), np.arange(10), 0)
-    config = argparse.Namespace(seed=1, batch_size=2, accumulation=1, train_examples=4, device="cpu")
+    ids = [np.array([2, n, 3]) for n in range(10)]
+    examples = Examples(ids, np.full(10, 3), np.arange(10), 0)
+    config = argparse.Namespace(seed=1, batch_size=2, accumulation=1, train_examples=4,
+                                device="cpu")
     batches = TrainingBatches(examples, config)
     assert batches.steps_per_epoch == 2 and batches.chosen.tolist() != [0, 1, 2, 3]
     for epoch in range(3):

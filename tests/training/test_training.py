@@ -612,7 +612,8 @@ def test_a_checkpoint_gives_back_state_and_scale(tmp_path):
     first, again = trainer(), trainer()
     first.scaler.scale(torch.ones(1))  # it has a scale from here on
     first.scaler.update(8.0)
-    state = State(step=3, elapsed=7.0, seconds=2.0, losses=[1.5], best={"epoch": 2}, last={"epoch": 3})
+    state = State(step=3, elapsed=7.0, seconds=2.0, losses=[1.5], best={"epoch": 2},
+                  last={"epoch": 3})
     first.save(Run(tmp_path), state)
     assert again.restore(tmp_path / "step_000003") == state
     assert first.scaler.get_scale() == again.scaler.get_scale() == 8

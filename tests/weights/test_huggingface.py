@@ -151,7 +151,8 @@ def demo_of_hugging_face(folder, vocab):
 
 def test_classes_have_the_names_of_their_numbers(tmp_path):
     """Not in the order of the alphabet."""
-    theirs = hugging_face("BertForSequenceClassification", id2label={0: "no", 1: "maybe", 2: "also"})
+    names = {0: "no", 1: "maybe", 2: "also"}
+    theirs = hugging_face("BertForSequenceClassification", id2label=names)
     theirs.config.save_pretrained(tmp_path)
     torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
     assert read_weights(tmp_path)["labels"] == ["no", "maybe", "also"]
