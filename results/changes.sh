@@ -3,7 +3,7 @@
 #
 # $ sh results/changes.sh wikipedia.txt novels.txt wikitext-2/
 #
-# It trains two runs at a time, with one thread each, in about 6 core hours. After an interruption
+# It trains two runs at a time, with one thread each, in about 7 core hours. After an interruption
 # the same command continues.
 set -eu
 export OMP_NUM_THREADS=1
