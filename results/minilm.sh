@@ -1,7 +1,7 @@
 #!/bin/sh
 # Make all runs and the table of results/minilm.md, in the folder out/minilm_2:
 #
-# $ python prepare_data.py glue SST-2
+# $ python prepare_data.py glue SST-2 RTE
 # $ sh results/minilm.sh wikipedia.txt novels.txt wikitext-2/
 #
 # It trains two runs at a time, with one thread each, in about 8 core hours. After an interruption
@@ -26,9 +26,9 @@ pretrain() {  # NAME CHANGE CONFIG SETTINGS...: print a run's line
     echo "results/changes.py $change configs/study/$config.py --dtype=float32 --batch_size=8" \
         "--usage_interval=0 --out=$out/$name $*"
 }
-finetune() {  # SCRIPT WEIGHTS OUT SEEDS: print the line of a fine-tuning on SST-2
-    echo "$1 configs/study/finetune_minilm_glue.py --task=SST-2 --dtype=float32" \
-        "--init_from=$2 --out=$out/$3 --seeds=$4"
+finetune() {  # SCRIPT TASK WEIGHTS OUT SEEDS: print the line of a fine-tuning
+    echo "$1 configs/study/finetune_minilm_glue.py --task=$2 --dtype=float32" \
+        "--init_from=$3 --out=$out/$4 --seeds=$5"
 }
 
 python prepare_data.py weights $weights
@@ -55,13 +55,17 @@ done | train
     pretrain f_1e-4_s1 none minilm_resm_init --init_from=$out/base --lr=1e-4 --seed=1
 } | train
 {
-    finetune finetune.py $weights own_sst2 10
-    finetune results/trainer.py $weights trainer_sst2.json 10
-    finetune finetune.py $out/head head_sst2 3
-    finetune finetune.py $out/base base_sst2 3
+    finetune finetune.py SST-2 $weights own_sst2 10
+    finetune results/trainer.py SST-2 $weights trainer_sst2.json 10
+    finetune finetune.py SST-2 $out/head head_sst2 3
+    finetune finetune.py SST-2 $out/base base_sst2 3
+    finetune finetune.py RTE $weights own_rte 3
     for seed in $seeds; do
         for system in b f f_zero e; do
-            finetune finetune.py $out/${system}_s$seed ${system}_s${seed}_sst2 3
+            finetune finetune.py SST-2 $out/${system}_s$seed ${system}_s${seed}_sst2 3
+        done
+        for system in b f; do
+            finetune finetune.py RTE $out/${system}_s$seed ${system}_s${seed}_rte 3
         done
     done
 } | train

@@ -68,26 +68,39 @@ def print_pretraining(folder):
                       verdict(below(systems[better], systems[worse], text)))
 
 
-def print_fine_tuning(folder):
-    """Print the accuracies on SST-2, and claims 4 to 6."""
-    own, theirs = accuracies(folder, "own_sst2"), accuracies(folder, "trainer_sst2", "accuracy")
-    scores = {name: [accuracies(folder, f"{name}_s{seed}_sst2") for seed in SEEDS]
+def print_task(folder, task):
+    """Print the accuracies on a task, and how (f) compares with (b) on it.
+
+    Returns the accuracies of MiniLM's own weights, and {system: one mean for each seed}.
+    """
+    suffix = task.lower().replace("-", "")
+    own = accuracies(folder, f"own_{suffix}")
+    scores = {name: [accuracies(folder, f"{name}_s{seed}_{suffix}") for seed in SEEDS]
               for name in NAMES}
     scores = {name: [mean(seeds) for seeds in runs] for name, runs in scores.items() if all(runs)}
-    starts = ((title, accuracies(folder, f"{name}_sst2")) for name, title in STARTS.items())
-    for name, numbers in (("MiniLM's own weights", own), ("Trainer", theirs), *starts,
+    starts = ((title, accuracies(folder, f"{name}_{suffix}")) for name, title in STARTS.items())
+    for name, numbers in (("MiniLM's own weights", own), *starts,
                           *((NAMES[name], runs) for name, runs in scores.items())):
         if numbers:
-            print(f"SST-2, {name}:", f"{mean(numbers):.2f};", *(f"{x:.2f}" for x in numbers))
+            print(f"{task}, {name}:", f"{mean(numbers):.2f};", *(f"{x:.2f}" for x in numbers))
+    for claim, better, worse in ((5, "f", "b"), ("-", "f_zero", "b"), ("-", "f_zero", "f")):
+        if better in scores and worse in scores:
+            print(f"{claim}. {task}, {NAMES[better]} - {NAMES[worse]}, points:",
+                  verdict(minus(scores[better], scores[worse])))
+    return own, scores
+
+
+def print_fine_tuning(folder):
+    """Print the accuracies, and claims 4 to 6."""
+    own, scores = print_task(folder, "SST-2")
+    if theirs := accuracies(folder, "trainer_sst2", "accuracy"):
+        print("SST-2, Trainer:", f"{mean(theirs):.2f};", *(f"{x:.2f}" for x in theirs))
     if own and "b" in scores:
         print("4. (b) above the own weights minus 1, points:",
               verdict([score - mean(own) + 1 for score in scores["b"]]))
-    for claim, better, worse in ((5, "f", "b"), ("-", "f_zero", "b"), ("-", "f_zero", "f")):
-        if better in scores and worse in scores:
-            print(f"{claim}. SST-2, {NAMES[better]} - {NAMES[worse]}, points:",
-                  verdict(minus(scores[better], scores[worse])))
     if own and len(own) == len(theirs):
         print("6. SST-2, finetune.py - Trainer, points:", verdict(minus(own, theirs)))
+    print_task(folder, "RTE")
 
 
 def main(runs=None):
