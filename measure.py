@@ -58,9 +58,10 @@ def table_2(args):
     """Evaluate language models on test splits, with the same batches for all."""
     device, dtype, line = choose_device(args.device, args.dtype)
     print(line)
+    args.data = list(dict.fromkeys(args.data))  # each once
     seq_len, runs = evaluate_runs(args.runs, args.data, device, dtype, args.batch_size,
                                   args.sequences, args.repeats)
-    rows = []
+    rows, pruned = [], [run["run"] for run in runs if run["n_rows"]]
     for run in runs:
         results = list(run["results"].values())
         rows.append([run["run"], run["steps"], run["seed"], *map(tables.perplexity_cell, results),
@@ -70,6 +71,8 @@ def table_2(args):
             "highest]. Steps: those of the initial model + the run's own. Only rows with the same "
             "number of steps show what the memory does. Each is one run of one seed, and another "
             "seed alone changes the perplexity: run several before you trust a small difference.")
+    if pruned:
+        note += f" Usage of {', '.join(pruned)} counts rows of values, which slots share."
     header = ["run", "steps", "seed", *(f"{name} ppl" for name in args.data), *tables.USAGE]
     tables.write_table(args.out, header, rows, note, {"note": note, "runs": runs})
 

@@ -206,13 +206,13 @@ class LazyAdam(torch.optim.Optimizer):
     """Adam for ValueTables that updates only the rows read since the last step.
 
     The other rows keep their moments, as in SparseAdam. There is no weight decay. A step with a
-    gradient that is not finite is left out and counted in `skipped`. One process waits once a step.
-    tables: ValueTables, or groups whose "params" are ValueTables. A group's "rows", if given, are
-    the only rows that may change. zero_grad() drops stored reads.
+    gradient that is not finite is left out and counted in `skipped`. zero_grad() drops reads.
+    tables: ValueTables, or groups. A group's "rows", if given, are the only ones that may change.
     """
     _step_supports_amp_scaling = True  # GradScaler.step(optimizer) sets grad_scale, then calls step
 
     def __init__(self, tables, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
+        torch.optim.Adam([torch.zeros(1)], lr, betas, eps)  # raises a ValueError for wrong numbers
         groups = list(tables) or [{"params": []}]  # torch refuses an empty list
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "rows": None})
         self.skipped = 0

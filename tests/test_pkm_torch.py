@@ -428,6 +428,14 @@ def test_settings_of_a_group_are_used():
     assert_near(ours.weight, bag.weight, 1e-5)
 
 
+@pytest.mark.parametrize("wrong", [
+    {"lr": float("nan")}, {"lr": -1.0}, {"betas": (1.0, 0.9)}, {"betas": (0.9, 1.0)},
+    {"eps": -1.0}])
+def test_numbers_that_adam_refuses_are_refused(wrong):
+    with pytest.raises(ValueError, match="Invalid"):
+        LazyAdam([small_memory().values], **wrong)
+
+
 def test_an_optimizer_minds_its_own_tables():
     """Update all tables that share a weight, and no other."""
     model, _, tables = deep()

@@ -19,6 +19,7 @@ import torch
 from lib.common.errors import UserError, need
 from lib.common.files import atomic, discard, load_file, read_json
 from lib.for_transformers.add_memory import add_memory
+from lib.for_transformers.folder import save_pretrained
 from pkm import PKM
 
 # a PKM's tensors
@@ -44,6 +45,9 @@ def save_memory(model, folder):
         raise UserError(f"{type(model).__name__} has no memory to save: see add_memory")
     if any(memory.slot_rows is not None for memory in memories.values()):
         raise UserError("a pruned memory cannot be saved alone: use save_pretrained")
+    if any(w.is_meta for memory in memories.values() for w in memory.state_dict().values()):
+        raise UserError("the memory is offloaded: use save_pretrained, or load the model without "
+                        "offloading")
     others = [name for name, p in model.named_parameters()
               if p.requires_grad and ".memory." not in name]
     if others and not hasattr(model, "peft_config"):
@@ -137,9 +141,9 @@ def find_memories(model):
         if path[-1] == "memory" and hasattr(module, "values"):
             wrapped = [tensor for tensor in module.state_dict() if not NAMES.fullmatch(tensor)]
             if wrapped:
-                raise UserError(f"{name} has a tensor {wrapped[0]}: PEFT must leave the memory as "
-                                'it is. Give its config exclude_modules=["memory.query"], and '
-                                "nothing of the memory in modules_to_save")
+                raise UserError(f"{name} has a tensor {wrapped[0]}: PEFT and quantization must "
+                                'leave the memory as it is. Give PEFT exclude_modules='
+                                '["memory.query"], and nothing of the memory in modules_to_save')
             memories[int(path[-2]) + 1] = module
     return memories
 
@@ -234,6 +238,8 @@ def save_with_adapter(model):
 
 def save_beside_adapter(model, save_directory, *args, **kwargs):
     """Save a PEFT model's adapter and memory. Takes the arguments of its own save_pretrained."""
+    if not getattr(model, "peft_config", None):  # the adapter was deleted
+        return save_pretrained(model, save_directory, *args, **kwargs)
     type(model).save_pretrained(model, save_directory, *args, **kwargs)
     if kwargs.get("is_main_process", True):
         save_memory(model, save_directory)

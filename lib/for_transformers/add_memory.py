@@ -12,6 +12,8 @@ and every class with their layers can take one. Needs torch only.
 """
 import inspect
 import math
+import operator
+import sys
 import threading
 from functools import partial
 
@@ -19,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lib.for_transformers.folder import SIZES, save_with_code
+from lib.for_transformers.folder import SIZES, check_marks, save_with_code
 from pkm import PKM
 
 # Holds a layer's mask and input for its memory, for each thread. A pass that fails may leave them,
@@ -35,7 +37,7 @@ def add_memory(model, layers, alpha=1.0, beta=1.0, values="random", freeze=False
     n_keys, heads, topk, key_dim and query_norm. All other weights keep their names, and layer 4's
     memory is <layers>.3.memory. In a half-precision model only the memory's query has half
     precision: in the values and sub-keys small updates would be lost. No dropout of the layer
-    applies to the memory, except in CTRL, Phi, Phi3, StableLm, Persimmon, Doge and
+    applies to the memory, except in Phi, Phi3, Falcon, StableLm, Persimmon, Doge and
     GPT-NeoX-Japanese. The mask of the layer's attention tells which tokens are padding: they
     move no value and do not enter the batch norm's statistics. Pass the whole model:
     save_pretrained of the whole leaves out a memory that was added to a part.
@@ -50,9 +52,11 @@ def add_memory(model, layers, alpha=1.0, beta=1.0, values="random", freeze=False
     stack = find_layers(model)
     if freeze:
         sizes = {"query_norm": False, **sizes}
+    layers = whole_numbers(layers)
     check_arguments(stack, layers, alpha, beta, values, freeze, sizes)
     for n in layers:
         check_layer(stack[n - 1], n)
+    check_marks(model)
     width = model.config.get_text_config().hidden_size
     memories = {n: PKM(width, **sizes) for n in layers if beta}
     for n in layers:
@@ -68,6 +72,8 @@ def add_memory(model, layers, alpha=1.0, beta=1.0, values="random", freeze=False
     if values == "zero":
         for memory in memories.values():
             nn.init.zeros_(memory.values.weight)
+    if "torch._dynamo" in sys.modules:  # what was compiled would go on without the memory
+        torch.compiler.reset()
     tables = {n: memory.values for n, memory in memories.items()}
     if freeze:
         freeze_all_but(tables, model)
@@ -119,6 +125,18 @@ def arguments_of(module):
     return list(inspect.signature(module.forward).parameters)
 
 
+def whole_numbers(layers):
+    """Return a list of the layers' numbers. TypeError if they are no whole numbers."""
+    try:
+        numbers = list(layers)
+        if any(isinstance(n, bool) for n in numbers):
+            raise TypeError
+        return [operator.index(n) for n in numbers]
+    except TypeError:
+        raise TypeError(f"layers = {layers!r}: expected numbers in a list, as in layers=(4, 8)"
+                        ) from None
+
+
 def check_arguments(stack, layers, alpha, beta, values, freeze, sizes):
     """Raise a TypeError or a ValueError for what no model takes."""
     for name, size in sizes.items():
@@ -131,15 +149,13 @@ def check_arguments(stack, layers, alpha, beta, values, freeze, sizes):
     if freeze and (sizes["query_norm"] or not beta):
         raise ValueError("freeze=True trains the values alone: beta = 0 has none, and the "
                          "statistics of query_norm=True would move")
-    if isinstance(layers, int | str):
-        raise TypeError(f"layers = {layers!r}: expected numbers in a list, as in layers=(4, 8)")
     for n in layers:
         if n not in range(1, len(stack) + 1):
             raise ValueError(f"layers = {layers}: no layer {n!r}: from 1 to {len(stack)}")
     if len(set(layers)) < len(layers) or not layers:
         raise ValueError(f"layers = {layers}: expected at least one, and each only once")
     for name, factor in (("alpha", alpha), ("beta", beta)):
-        if not isinstance(factor, int | float) or math.isnan(factor):
+        if not isinstance(factor, int | float) or not math.isfinite(factor):
             raise TypeError(f"{name} = {factor!r}: expected a number")
     if alpha == beta == 0:
         raise ValueError("alpha = beta = 0: layers would have neither FFN nor memory")
@@ -151,8 +167,8 @@ def check_layer(layer, n):
     """Raise a ValueError if the layer, number n, cannot take a memory."""
     modules = dict(layer.named_modules())
     if any(name.endswith(("experts", "router")) for name in modules):
-        raise ValueError(f"layer {n}: its FFN is a mixture of experts, which add_memory does not "
-                         "know")
+        raise ValueError(f"layer {n}: its FFN is a mixture of experts, or has a router, which "
+                         "add_memory does not know")
     if any(getattr(module, "chunk_size_feed_forward", 0) for module in modules.values()):
         raise ValueError(f"layer {n}: a memory needs all tokens at once: set "
                          "config.chunk_size_feed_forward = 0")
@@ -230,6 +246,9 @@ def add_read_to_residual(layer, beta, output, args):
 
 
 def read(layer, x):
+    if not layer.memory.query.weight.is_floating_point():
+        raise TypeError("the memory's query is quantized, and would read other rows: load with "
+                        "BitsAndBytesConfig(llm_int8_skip_modules=['lm_head', 'memory.query'])")
     real = take("real")
     return layer.memory(x, None if real is None else real.reshape(x.shape[:-1]))
 

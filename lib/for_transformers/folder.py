@@ -4,10 +4,13 @@ Let save_pretrained write all that a model with memory needs: its settings and i
 The folder loads by AutoModelFor...from_pretrained(folder, trust_remote_code=True). Classes without
 memory refuse it. Needs torch only, and transformers in save_pretrained.
 """
+import copy
 import inspect
 import re
 from functools import partial
 from pathlib import Path
+
+from torch import nn
 
 from pkm import PKM
 
@@ -18,7 +21,7 @@ REFUSED = " (this model has a memory: AutoModelFor..., trust_remote_code=True)"
 # {name: default} of a memory's sizes
 SIZES = {name: parameter.default for name, parameter in inspect.signature(PKM).parameters.items()
          if name != "d_model"}
-ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+ACTIVATIONS = "hidden_act", "hidden_activation", "activation_function", "activation", "afn"
 AUTOS = {"AutoModel": "MODEL_MAPPING", **{
     f"AutoModelFor{task}": f"MODEL_FOR_{name}_MAPPING" for task, name in {
         "MaskedLM": "MASKED_LM", "CausalLM": "CAUSAL_LM", "QuestionAnswering": "QUESTION_ANSWERING",
@@ -39,11 +42,29 @@ def save_with_code(model, layers, alpha, beta, sizes):
         model.save_pretrained = partial(save_pretrained, model)
 
 
+def check_marks(model):
+    """Raise a ValueError if save_pretrained could not mark the config of a model with memory."""
+    if not hasattr(model, "save_pretrained"):
+        return
+    config = copy.deepcopy(model.config)
+    try:
+        text_config, name = activation(config)
+        setattr(text_config, name, REFUSED)
+    except Exception as error:  # classes differ in what they raise
+        reason = str(error).partition("\n")[0] or "it names no activation"
+        raise ValueError(f"{type(model).__name__}: its config could not tell of the memory: "
+                         f"{reason}") from error
+
+
 def save_pretrained(model, save_directory, *args, **kwargs):
     """Save a model of transformers with its memory's code. Classes without memory refuse it.
-    Takes the arguments of the model's own save_pretrained."""
+    Takes the arguments of the model's own save_pretrained, except push_to_hub."""
     import transformers
 
+    if kwargs.get("push_to_hub"):
+        raise ValueError("push_to_hub=True would leave out the memory's code: use "
+                         "model.push_to_hub(NAME)")
+    keep_query(model)
     folder, config = Path(save_directory), model.config
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in code_files().items():
@@ -63,6 +84,15 @@ def save_pretrained(model, save_directory, *args, **kwargs):
             config.auto_map = autos
         else:
             del config.auto_map
+
+
+def keep_query(model):
+    """Tell the config of a quantized model which Linears are not: the memory's query is not."""
+    quantization = getattr(model.config, "quantization_config", None)
+    for name in ("llm_int8_skip_modules", "modules_to_not_convert"):
+        if hasattr(quantization, name):
+            setattr(quantization, name, [module for module, part in model.named_modules()
+                                         if type(part) is nn.Linear])
 
 
 def activation(config):

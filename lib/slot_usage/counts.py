@@ -83,7 +83,7 @@ def usage_metrics(read, top1, weight, topk, effective_k):
         return float(math.log(n_slots) + (share * np.log(share)).sum())
 
     def uniform(k):
-        return 1 - (1 - k / n_slots) ** accesses
+        return 1 - max(0, 1 - k / n_slots) ** accesses
 
     return {"mu": float((read > 0).mean()), "top1_mu": float((top1 > 0).mean()),
             "kl_u": kl_to_uniform(read), "kl_w": kl_to_uniform(weight),

@@ -108,5 +108,6 @@ def evaluate_runs(paths, corpora, device, dtype, batch_size, sequences=None, mas
                 evaluation, _ = evaluate_language_model(model, batches, device, dtype)
                 results[name].append(evaluation)
         trained = Run(checkpoint.parent).steps_and_seed(checkpoint)
-        records.append({"run": path, "checkpoint": str(checkpoint), **trained, "results": results})
+        records.append({"run": path, "checkpoint": str(checkpoint), **trained,
+                        "n_rows": read_weights(checkpoint)["config"].n_rows, "results": results})
     return seq_len, records

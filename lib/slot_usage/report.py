@@ -47,6 +47,8 @@ def describe_run(path, control=None):
         yield ("No control was named: train one by the same command with --memory_layers= "
                "--out=out/NAME, and name it behind the run.")
     yield from compare_with_start(evaluations, controls)
+    if settings.get("pruned_from"):  # the last evaluation counted rows, those before it slots
+        evaluations = evaluations[:-1]
     yield describe_usage(evaluations)
     late = after_a_quarter(evaluations, settings["max_steps"], settings["first_step"])
     counted = evaluations if settings["init_checkpoint"] else late  # as for the log's warnings

@@ -11,6 +11,7 @@ import torch
 from lib.common.errors import UserError
 from lib.for_transformers.adapter import find_memories, load_memory, save_memory, train_memory
 from lib.for_transformers.add_memory import add_memory
+from lib.for_transformers.folder import keep_query
 from tests.for_transformers import small_models
 from tests.helpers import assert_near, assert_same
 from values import LazyAdam
@@ -165,6 +166,14 @@ def test_a_pruned_memory_is_not_saved_alone(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_offloaded_memory_is_not_saved_alone(tmp_path):
+    model = with_memory()
+    find_memories(model)[1].to("meta")  # as accelerate leaves it between passes
+    with pytest.raises(UserError, match="the memory is offloaded"):
+        save_memory(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_save_that_is_interrupted_leaves_no_pair_of_two_saves(tmp_path, monkeypatch):
     save_memory(with_memory(), tmp_path)
 
@@ -239,6 +248,39 @@ def test_adding_a_memory_leaves_the_config_usable(tmp_path):
     other.save_pretrained(tmp_path)
     again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path, trust_remote_code=True)
     assert not find_memories(again)[1].keys.any() and find_memories(model)[1].keys.any()
+
+
+def test_a_push_on_saving_is_refused(tmp_path):
+    """transformers would upload only the files that it wrote itself."""
+    with pytest.raises(ValueError, match="use model.push_to_hub"):
+        with_memory().save_pretrained(tmp_path / "model", push_to_hub=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_query_of_a_quantized_model_stays_whole(tmp_path):
+    """The saved config names the Linears that are not quantized."""
+    class Linear4bit(torch.nn.Linear):
+        pass
+
+    class Config:
+        llm_int8_skip_modules = None
+
+    model = with_memory()
+    model.bert.encoder.layer[0].intermediate.dense.__class__ = Linear4bit
+    model.config.quantization_config = Config()
+    keep_query(model)
+    kept = Config.__dict__ | vars(model.config.quantization_config)
+    assert "bert.encoder.layer.0.memory.query" in kept["llm_int8_skip_modules"]
+    assert "cls.predictions.decoder" in kept["llm_int8_skip_modules"]
+    assert "bert.encoder.layer.0.intermediate.dense" not in kept["llm_int8_skip_modules"]
+
+
+def test_a_quantized_query_is_refused():
+    model = with_memory()
+    query = find_memories(model)[1].query
+    query.weight = torch.nn.Parameter(query.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(TypeError, match="memory's query is quantized.*llm_int8_skip_modules"):
+        outputs(model)
 
 
 def test_a_model_loaded_with_its_code_saves_a_memory_alone(tmp_path):

@@ -198,6 +198,16 @@ def test_a_merged_adapter_changes_no_output(kind, target):
     assert_near(logits(merged, ids, mask), expected, 1e-6)
 
 
+@pytest.mark.parametrize("compile_it", [torch.compile, nn.Module.compile])
+def test_a_compiled_model_sees_the_memory(compile_it):
+    model, (ids, mask) = small_model("LlamaForCausalLM").float().eval(), batch()
+    compiled = compile_it(model, backend="eager")
+    compiled = model if compiled is None else compiled  # compiled in place
+    before = logits(compiled, ids, mask)
+    add_memory(model, (1, 2), **MEMORY)
+    assert (logits(compiled, ids, mask) - before).abs().max() > 0.01
+
+
 def test_a_replica_of_data_parallel_is_refused():
     model, (ids, mask) = with_memory("BertForMaskedLM"), batch()
     find_layers(model)[0].attention._is_replica = True  # as torch.nn.parallel.replicate does
@@ -224,6 +234,8 @@ REFUSED = [
                                "true_hidden_size": 16}, "found 0 lists"),
     ("BloomForCausalLM", {"vocab_size": 40, "hidden_size": 16, "n_layer": 2, "n_head": 2},
      "found 0 lists"),  # its MLP adds the residual
+    ("CTRLLMHeadModel", {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "dff": 24},
+     "its config could not tell of the memory: it names no activation"),
 ]
 
 
@@ -240,7 +252,10 @@ def test_refused_models(kind, sizes, words):
     (2, {}, TypeError, r"layers = 2: expected numbers in a list, as in layers=\(4, 8\)"),
     ((3,), {}, ValueError, "no layer 3: from 1 to 2"),
     ((0,), {}, ValueError, "no layer 0"),
-    (("1",), {}, ValueError, "no layer '1'"),
+    (("1",), {}, TypeError, "expected numbers in a list"),
+    ((1.0,), {}, TypeError, "expected numbers in a list"),
+    ((True,), {}, TypeError, "expected numbers in a list"),
+    (None, {}, TypeError, "layers = None: expected numbers in a list"),
     ((1, 1), {}, ValueError, "each only once"),
     ((), {}, ValueError, "at least one"),
     ((1,), {"n_key": 4}, TypeError, "n_key is no size of a memory: n_keys, heads, topk"),
@@ -248,6 +263,7 @@ def test_refused_models(kind, sizes, words):
     ((1,), {"n_keys": 4.0}, ValueError, "n_keys = 4.0: expected a whole number"),
     ((1,), {"topk": 5}, ValueError, "topk = 5: expected 1 to n_keys = 4"),
     ((1,), {"alpha": 0, "beta": 0}, ValueError, "neither FFN nor memory"),
+    ((1,), {"beta": float("inf")}, TypeError, "beta = inf: expected a number"),
 ])
 def test_wrong_arguments(layers, settings, error, words):
     model = small_model("BertForMaskedLM")

@@ -246,6 +246,17 @@ def test_an_adapter_and_a_memory_are_trained_saved_and_loaded(tmp_path, first):
             assert torch.equal(model.eval()(ids)[0], again.eval()(ids)[0])
 
 
+def test_a_deleted_adapter_leaves_a_model_that_is_saved_with_its_memory(tmp_path):
+    peft = pytest.importorskip("peft")
+    model, _ = model_with_memory()
+    model.add_adapter(peft.LoraConfig(target_modules=["value"], exclude_modules=["memory.query"]))
+    train_memory(model)
+    model.delete_adapter("default")
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path, trust_remote_code=True)
+    assert_same(find_memories(again)[1].state_dict(), find_memories(model)[1].state_dict())
+
+
 @pytest.mark.parametrize("config, tensor", [
     ({"exclude_modules": None}, "query.base_layer"),
     ({"target_modules": "all-linear", "exclude_modules": None}, "query.base_layer"),

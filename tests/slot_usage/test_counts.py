@@ -20,6 +20,7 @@ def test_usage_metrics_known_answers():
     assert m["mu_uniform"] == m["top1_mu_uniform"] == pytest.approx(1 - (63 / 64) ** 10)
     m = usage_metrics(4 * every, every, every / 3, topk=4, effective_k=64 * 2.5)
     assert m["mu"] == m["top1_mu"] == 1 and abs(m["kl_u"]) + abs(m["kl_w"]) < 1e-12
+    assert usage_metrics(np.ones(2), np.ones(2), np.ones(2), 8, 1)["mu_uniform"] == 1  # 2 rows
     assert m["mu_uniform"] == pytest.approx(1 - (60 / 64) ** 64) and m["effective_k"] == 2.5
     four = np.repeat([10.0, 0.0], [4, 60])  # every access reads the same 4 slots
     m = usage_metrics(four, one, np.repeat([4, 3, 2, 1, 0.0], [1, 1, 1, 1, 60]), 4, 30)

@@ -153,14 +153,18 @@ def test_the_curve_and_a_pruned_run(place, capsys):
     with torch.no_grad():
         torch.testing.assert_close(small(ids), whole(ids), rtol=1e-4, atol=1e-5)
 
-    measure.main(["table", "out/pruned", "--data", "tiny", "--out", "t"])
-    [run] = json.loads(Path("t.json").read_text())["runs"]
+    measure.main(["table", "out/pruned", "--data", "tiny", "tiny", "--out", "t"])
+    table = json.loads(Path("t.json").read_text())
+    assert "Usage of out/pruned counts rows of values" in table["note"]
+    [run] = table["runs"]
     assert run["results"]["tiny"][0]["perplexity"] == pytest.approx(
         records[-1]["float32_perplexity"], rel=1e-6)
     assert run["steps"] == "4" and records[-1]["rows"] == 17
     measure.main(["report", "out/pruned"])
     measure.main(["slots", "out/pruned", "--layer", "2"])
     shown = capsys.readouterr().out
+    whole = Run("out/tiny").evaluations()[-1]["layers"]
+    assert f"{whole['2']['top1_mu']:.1%} in layer 2" in shown and whole != log[-1]["layers"]
     assert "8 x 8 slots, which share 17 rows of values, in layers 2 and 3" in shown
     with pytest.raises(UserError, match="no grid of slots"):
         measure.main(["browse", "out/pruned", "--out", "page"])
