@@ -147,6 +147,7 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
         origin = run.settings()
     else:
         origin = checkpoint.init_from(model, initial)
+        check_origin(run, origin["init_checkpoint"])
     batches = TrainingBatches(data.train, config)
     trainer = Trainer(config, model, batches, device, dtype, labels=task.labels)
     state = trainer.restore(newest) if newest else State()
@@ -161,6 +162,15 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     results = {f"eval_{key}": number for key, number in state.best.items()}
     results |= {f"last_{key}": number for key, number in state.last.items()}
     run.write_results(results)  # last: now the seed is done
+
+
+def check_origin(run, origin):
+    """Raise UserError if other seeds began from other weights: their median would mean nothing."""
+    for other in Run(run.folder.parent).seeds():
+        before = other.settings().get("init_checkpoint", origin)
+        if other.folder != run.folder and before != origin:
+            raise UserError(f"{other.folder} began from {before}, {run.folder} would begin from "
+                            f"{origin}: give the new seeds their own --out=out/NAME")
 
 
 def identify_data(task):

@@ -106,7 +106,7 @@ def find_flaw(settings):
             return field.name, f"{reprlib.repr(value)}: expected {expected}"
         least = 0 if field.name in ("type_vocab", "n_rows") else 1
         if field.type is int and not least <= value < 2**31:
-            return field.name, f"{value}: expected a whole number, at least {least}"
+            return field.name, f"{value}: expected a whole number, {least} to 2,147,483,647"
     at = SimpleNamespace(**settings)
     layers = at.memory_layers
     rules = {

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lib.common.errors import Failure, UserError, run_main
 from lib.common.files import atomic, discard, lock, write_text
-from lib.common.settings import Parser, whole_number
+from lib.common.settings import Parser, existing_path, whole_number
 from lib.corpus import download
 from lib.corpus.batches import SPLITS, Corpus
 from lib.corpus.text import docstrings, find_codecs, find_files, stream
@@ -41,7 +41,7 @@ SQUAD_FILES = SQUAD.archives
 def parse_arguments():
     force, source, corpus, named, once = (Parser(add_help=False) for _ in range(5))
     force.add_argument("--force", action="store_true", help="replace what exists")
-    source.add_argument("--from", dest="path", type=Path, metavar="PATH",
+    source.add_argument("--from", dest="path", type=existing_path, metavar="PATH",
                         help="a folder or file on disk, instead of a download")
     either = corpus.add_mutually_exclusive_group()
     either.add_argument("--vocab", metavar="PATH", help="a vocab.txt, another corpus's folder, or "
@@ -83,7 +83,7 @@ def parse_arguments():
         paper = add(name, prepare_paper, "a corpus of the paper", force, corpus, named)
         if name != "pg19":
             paper.add_argument("--val_every", default=1000, **heldout)
-        paper.add_argument("--from", dest="path", type=Path, nargs=len(corpora),
+        paper.add_argument("--from", dest="path", type=existing_path, nargs=len(corpora),
                            metavar=tuple(title.upper() for title, *_ in corpora),
                            help="files or folders on disk: parquet or text")
     glue = add("glue", prepare_glue, "the tasks of GLUE, for finetune.py", force, source)

@@ -11,7 +11,6 @@ one process at a time trains in a folder.
 import shlex
 import sys
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ import torch
 from lib.common.device import use_device
 from lib.common.errors import UserError, need, run_script
 from lib.common.files import lock
+from lib.common.progress import duration
 from lib.common.settings import DTYPES, ON_OFF, load_settings, setting
 from lib.corpus.batches import CausalBatches, MaskedBatches, causal_heldout, masked_heldout
 from lib.distributed.processes import first_rank_first, my_micro_batches, run_ranks, set_timeout
@@ -135,7 +135,7 @@ def prepare_and_train(config, run, argv):
     corpus = open_corpus(config.dataset, *([start] if start else []))
     data = corpus.meta["sha256"]
     if checkpoint:
-        run.check_settings(config, data)
+        run.check_settings(config, data, also=["dtype"] if config.eval_only else [])
     model, origin = make_model(config, corpus, checkpoint)
     causal = config.objective == "causal"
     make_batches = CausalBatches if causal else MaskedBatches
@@ -165,7 +165,7 @@ def prepare_and_train(config, run, argv):
     if signals and state.step < config.max_steps:
         print(f"saved {run.newest_checkpoint()}; go on with: python pretrain.py {shlex.join(argv)}")
         return status_after(signals)
-    print(f"done, {timedelta(seconds=round(state.elapsed))} of training: {run.newest_checkpoint()}")
+    print(f"done, {duration(state.elapsed)} of training: {run.newest_checkpoint()}")
     return 0
 
 

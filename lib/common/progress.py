@@ -1,7 +1,8 @@
 """
-Show progress, and print tables.
+Show progress and durations, and print tables.
 """
 import sys
+from datetime import timedelta
 
 from tqdm import tqdm
 
@@ -22,6 +23,11 @@ class Progress(tqdm):
         if file.isatty():
             return tqdm.status_printer(file)
         return lambda text: text and print(text, file=file, flush=True)
+
+
+def duration(seconds):
+    """Format seconds as days, hours, minutes and seconds, up to a billion days."""
+    return str(timedelta(seconds=round(min(seconds, 8e13))))
 
 
 def markdown(header, rows, align=str.ljust):

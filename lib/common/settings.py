@@ -58,6 +58,13 @@ def whole_number(text, least=1):
     return int(text)
 
 
+def existing_path(text):
+    """Return the path of a file or folder on disk; for argparse's `type`."""
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"{text}: no such file or folder")
+    return Path(text)
+
+
 def setting(default, comment, least=None, choices=None, may_change=False, group=None):
     """Declare a field of a settings dataclass. --help shows the `comment`. `least` is the lowest
     value, `choices` are the only ones. With `may_change` a run can go on with another value.
@@ -74,6 +81,8 @@ def load_settings(defaults, argv):
     fields = {field.name: field for field in dataclasses.fields(defaults)}
     args, unknown = _parser(defaults, fields).parse_known_args(argv)
     if unknown:
+        if unknown[0].endswith(".py") and args.config:
+            raise UserError(f"{unknown[0]}: a second config beside {args.config}: expected one")
         key = unknown[0].removeprefix("--").partition("=")[0]
         _check_key("command line", fields, key)
         raise UserError(f"{unknown[0]}: expected --{key}=VALUE")

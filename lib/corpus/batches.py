@@ -34,8 +34,8 @@ class Corpus:
         self.name, self.folder = name, Path("data", name)
         file = self.folder / "meta.json"
         if not file.is_file():
-            if "/" in name:
-                raise UserError(f"dataset {name}: expected the name of a folder in data/, no path")
+            if name in ("", ".", "..") or "/" in name:
+                raise UserError(f"dataset {name!r}: expected a folder's name in data/, no path")
             known = name.removesuffix("_raw") in CORPORA
             command = name.replace("_raw", " --raw") if known else f"text {name} PATH..."
             raise UserError(f"{self.folder}: no such corpus: python prepare_data.py {command}")
@@ -102,6 +102,15 @@ def mask_tokens(ids, rng, vocab_size, special_ids):
     return {"ids": inputs, "positions": positions, "labels": labels}
 
 
+def tokens_per_step(config):
+    """Return the number of tokens of a training step; UserError for an absurd one."""
+    tokens = config.accumulation * config.batch_size * config.seq_len
+    if tokens > 2**36:
+        raise UserError(f"{config.batch_size:,} x {config.accumulation:,} sequences of "
+                        f"{config.seq_len} a step: lower batch_size or accumulation")
+    return tokens
+
+
 class MaskedBatches:
     """Make training batches for a masked language model.
 
@@ -120,11 +129,7 @@ class MaskedBatches:
         if self.per_epoch < 1:
             raise UserError(f"data/{corpus.name}/train.bin: {len(self.tokens)} tokens are too few "
                             f"for sequences of {config.seq_len}: shorter seq_len, or more text")
-        self.unit = "tokens"
-        self.size = config.accumulation * config.batch_size * config.seq_len  # tokens a step
-        if self.size > 2**36:
-            raise UserError(f"{config.batch_size:,} x {config.accumulation:,} sequences of "
-                            f"{config.seq_len} a step: lower batch_size or accumulation")
+        self.unit, self.size = "tokens", tokens_per_step(config)
         self.epoch = self.order = self.text = None
 
     def epochs(self, steps):

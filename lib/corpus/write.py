@@ -192,6 +192,9 @@ def unigram_perplexity(train, heldout, special_ids):
     if not train.any():
         return None
     train, heldout = (np.delete(counts, special_ids) for counts in (train + 1, heldout))
+    if not heldout.any():
+        raise UserError("the documents held out as val have no word: take more text, or another "
+                        "--val_every")
     return float(np.exp(-(heldout @ np.log(train / train.sum())) / heldout.sum()))
 
 

@@ -39,6 +39,9 @@ def evaluate_language_model(model, batches, device, dtype=torch.float32):
             masked += (labels != -100).sum().item()
     model.train(was_training)
     loss, correct, masked = map(sum_over_ranks, (loss, correct, masked))
+    if not masked:
+        raise UserError("the held-out text has no word to predict: more text, or more of it held "
+                        "out (prepare_data.py text --val_every)")
     results = {"loss": loss / masked, "perplexity": math.exp(min(loss / masked, 700)),
                "accuracy": correct / masked, "masked_tokens": masked,
                "layers": {n: usage_metrics(**sums) for n, sums in counts.items()}}

@@ -71,7 +71,7 @@ def find_task(name, root="data"):
     """Find a Task by its name or folder; UserError if it is not there.
 
     name: "sst2" or "SST-2", "squad", "docs" (made if missing), or a folder of your own."""
-    key, folder = task_name(name), Path(name or "?")
+    key, folder = task_name(name), Path(name)
     hint = f"expected docs, {', '.join(TASKS)}, or a folder of your own"
     if key in TASKS:
         command = "squad" if key == "squad" else f"glue {GLUE[key].title}"
@@ -80,6 +80,8 @@ def find_task(name, root="data"):
         folder = Path(root, "docs_task")
         if not folder.exists():
             run_script("prepare_data.py", "docs_task", "--if_missing")
+    if not name:
+        raise UserError(f"task is empty: {hint}")
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder: {hint}")
     task = TASKS[key] if key in TASKS else own_task(folder, Path(name).name)

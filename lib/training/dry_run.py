@@ -2,14 +2,14 @@
 Try two steps on random tokens: how much memory, time and disk a run takes.
 """
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from lib.common.progress import duration
 from lib.common.timing import peak_bytes
-from lib.corpus.batches import MASKED, Corpus
+from lib.corpus.batches import MASKED, Corpus, tokens_per_step
 from lib.distributed.processes import get_world_size
 from lib.distributed.sharded_values import Columns, count_parameters, leaves
 from lib.training.trainer import State
@@ -26,7 +26,7 @@ class RandomBatches:
 
     def __init__(self, config):
         self.config, self.accumulation = config, config.accumulation
-        self.size = config.accumulation * config.batch_size * config.seq_len  # tokens a step
+        self.size = tokens_per_step(config)
         prepared = Path("data", config.dataset, "meta.json").is_file()
         self.vocab_size = Corpus(config.dataset).vocab_size if prepared else BertConfig.vocab_size
         self.source = (f"of data/{config.dataset}" if prepared
@@ -57,7 +57,7 @@ def try_steps(trainer):
         start = time.perf_counter()
         loss, norm = (x.item() for x in trainer.step(step))  # waits for the device
         seconds.append(time.perf_counter() - start)
-    whole = timedelta(seconds=round(seconds[1] * config.max_steps))
+    whole = duration(seconds[1] * config.max_steps)
     compiling = " with compiling" if trainer.compiled is not trainer.model else ""
     print(f"loss {loss:.4f}, gradient norm {norm:.2f}\n"
           f"{seconds[1]:.3g} s a step of {batches.size:,} tokens, "

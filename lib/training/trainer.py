@@ -7,13 +7,13 @@ import os
 import signal
 import time
 from dataclasses import asdict, dataclass, field, fields
-from datetime import timedelta
 
 import numpy as np
 import torch
 
 from lib.common.errors import Failure, UserError
 from lib.common.files import load_file
+from lib.common.progress import duration
 from lib.common.random_streams import DROPOUT
 from lib.common.torchrun import under_torchrun
 from lib.distributed.gradients import distribute, sum_gradients
@@ -148,7 +148,7 @@ class Trainer:
             record["mfu"] = rate * self.flops / (get_world_size() * peak)
             mfu = f" | mfu {record['mfu']:.1%}"
         run.log(record)
-        eta = timedelta(seconds=round((steps - step) * self.batches.size / rate))
+        eta = duration((steps - step) * self.batches.size / rate)
         print(f"step {step:,}/{steps:,} | epoch {record['epoch']:.2f} | loss {record['loss']:.4f}"
               f" | {rate:,.0f} {unit}/s{mfu} | lr {record['lr']:.2e} | eta {eta}", flush=True)
 

@@ -151,6 +151,9 @@ def init_from(model, path, reinit_ffn=False):
     source, _ = find_weights(path)
     saved = read_weights(source)
     check_objective(source, saved["config"], model.bert.config.causal)
+    heads, own = saved["config"].n_head, model.bert.config.n_head
+    if heads != own:  # their weights have the same shapes
+        raise UserError(f"{source} has n_head = {heads}, this model {own}: give --n_head={heads}")
     pooler_trained, first_step = pooler_is_trained(source, saved), 0
     random = {("task head", None)}
     random |= {("FFN", n) for n in model.bert.config.memory_layers if reinit_ffn}

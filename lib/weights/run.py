@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -133,18 +134,22 @@ class Run:
             raise UserError(f"{path}: no {missing[0]}: expected a run of pretrain.py")
         return settings
 
-    def check_settings(self, config, data):
+    def check_settings(self, config, data, also=()):
         """Print what changed since the run began. UserError if `data` changed (see begin), or a
-        setting that must not change."""
+        setting that must not change. The settings named in `also` may change, too."""
         may_change = {field.name for field in fields(config) if field.metadata["may_change"]}
+        may_change |= set(also)
         # settings that did not exist when the run began had the effect of their defaults
         default = {field.name: field.default for field in fields(config)}
         default, now = json.loads(json.dumps([default, asdict(config)]))
         before, notes = default | self.settings(["first_step"]), []
         for key in sorted(key for key in now if now[key] != before[key]):
             if key not in may_change:
+                kept = before[key]
+                kept = ",".join(map(str, kept)) if isinstance(kept, list) else str(kept)
                 raise UserError(f"{self.folder} was trained with {key} = {before[key]!r}, not "
-                                f"{now[key]!r}: give the changed run its own --out=out/NAME")
+                                f"{now[key]!r}: add --{key}={shlex.quote(kept)} to go on, or give "
+                                "the changed run its own --out=out/NAME")
             note = ("; the learning rate now reaches 0 at the new max_steps"
                     if key == "max_steps" else "")
             note += " (it rises again first)" if note and now[key] > before[key] else ""
@@ -239,7 +244,10 @@ class Run:
 
     def newest_checkpoint(self):
         """Return the path of the newest checkpoint, or None."""
-        return next(reversed(self.checkpoints()), None)
+        newest = next(reversed(self.checkpoints()), None)
+        if newest and not (newest / "model.pt").is_file():
+            raise UserError(f"{newest}: no model.pt: remove the folder to use an older checkpoint")
+        return newest
 
     def weights_folder(self):
         """Return the path of the weights that the folder stands for (see find_weights), or None."""

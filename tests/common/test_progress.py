@@ -1,12 +1,13 @@
 """
-Progress bars and Markdown tables.
+Progress bars, durations and Markdown tables.
 """
 import itertools
 import sys
 
+import pytest
 import tqdm
 
-from lib.common.progress import Progress, markdown
+from lib.common.progress import Progress, duration, markdown
 
 
 def test_progress_on_a_pipe_is_a_line_now_and_then(capsys, monkeypatch):
@@ -21,6 +22,12 @@ def test_progress_on_a_pipe_is_a_line_now_and_then(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     list(Progress(range(10), "reading"))
     assert capsys.readouterr().err.count("\rreading: ") > 3
+
+
+@pytest.mark.parametrize("seconds, text", [
+    (59.6, "0:01:00"), (90061, "1 day, 1:01:01"), (2.0**63, "925925925 days, 22:13:20")])
+def test_a_duration(seconds, text):
+    assert duration(seconds) == text
 
 
 def test_a_table_in_markdown():

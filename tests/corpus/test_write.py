@@ -111,6 +111,13 @@ def test_unigram_perplexity():
     assert found == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_held_out_text_has_words(workdir):
+    Path("soft.txt").write_text("cat\n\n\u00ad\n\nmat\n")  # a soft hyphen is no token
+    with pytest.raises(UserError, match="the documents held out as val have no word"):
+        prepare("text", "new", "soft.txt", "--vocab", "vocab.txt")
+    assert not Path("data/new").exists()
+
+
 def many_documents():
     rng = random.Random(1)
     for file in range(3):

@@ -475,6 +475,17 @@ def test_other_settings_are_another_fine_tuning(tuned):
         tune("--max_steps=2", "--lr=2e-3")
 
 
+def test_a_median_is_over_seeds_of_one_model(tuned, capsys):
+    """Pretraining went on between the first seed and the second."""
+    newest = Run("out/tiny").newest_checkpoint()
+    assert tune("--max_steps=2") == 0
+    shutil.copytree(newest, "out/tiny/step_999999")
+    assert tune("--max_steps=2") == 0  # it is done
+    assert_one_line(capsys, "tune.py", "--max_steps=2", "--seeds=2", main=finetune.main, words=[
+        f"out/tiny_own/seed0 began from {newest}, ",
+        "out/tiny_own/seed1 would begin from out/tiny/step_999999", "--out=out/NAME"])
+
+
 def test_a_resumed_fine_tuning_has_the_same_data(tuned, capsys):
     """The same number of classes under other names, or another text in dev, is another task."""
     assert tune("--max_steps=2", "--train_examples=16") == 0

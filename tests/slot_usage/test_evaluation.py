@@ -92,6 +92,12 @@ def test_perplexity_of_a_stub():
     assert results["masked_tokens"] == 3 and results["accuracy"] == pytest.approx(1 / 3)
 
 
+def test_a_text_without_words_has_no_perplexity():
+    nothing = [batch(np.zeros((2, 4), int), np.zeros((2, 2), int), [[-100, -100]] * 2)]
+    with pytest.raises(UserError, match="no word to predict"):
+        evaluate_language_model(Stub(), nothing, torch.device("cpu"))
+
+
 def test_perplexity_depends_on_neither_batch_size_nor_padding(place):
     corpus, device = Corpus("tiny"), torch.device("cpu")
     model = tiny_bert(memory_layers=(2,), vocab_size=corpus.vocab_size).eval()

@@ -263,6 +263,8 @@ def test_init_from(plain_run, capsys, alpha, reinit_ffn):
 def test_init_from_another_shape(plain_run):
     with pytest.raises(UserError, match="shape"):
         init_from(tiny_bert(d_model=12), plain_run[1])
+    with pytest.raises(UserError, match="has n_head = 2, this model 4: give --n_head=2"):
+        init_from(tiny_bert(n_head=4), plain_run[1])
 
 
 def test_seeds_share_no_random_pooler(plain_run):
@@ -332,6 +334,9 @@ def test_a_run_leaves_what_it_promises(place, capsys):
     assert train(*args) == 0 and files() == before  # the end was reached
     assert train(*args, "--eval_only=True") == 0 and files() == before
     assert f"perplexity {evaluations[-1]['perplexity']:.2f}" in capsys.readouterr().out
+    with pytest.raises(UserError, match="add --dtype=float32 to go on"):
+        train("--max_steps=14", "--dtype=bfloat16")
+    assert train(*args, "--eval_only=True", "--dtype=bfloat16") == 0 and files() == before
     assert train("--out=out/new", "--dry_run=True") == 0 and files() == before
     with pytest.raises(UserError, match="out/new: no checkpoint to evaluate"):
         train("--out=out/new", "--eval_only=True")
