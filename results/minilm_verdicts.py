@@ -83,7 +83,8 @@ def print_task(folder, task):
                           *((NAMES[name], runs) for name, runs in scores.items())):
         if numbers:
             print(f"{task}, {name}:", f"{mean(numbers):.2f};", *(f"{x:.2f}" for x in numbers))
-    for claim, better, worse in ((5, "f", "b"), ("-", "f_zero", "b"), ("-", "f_zero", "f")):
+    fifth = 5 if task == "SST-2" else "-"
+    for claim, better, worse in ((fifth, "f", "b"), ("-", "f_zero", "b"), ("-", "f_zero", "f")):
         if better in scores and worse in scores:
             print(f"{claim}. {task}, {NAMES[better]} - {NAMES[worse]}, points:",
                   verdict(minus(scores[better], scores[worse])))
