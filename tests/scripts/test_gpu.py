@@ -204,6 +204,7 @@ def test_what_the_runs_have_learned(folder):
             ("float32", [], 9.0, None), ("ranks", [2, 1], 9.0, 0.0)):
         run = folder / gpu.RUNS / name
         (run / "step_000002").mkdir(parents=True)
+        (run / "step_000002/model.pt").touch()
         records = [{"step": n, "loss": loss, "lr": 1, "tokens_per_s": 1000 * n}
                    for n, loss in enumerate(losses)]
         records += [{"step": n, "perplexity": p, "accuracy": 0, "layers": {}}
