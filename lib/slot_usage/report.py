@@ -35,7 +35,7 @@ def describe_run(path, control=None):
     if not Path(path).is_dir():
         raise UserError(f"{path}: no such run")
     settings = Run(path).settings([*MEMORY, *TRAINING, "first_step"])
-    if not settings["memory_layers"]:
+    if not settings["memory_layers"] or settings.get("beta") == 0:
         raise UserError(f"{path}: a run without memory: name the run with memory first, then its "
                         "control")
     evaluations = Run(path).evaluations()
@@ -82,7 +82,7 @@ def compare_with_control(path, control):
     compared at the last step that both evaluated."""
     settings, others = (Run(run).settings([*TRAINING, "memory_layers"]) for run in (path, control))
     ours, theirs = ({e["step"]: e for e in Run(run).evaluations()} for run in (path, control))
-    if Path(settings["init_checkpoint"]).parent == Path(control):
+    if Path(settings["init_checkpoint"]).parent.resolve() == Path(control).resolve():
         yield (f"No comparison: {control} is the model that it began from; a control goes on from "
                "there without memory.")
         return

@@ -10,9 +10,10 @@ from lib.tasks.glue import TASKS, task_name
 from lib.weights.run import Run
 
 TABLE_4 = list(TASKS)[:6]  # its columns; its average leaves SQuAD out
-# Not part of a recipe: settings that change no score, and the seeds
+# Not part of a recipe: settings that change no score, the seeds, and facts of the process
 NO_RECIPE = {"out", "log_interval", "checkpoint_interval", "checkpoint_minutes", "device",
-             "compile", "tensorboard", "rank_timeout", "seed", "seeds"}
+             "compile", "tensorboard", "rank_timeout", "seed", "seeds", "threads", "torch",
+             "commit", "ranks"}
 
 
 def group_seeds(paths):

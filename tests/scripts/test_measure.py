@@ -19,6 +19,7 @@ import torch
 import finetune
 import measure
 from lib.common.errors import UserError
+from lib.common.provenance import process_facts
 from lib.corpus.batches import Corpus, cut_split, masked_heldout
 from lib.corpus.vocabulary import load_tokenizer
 from lib.for_transformers.export import export
@@ -242,13 +243,13 @@ def fine_tuned(folder, accuracy, **settings):
 def test_a_recipe_is_every_setting_that_must_not_change():
     may_change = {field.name for field in dataclasses.fields(finetune.Config)
                   if field.metadata["may_change"]}
-    assert NO_RECIPE == may_change | {"seed"}
+    assert NO_RECIPE == may_change | {"seed", "ranks", *process_facts()}
 
 
 def test_glue_pools_nothing_but_seeds(workdir, capsys):
     """Another lr is another row; a log interval is not; one cell is not filled twice."""
-    fine_tuned("out/a/seed0", 0.5)
-    fine_tuned("out/a/seed1", 0.7, seed=1, log_interval=5, a_new_setting=0)
+    fine_tuned("out/a/seed0", 0.5, threads=1, commit="1f")
+    fine_tuned("out/a/seed1", 0.7, seed=1, log_interval=5, a_new_setting=0, threads=2)
     fine_tuned("out/b/seed0", 0.9, lr=1e-4)
     fine_tuned("out/c/seed0", 0.8, task="sst2", lr=3e-5)
     Path("out/pretrained").mkdir()

@@ -110,7 +110,9 @@ def test_runs_that_cannot_be_compared():
         assert reason in only("No comparison", found) and len(found) == 6
         assert "from 40.00 to 30.00 (-25.0%)" in only("From its own start", found)
     base = write_run("base", [50] * 11, usage=(), init_checkpoint="", first_step=0)
-    assert "out/base is the model that it began from" in only("No comparison", sentences(run, base))
+    for name in (base, str(Path(base).absolute())):
+        found = only("No comparison", sentences(run, name))
+        assert "out/base is the model that it began from" in found
 
 
 def test_without_a_control_it_is_said_how_to_train_one():
@@ -191,9 +193,11 @@ def test_stale_slots_are_those_of_no_snapshot_in_the_second_half():
 def test_mistakes_in_one_line(capsys):
     run = write_run("resm", [40, 30])
     no_evaluation, plain = write_run("new", []), write_run("more", [40, 30], usage=())
+    unread = write_run("unread", [40, 30], beta=0.0)
     Path("out/tuned").mkdir()
     Path("out/tuned/config.json").write_text(json.dumps({"task": "own"}))
     for args, words in (((plain,), ["out/more", "without memory"]),
+                        ((unread,), ["out/unread", "without memory"]),
                         ((no_evaluation,), ["out/new", "no evaluation"]),
                         ((run, no_evaluation), ["out/new", "no evaluation"]),
                         (("out/none",), ["out/none"]), ((run, "out/none"), ["out/none"]),
