@@ -15,11 +15,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 from lib.common.files import write_text
-from lib.common.progress import markdown
+from lib.common.progress import duration, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 GRACE = 40  # seconds to end after SIGTERM: torchrun needs 30 for ranks that hang
@@ -166,4 +165,4 @@ def shown_output(step, shown):
 
 
 def minutes_and_seconds(seconds):
-    return str(timedelta(seconds=round(seconds)))[2:]
+    return duration(seconds)[2:]
