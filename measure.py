@@ -33,11 +33,10 @@ from lib.common.files import write_text
 from lib.common.settings import DTYPES, Parser, whole_number
 from lib.corpus.vocabulary import load_tokenizer, special_ids, special_tokens
 from lib.distributed.processes import is_distributed, run_ranks
-from lib.slot_usage import figures, tables
+from lib.slot_usage import evaluation, figures, tables
 from lib.slot_usage.browse import page_data, page_html
 from lib.slot_usage.contexts import CorpusReads, print_guess, training_text
 from lib.slot_usage.counts import times_read
-from lib.slot_usage.evaluation import check_language_model, check_same_text, evaluate_runs
 from lib.slot_usage.prune import prune_run
 from lib.slot_usage.report import describe_run, slot_staleness
 from lib.slot_usage.task_reads import compare_classes, task_usage
@@ -59,9 +58,9 @@ def table_2(args):
     device, dtype, line = choose_device(args.device, args.dtype)
     print(line)
     args.data = list(dict.fromkeys(args.data))  # each once
-    seq_len, runs = evaluate_runs(args.runs, args.data, device, dtype, args.batch_size,
+    seq_len, runs = evaluation.evaluate_runs(args.runs, args.data, device, dtype, args.batch_size,
                                   args.sequences, args.repeats)
-    rows, pruned = [], [run["run"] for run in runs if run["n_rows"]]
+    rows = []
     for run in runs:
         results = list(run["results"].values())
         rows.append([run["run"], run["steps"], run["seed"], *map(tables.perplexity_cell, results),
@@ -70,9 +69,8 @@ def table_2(args):
             f"overlap by half. Usage on data/{args.data[0]}. Several maskings: mean [lowest, "
             "highest]. Steps: those of the initial model + the run's own. Only rows with the same "
             "number of steps show what the memory does. Each is one run of one seed, and another "
-            "seed alone changes the perplexity: run several before you trust a small difference.")
-    if pruned:
-        note += f" Usage of {', '.join(pruned)} counts rows of values, which slots share."
+            "seed alone changes the perplexity: run several before you trust a small difference."
+            f"{tables.rows_note(runs)}")
     header = ["run", "steps", "seed", *(f"{name} ppl" for name in args.data), *tables.USAGE]
     tables.write_table(args.out, header, rows, note, {"note": note, "runs": runs})
 
@@ -84,8 +82,8 @@ def table_6(args):
     rows = [[r["run"], r["task"], f"{r['examples']:,}", *tables.usage_cells([r["layers"]])]
             for r in records]
     tables.write_table(args.out, ["run", "task", "examples", *tables.USAGE], rows,
-                       "The best epoch so far, train split, nothing masked, padding not counted.",
-                       records)
+                       "The best epoch so far, train split, nothing masked, padding not counted."
+                       f"{tables.rows_note(records)}", records)
 
 
 def glue(args):
@@ -117,8 +115,7 @@ def staleness(args):
 def curves(args):
     """Draw Figure 3: perplexity and top-1 usage against the step, for several runs."""
     names = figures.run_names(args.runs, args.names)
-    corpus = check_same_text(args.runs)
-    runs = {path: Run(path).evaluations() for path in args.runs}
+    corpus, runs = evaluation.comparable_evaluations(args.runs)
     tables.write_table(args.out, *tables.curves_table(runs, corpus), runs,
                        lambda data: figures.draw_curves(data, names))
 
@@ -234,7 +231,7 @@ def read_corpus(args):
 def open_language_model(args, causal):
     """Load the language model of args.run: (model, tokenizer, folder of its weights, CorpusReads).
     The last is None for a model without memory, or if the run's corpus is not there."""
-    check_language_model(args.run, causal)
+    evaluation.check_language_model(args.run, causal)
     checkpoint, vocab = find_weights(args.run)
     model, corpus = load_model(checkpoint).eval().to(open_device(args)), None
     try:

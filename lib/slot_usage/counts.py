@@ -96,3 +96,9 @@ def last_used(snapshots, layer):
     1; 0 if there is none. snapshots: what Run.usage_snapshots() returns."""
     top1 = [arrays[usage_key(layer, "top1")] for arrays in snapshots.values()]
     return np.max([(counts > 0) * n for n, counts in enumerate(top1, 1)], axis=0)
+
+
+def same_unit(evaluations):
+    """Keep the evaluations that count what the first counts: slots, or rows of pruned memories."""
+    unit = evaluations[0].get("n_rows")
+    return [evaluation for evaluation in evaluations if evaluation.get("n_rows") == unit]

@@ -21,8 +21,8 @@ from lib.weights.run import Run
 def evaluate_language_model(model, batches, device, dtype=torch.float32):
     """Evaluate a language model on batches of masked_heldout or causal_heldout. Returns (results,
     the counts of count_reads). results: loss (nats), perplexity and accuracy over all predicted
-    positions; masked_tokens, their number; layers, {layer: usage_metrics}. A compiled model is run
-    as its raw module."""
+    positions; masked_tokens, their number; layers, {layer: usage_metrics}. With n_rows, the usage
+    counts the rows of a pruned memory, not slots. A compiled model is run as its raw module."""
     model = getattr(model, "_orig_mod", model)
     was_training = model.training
     model.eval()
@@ -45,6 +45,8 @@ def evaluate_language_model(model, batches, device, dtype=torch.float32):
     results = {"loss": loss / masked, "perplexity": math.exp(min(loss / masked, 700)),
                "accuracy": correct / masked, "masked_tokens": masked,
                "layers": {n: usage_metrics(**sums) for n, sums in counts.items()}}
+    if n_rows := model.bert.config.n_rows:
+        results["n_rows"] = n_rows
     return results, counts
 
 
@@ -67,14 +69,32 @@ def check_language_model(path, causal):
 
 def check_same_text(paths):
     """Return the corpus of pretrained runs; UserError if their perplexities are of other texts."""
-    keys = "tokenizer_hash", "dataset", "objective"
+    keys = "tokenizer_hash", "dataset", "objective", "seq_len"
     first = Run(paths[0]).settings(keys)
     for path in paths:
         settings = Run(path).settings(keys)
-        if any(settings[key] != first[key] for key in keys):
-            raise UserError(f"{path} has another vocabulary, corpus or objective than {paths[0]}: "
-                            "their perplexities cannot be compared")
+        different = "another text of the same name"
+        if any(settings[key] != first[key] for key in keys[:3]):
+            different = "another vocabulary, corpus or objective"
+        elif settings["seq_len"] != first["seq_len"]:
+            different = "sequences of another length"
+        elif settings.get("data") == first.get("data"):
+            continue
+        raise UserError(f"{path} has {different} than {paths[0]}: their perplexities cannot be "
+                        "compared")
     return first["dataset"]
+
+
+def comparable_evaluations(paths):
+    """Read the evaluations of pretrained runs: (corpus, {path: evaluations}). UserError if they
+    are of other texts, or the last ones of other sequences."""
+    corpus, runs = check_same_text(paths), {path: Run(path).evaluations() for path in paths}
+    first = runs[paths[0]][-1]["masked_tokens"]
+    for path, evaluations in runs.items():
+        if (tokens := evaluations[-1]["masked_tokens"]) != first:
+            raise UserError(f"{path} was evaluated on {tokens:,} tokens, {paths[0]} on {first:,}: "
+                            "their perplexities cannot be compared (eval_sequences)")
+    return corpus, runs
 
 
 def table_batches(causal, corpus, split, seq_len, batch_size, sequences, masking=0):

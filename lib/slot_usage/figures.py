@@ -10,6 +10,7 @@ import itertools
 import numpy as np
 
 from lib.common.errors import UserError, need
+from lib.slot_usage.counts import same_unit
 
 WIDTH = 5.5  # inches
 INK = "#787878"  # of text and axes; contrast at least 4.2
@@ -114,6 +115,11 @@ def draw_pruning(records, names):
     return figure
 
 
+def finite(evaluations):
+    """List the perplexities that are numbers: those of a diverged run are not."""
+    return [e["perplexity"] for e in evaluations if np.isfinite(e["perplexity"])]
+
+
 def draw_curves(runs, names):
     """Draw Figure 3: perplexity above top-1 usage, against the step. Perplexity is cut off above
     the start of runs that go on from another model. runs: {path: Run(path).evaluations()}.
@@ -124,9 +130,12 @@ def draw_curves(runs, names):
     height = 2.5 * panels + 0.22 * (len(runs) + len(layers)) + 0.6
     figure, grid = subplots(panels, 1, height, sharex=True)
     upper, *lower = grid.flat
-    starts = [first["perplexity"] for first, *_ in runs.values() if first["step"]]
-    ends = [last["perplexity"] for *_, last in runs.values()]
-    highest = 1.05 * max([2 * min(ends), *starts, *ends])
+    everything = finite([e for evaluations in runs.values() for e in evaluations])
+    if not everything:
+        raise UserError("no perplexity is a number, the runs diverged: nothing to draw")
+    starts = finite([first for first, *_ in runs.values() if first["step"]])
+    ends = finite([last for *_, last in runs.values()])
+    highest = 1.05 * max([2 * min(ends or everything), *starts, *ends])
     for number, (path, evaluations) in enumerate(runs.items()):
         look = {"color": COLORS[number % 7], "linestyle": LINES[number % 6]}
         steps, perplexity = np.array([(e["step"], e["perplexity"]) for e in evaluations]).T
@@ -134,15 +143,16 @@ def draw_curves(runs, names):
         start = {"marker": "o", "markevery": [0], "fillstyle": "none"} if steps[0] else {}
         upper.plot(steps[first:], perplexity[first:], label=names[path], **look, **start)
         for layer in evaluations[-1]["layers"]:
-            usage = [100 * e["layers"][layer]["top1_mu"] for e in evaluations]
-            lower[0].plot(steps, usage, marker=markers[layer], markersize=5, markevery=0.08, **look)
+            counted = same_unit(evaluations)
+            usage = [100 * e["layers"][layer]["top1_mu"] for e in counted]
+            lower[0].plot(steps[:len(counted)], usage, marker=markers[layer], markersize=5,
+                          markevery=0.08, **look)
     for axes in lower:
         axes.set(ylim=(0, 102))
         axes.set_title("top-1 memory usage (% of slots)")
         for layer, marker in markers.items():  # for the legend alone
             axes.plot([], [], marker, color=INK, label=f"layer {layer}")
     ticker = need("matplotlib.ticker", "a figure")
-    everything = [e["perplexity"] for evaluations in runs.values() for e in evaluations]
     upper.set(yscale="log", ylim=(0.97 * min(everything), min(highest, 1.03 * max(everything))))
     upper.set_title("perplexity on held-out text (log scale)")
     upper.yaxis.set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 5, 10]))

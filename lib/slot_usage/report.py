@@ -10,13 +10,14 @@ USED     2/3    Of what uniform use reaches. An added memory has 98%, one from s
                 (results/causal.md).
 DRIFT and QUARTER are those of the warnings in the log (lib/training/warn.py).
 """
+import math
 import shlex
 from pathlib import Path
 
 import numpy as np
 
 from lib.common.errors import UserError
-from lib.slot_usage.counts import last_used
+from lib.slot_usage.counts import last_used, same_unit
 from lib.slot_usage.evaluation import check_same_text
 from lib.training.warn import DRIFT, after_a_quarter, usage_fall
 from lib.weights.run import Run, usage_key
@@ -41,14 +42,20 @@ def describe_run(path, control=None):
     evaluations = Run(path).evaluations()
     controls = Run(control).evaluations() if control else []
     yield describe_memory(path, settings, evaluations)
-    if control:
+    if bad := diverged(evaluations):
+        yield (f"It diverged: its perplexity at step {bad['step']:,} is no number. Train it again "
+               f"with --out=out/NAME --lr={settings['lr'] / 4:g}.")
+        return
+    if bad := diverged(controls):
+        yield f"No comparison: {control} diverged, at step {bad['step']:,}."
+        controls = []
+    elif control:
         yield from compare_with_control(path, control)
     else:
         yield ("No control was named: train one by the same command with --memory_layers= "
                "--out=out/NAME, and name it behind the run.")
     yield from compare_with_start(evaluations, controls)
-    if settings.get("pruned_from"):  # the last evaluation counted rows, those before it slots
-        evaluations = evaluations[:-1]
+    evaluations = same_unit(evaluations)  # a pruned run's last one counts rows
     yield describe_usage(evaluations)
     late = after_a_quarter(evaluations, settings["max_steps"], settings["first_step"])
     counted = evaluations if settings["init_checkpoint"] else late  # as for the log's warnings
@@ -82,7 +89,8 @@ def compare_with_control(path, control):
     compared at the last step that both evaluated."""
     settings, others = (Run(run).settings([*TRAINING, "memory_layers"]) for run in (path, control))
     ours, theirs = ({e["step"]: e for e in Run(run).evaluations()} for run in (path, control))
-    if Path(settings["init_checkpoint"]).parent.resolve() == Path(control).resolve():
+    start = settings["init_checkpoint"]
+    if start and Path(start).parent.resolve() == Path(control).resolve():
         yield (f"No comparison: {control} is the model that it began from; a control goes on from "
                "there without memory.")
         return
@@ -91,15 +99,11 @@ def compare_with_control(path, control):
     except UserError as error:
         yield f"No comparison: {error}."
         return
-    if settings.get("data") != others.get("data"):
-        yield f"No comparison: {control} read another text of the same name."
-        return
     if not (common := ours.keys() & theirs.keys()):
         yield f"No comparison: {control} has no evaluation at a step at which {path} has one."
         return
     mine, other = ours[max(common)], theirs[max(common)]
-    same_length = settings["seq_len"] == others["seq_len"]
-    if not same_length or mine["masked_tokens"] != other["masked_tokens"]:
+    if mine["masked_tokens"] != other["masked_tokens"]:
         yield f"No comparison: {control} was evaluated on other sequences of the same text."
         return
     difference = mine["perplexity"] / other["perplexity"] - 1
@@ -119,6 +123,12 @@ def compare_with_control(path, control):
         different.append(f"the last step evaluated ({max(ours):,}, control {max(theirs):,})")
     if different:
         yield f"Not only the memory differs: also {', '.join(different)}."
+
+
+def diverged(evaluations):
+    """Find the first evaluation whose perplexity is no number; None without one."""
+    return next((evaluation for evaluation in evaluations
+                 if not math.isfinite(evaluation["perplexity"])), None)
 
 
 def rise(evaluations):
@@ -163,7 +173,8 @@ def describe_usage(evaluations):
     usage = {layer: metrics["top1_mu"] for layer, metrics in layers.items()}
     uniform = next(iter(layers.values()))["top1_mu_uniform"]  # all layers have as many accesses
     word = "used" if lowest >= USED else "partly used" if lowest >= USED / 2 else "hardly used"
-    return (f"The memory is {word}: slots that were some token's first choice (top-1 usage) are "
+    unit = "rows of values" if "n_rows" in evaluations[-1] else "slots"
+    return (f"The memory is {word}: {unit} that were some token's first choice (top-1 usage) are "
             f"{in_layers(usage)}; uniform use would have reached {uniform:.1%}.")
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from lib.common.files import atomic, write_text
 from lib.common.progress import markdown
+from lib.slot_usage.counts import same_unit
 
 USAGE = ["layers", "MU %", "uniform", "top-1 MU %", "uniform", "KL_u", "KL_w", "effective k",
          "accesses"]
@@ -36,6 +37,13 @@ def usage_cells(usages):
             f"{one['accesses']:,}"]
 
 
+def rows_note(records):
+    """Say whose usage counts rows of a pruned memory. records: with `run` and `n_rows`."""
+    if pruned := dict.fromkeys(record["run"] for record in records if record["n_rows"]):
+        return f" Usage of {', '.join(pruned)} counts rows of values, which slots share."
+    return ""
+
+
 def class_table(records):
     """Make the table of Figure 4 from the records of compare_classes: header, rows, note."""
     keys = ["kl_between", "kl_floor", "kl", "iou_between", "iou_floor", "iou"]
@@ -47,7 +55,7 @@ def class_table(records):
         "Top-1 slots, train split: KL(class 1 || 0.9 class 0 + 0.1 class 1) in nats, at "
         "most 2.30, and IOU of the shares of the slots. Floor: the same between two random "
         "halves of one class. Corrected for it: a KL of 0 and an IOU of 1 mean no more "
-        "difference than that. Accesses: of each half.")
+        f"difference than that. Accesses: of each half.{rows_note(records)}")
 
 
 def staleness_table(records):
@@ -66,11 +74,17 @@ def curves_table(runs, corpus):
     rows = []
     for path, evaluations in runs.items():
         start, end = evaluations[0], evaluations[-1]
-        usage = "/".join(f"{100 * metrics['top1_mu']:.1f}" for metrics in end["layers"].values())
+        usage = "/".join(f"{100 * metrics['top1_mu']:.1f}"
+                         for metrics in same_unit(evaluations)[-1]["layers"].values())
         rows.append([path, f"{end['step']:,}", start["perplexity"], end["perplexity"],
                      f"{end['accuracy']:.1%}", "/".join(end["layers"]) or "-", usage or "-"])
     header = ["run", "steps", "first ppl", "last ppl", "accuracy", "layers", "top-1 MU %"]
-    return header, rows, f"Held-out text of data/{corpus}; the steps of the initial model count."
+    note = f"Held-out text of data/{corpus}; the steps of the initial model count."
+    note += rows_note([{"run": path, "n_rows": evaluations[0].get("n_rows")}
+                       for path, evaluations in runs.items()])
+    if pruned := [path for path, all_ in runs.items() if same_unit(all_) != all_]:
+        note += f" Usage of {', '.join(pruned)}: before it was pruned."
+    return header, rows, note
 
 
 def pruning_table(records):

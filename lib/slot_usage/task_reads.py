@@ -16,7 +16,7 @@ from lib.tasks.examples import batches_by_length
 from lib.tasks.glue import find_task
 from lib.tasks.task_data import load_examples
 from lib.training.trainer import to_device
-from lib.weights.checkpoint import find_weights, load_model
+from lib.weights.checkpoint import find_weights, load_model, read_weights
 from lib.weights.run import Run
 
 
@@ -25,13 +25,15 @@ def task_usage(path, sequences, device):
     _, task, examples, chosen = training_examples(path, sequences)
     counts = count_task_reads(path, examples, chosen, device, path)
     layers = {layer: usage_metrics(**sums) for layer, sums in counts.items()}
-    return {"run": path, "task": task.name, "examples": len(chosen), "layers": layers}
+    return {"run": path, "task": task.name, "examples": len(chosen), "layers": layers,
+            "n_rows": read_weights(path)["config"].n_rows}
 
 
 def compare_classes(path, sequences, device):
     """Compare the top-1 slots of two classes before and after fine-tuning: Figure 4, for JSON."""
     settings, task, examples, chosen = training_examples(path, sequences)
     halves, records = draw_halves(task, examples, chosen), []
+    n_rows = read_weights(path)["config"].n_rows
     for when, weights in (("before", settings["init_checkpoint"]), ("after", path)):
         title = f"{path}, {when}, class"
         counts = [[count_task_reads(weights, examples, half, device, f"{title} {label}, half {n}")
@@ -39,7 +41,7 @@ def compare_classes(path, sequences, device):
         for layer in counts[0][0]:
             top1 = np.array([[half[layer]["top1"] for half in of_class] for of_class in counts])
             records.append({"run": path, "when": when, "layer": layer, **class_distances(*top1),
-                            "accesses": int(top1.sum()) // 4})
+                            "accesses": int(top1.sum()) // 4, "n_rows": n_rows})
     return records
 
 
@@ -87,9 +89,10 @@ def class_distances(positive, negative):
 
     positive, negative: top-1 counts of two random halves of each class, (2, n_slots). Call the
     slots' shares in a positive half p, in a negative half q. All this is our reading:
-    - kl_between is KL(p || 0.9 q + 0.1 p) in nats. The 0.1 p bounds it by log 10.
-    - iou_between is the sum of min(p, q) over the sum of max(p, q).
-    - Both are means over the four pairs of halves.
+    - kl_between is KL(p || 0.9 q + 0.1 p) in nats, the mean over the four pairs of halves. The
+      0.1 p bounds it by log 10.
+    - iou_between is the sum of min(p, q) over the sum of max(p, q). Each sum is first averaged over
+      the four pairs.
     - kl_floor and iou_floor compare the halves of one class: the noise of few accesses.
     - kl is scaled to 0 at the floor, with log 10 unchanged.
     - iou comes from the sum of min(p, q), divided by the floor's.

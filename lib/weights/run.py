@@ -43,6 +43,7 @@ from lib.distributed.processes import (
 )
 from lib.distributed.sharded_values import save_whole
 
+EVALUATION = "perplexity", "accuracy", "masked_tokens"  # of a record that is an evaluation
 TYPES = {  # of what other programs read from config.json
     "max_steps": int, "seed": int, "first_step": int, "seq_len": int, "max_len": int, "task": str,
     "init_from": str, "doc_stride": int, "init_checkpoint": str, "dataset": str, "objective": str,
@@ -219,7 +220,7 @@ class Run:
                     raise ValueError
                 if "perplexity" in record:
                     usage = [metrics["top1_mu"] for metrics in record["layers"].values()]
-                    sum([record["perplexity"], record["accuracy"], *usage])  # raises: no numbers
+                    sum([record[key] for key in EVALUATION] + usage)  # raises: no numbers
                 records.append(record)
         except OSError as error:
             raise UserError(f"{path}: not readable ({error})") from None

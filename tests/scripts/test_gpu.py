@@ -207,7 +207,7 @@ def test_what_the_runs_have_learned(folder):
         (run / "step_000002/model.pt").touch()
         records = [{"step": n, "loss": loss, "lr": 1, "tokens_per_s": 1000 * n}
                    for n, loss in enumerate(losses)]
-        records += [{"step": n, "perplexity": p, "accuracy": 0, "layers": {}}
+        records += [{"step": n, "perplexity": p, "accuracy": 0, "masked_tokens": 9, "layers": {}}
                     for n, p in ((0, 1), (2, perplexity))]
         (run / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         (run / "config.json").write_text(json.dumps({"device": "cuda", "dtype": "x", "ranks": 1}))

@@ -379,14 +379,14 @@ def run_by_hand(folder, **settings):
     """A run of nothing but its settings."""
     Path(folder).mkdir(parents=True)
     settings = {"first_step": 0, "memory_layers": [2], "tokenizer_hash": "h", "dataset": "tiny",
-                "objective": "masked", **settings}
+                "objective": "masked", "seq_len": 16, **settings}
     Path(folder, "config.json").write_text(json.dumps(settings))
     return Run(folder)
 
 
 def test_curves_are_in_a_table_from_first_to_last(workdir, capsys):
     run = run_by_hand("out/a", first_step=100)
-    records = [{"step": step, "perplexity": perplexity, "accuracy": accuracy,
+    records = [{"step": step, "perplexity": perplexity, "accuracy": accuracy, "masked_tokens": 9,
                 "layers": {"2": {"top1_mu": mu}, "3": {"top1_mu": 2 * mu}}}
                for step, perplexity, accuracy, mu in ((0, 30.0, 0.1, 0.125), (7, 20.0, 0.3, 0.25))]
     records.append({"step": 8, "loss": 1.0})
@@ -420,7 +420,8 @@ def test_slots_have_reads_and_top_1_reads_in_their_columns(workdir, monkeypatch,
 
 def test_distances_of_classes_are_in_their_columns(workdir, monkeypatch, capsys):
     record = {"run": "out/a", "layer": 2, "when": "before", "kl_between": 0.1, "kl_floor": 0.2,
-              "kl": 0.3, "iou_between": 0.4, "iou_floor": 0.5, "iou": 0.6, "accesses": 7}
+              "kl": 0.3, "iou_between": 0.4, "iou_floor": 0.5, "iou": 0.6, "accesses": 7,
+              "n_rows": 0}
     monkeypatch.setattr(measure, "compare_classes", lambda *more: [record])
     header, rows = printed_rows(capsys, "by_class", "out/a", "--device", "cpu")
     assert header[3:9] == ["KL", "floor", "corrected", "IOU", "floor", "corrected"]
@@ -467,7 +468,7 @@ def test_curves_are_of_the_logs_numbers(workdir, monkeypatch):
     """Perplexity as it is, top-1 usage in percent, against the steps of both models."""
     matplotlib_figure = pytest.importorskip("matplotlib.figure")
     run_by_hand("out/a", first_step=100)
-    records = [{"step": step, "perplexity": perplexity, "accuracy": 0.5,
+    records = [{"step": step, "perplexity": perplexity, "accuracy": 0.5, "masked_tokens": 9,
                 "layers": {"2": {"top1_mu": usage}}}
                for step, perplexity, usage in ((0, 30.0, 0.125), (4, 25.0, 0.75), (8, 20.0, 0.25))]
     Path("out/a/log.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))

@@ -14,9 +14,11 @@ from lib.corpus.batches import Corpus, masked_heldout
 from lib.slot_usage.counts import count_reads
 from lib.slot_usage.evaluation import (
     check_same_text,
+    comparable_evaluations,
     describe_evaluation,
     evaluate_language_model,
 )
+from model import BertConfig
 from tests.helpers import record_search, tiny_bert
 
 
@@ -78,7 +80,7 @@ class Stub(nn.Module):
     def __init__(self):
         super().__init__()
         self.bert = nn.Module()
-        self.bert.layers = nn.ModuleList()
+        self.bert.layers, self.bert.config = nn.ModuleList(), BertConfig()
 
     def forward(self, ids, positions, mask=None):
         return torch.tensor([0.1, 0.5, 0.25, 0.125, 0.025]).log().expand(*positions.shape, 5)
@@ -139,16 +141,40 @@ def test_an_evaluation_has_the_dtype_of_training():
     assert full == pytest.approx(half, rel=0.05) and full != half
 
 
-@pytest.mark.parametrize("key", ["tokenizer_hash", "dataset", "objective"])
-def test_perplexities_of_other_texts_are_not_compared(tmp_path, key):
-    for name, value in (("a", "one"), ("b", "one"), ("c", "two")):
-        settings = {"tokenizer_hash": "h", "dataset": "tiny", "objective": "masked", key: value}
+OTHER_TEXT = "another vocabulary, corpus or objective"
+
+
+@pytest.mark.parametrize(("key", "what"), [
+    ("tokenizer_hash", OTHER_TEXT), ("dataset", OTHER_TEXT), ("objective", OTHER_TEXT),
+    ("data", "another text of the same name"), ("seq_len", "sequences of another length")])
+def test_perplexities_of_other_texts_are_not_compared(tmp_path, key, what):
+    values = {"data": ({"val": "1"}, {"val": "2"}), "seq_len": (32, 64)}
+    one, two = values.get(key, ("one", "two"))
+    for name, value in (("a", one), ("b", one), ("c", two)):
+        settings = {"tokenizer_hash": "h", "dataset": "tiny", "objective": "masked", "seq_len": 16,
+                    key: value}
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(settings))
     same = [tmp_path / name for name in "ab"]
     assert check_same_text(same) == ("one" if key == "dataset" else "tiny")
-    with pytest.raises(UserError, match="c has another vocabulary, corpus or objective"):
+    with pytest.raises(UserError, match=f"c has {what} than"):
         check_same_text([*same, tmp_path / "c"])
+
+
+def test_curves_of_other_sequences_are_not_compared(tmp_path):
+    for name, tokens in (("a", [50, 60]), ("b", [60, 60]), ("c", [60, 50])):
+        settings = {"tokenizer_hash": "h", "dataset": "tiny", "objective": "masked", "seq_len": 16,
+                    "first_step": 0}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(settings))
+        (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(
+            {"step": n, "perplexity": 9.0, "accuracy": 0.5, "layers": {}, "masked_tokens": count})
+            + "\n" for n, count in enumerate(tokens)))
+    runs = [tmp_path / name for name in "abc"]
+    corpus, found = comparable_evaluations(runs[:2])
+    assert corpus == "tiny" and list(found) == runs[:2] and len(found[runs[0]]) == 2
+    with pytest.raises(UserError, match="c was evaluated on 50 tokens, .*a on 60"):
+        comparable_evaluations(runs)
 
 
 def test_an_evaluation_is_said_in_lines():

@@ -2,6 +2,7 @@
 Figures 2 to 4: lines, bars, legends, and whether light pages, dark pages and phones can show them.
 """
 import io
+import math
 
 import pytest
 
@@ -55,6 +56,25 @@ def test_a_curve_from_scratch_comes_in_from_above():
 def test_curves_are_not_cut_inside():
     hump = evaluations(2, 40, 90, 85, 39)  # higher than twice the end
     assert draw({"hump": hump}).axes[0].lines[0].get_ydata().tolist() == [40, 90, 85, 39]
+
+
+def test_a_diverged_run_ends_where_it_was_a_number():
+    runs = {"good": evaluations(0, 9, 5, 4), "bad": evaluations(0, 9, 6, math.nan)}
+    upper = draw(runs).axes[0]
+    low, high = upper.get_ylim()
+    assert 3.5 < low < 4 and 8 < high < 10
+    assert math.isnan(upper.lines[1].get_ydata()[-1])
+    assert draw({"bad": runs["bad"]}).axes[0].get_ylim()[0] < 6
+    with pytest.raises(UserError, match="nothing to draw"):
+        draw({"nan": evaluations(0, math.nan)})
+
+
+def test_rows_of_a_pruned_memory_are_not_drawn_as_slots():
+    log = evaluations(0, 9, 5, 6, 7)
+    log[-2]["n_rows"], log[-1]["n_rows"] = 17, 5
+    lower = draw({"pruned": log}).axes[1]
+    assert list(lower.lines[0].get_xdata()) == [0, 1]
+    assert list(lower.lines[0].get_ydata()) == [50, 50]
 
 
 def test_usage_stands_below_on_the_same_steps():

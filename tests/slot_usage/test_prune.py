@@ -143,6 +143,7 @@ def test_the_curve_and_a_pruned_run(place, capsys):
     assert settings["n_rows"] == 17 and settings["pruned_from"] == "out/tiny/step_000004"
     log = Run("out/pruned").evaluations()
     assert log[:-1] == Run("out/tiny").evaluations() and log[-1]["step"] == 4
+    assert log[-1]["n_rows"] == 17 and "n_rows" not in log[0]
     whole, small = load_model("out/tiny").eval(), load_model("out/pruned").eval()
     text = [batch["ids"] for batch in masked_heldout(Corpus("tiny"), "train", 16, 8, 4096)]
     sums = plain_weights(load_model("out/tiny").eval(), torch.from_numpy(np.concatenate(text)))
@@ -194,12 +195,15 @@ def test_training_from_a_pruned_run(place, capsys):
         assert_one_line(capsys, "tiny.py", *arguments, words=[word], main=pretrain.main)
 
 
-def test_a_pruned_run_is_fine_tuned_and_exported(tuned):
+def test_a_pruned_run_is_fine_tuned_and_exported(tuned, capsys):
     pytest.importorskip("safetensors")
     transformers = pytest.importorskip("transformers")
     prune_run("out/tiny", None, [0.5], 4, CPU, "out/pruned")
     assert tune("--init_from=out/pruned", "--epochs=1", "--out=out/own") == 0
     assert load_model("out/own").bert.config.n_rows == 33
+    for command in ("table", "by_class"):
+        measure.main([command, "out/own", "--device", "cpu"])
+        assert "Usage of out/own counts rows of values" in capsys.readouterr().out
     export("out/pruned", "exported")
     ids = torch.randint(5, 20, (3, 9))
     theirs = transformers.AutoModelForMaskedLM.from_pretrained("exported", trust_remote_code=True)

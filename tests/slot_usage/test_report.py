@@ -2,6 +2,7 @@
 The sentences about a memory: runs made by hand for each of them, and a real one.
 """
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -102,7 +103,7 @@ def test_runs_that_cannot_be_compared():
     run = write_run("resm", [40, 30])
     for name, reason, settings in (
             ("a", "another vocabulary, corpus or objective", {"dataset": "mine"}),
-            ("b", "other sequences of the same text", {"seq_len": 32}),
+            ("b", "sequences of another length", {"seq_len": 32}),
             ("c", "other sequences of the same text", {"masked_tokens": 51}),
             ("d", "no evaluation at a step", {"first_step": 1050}),
             ("e", "another text of the same name", {"data": {"train": "1f"}})):
@@ -113,6 +114,37 @@ def test_runs_that_cannot_be_compared():
     for name in (base, str(Path(base).absolute())):
         found = only("No comparison", sentences(run, name))
         assert "out/base is the model that it began from" in found
+
+
+def test_a_run_that_diverged():
+    """Its perplexity is null in the log. No sentence has a nan."""
+    bad, good = write_run("bad", [40, 30, math.nan]), write_run("good", [40, 30, 25])
+    found = sentences(bad, good)
+    assert len(found) == 2 and "at step 1,200 is no number" in found[1]
+    assert "--lr=0.0005" in found[1]
+    found = sentences(good, bad)
+    assert only("No comparison", found) == f"No comparison: {bad} diverged, at step 1,200."
+    assert only("From its own start", found) and "nan" not in " ".join(found)
+    assert only("It diverged", sentences(write_run("first", [math.nan, 30])))
+
+
+def test_rows_of_a_pruned_memory_are_not_counted_as_slots():
+    """A run that was pruned twice: both evaluations of rows are left out."""
+    run = write_run("pruned", [40, 30, 31, 35], usage=((0.9, 0.8), (0.9, 0.8), (1, 1)))
+    log = Path(run, "log.jsonl")
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    rows = iter([0, 0, 17, 5])
+    for record in records:
+        if "perplexity" in record and (n_rows := next(rows)):
+            record["n_rows"] = n_rows
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert "slots that were some token's first choice (top-1 usage) are 90.0% in" in only(
+        "The memory is", sentences(run))
+    for record in records:  # a run that went on from a pruned one counts rows from its start
+        if "perplexity" in record:
+            record["n_rows"] = 17
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert "rows of values that were" in only("The memory is", sentences(run))
 
 
 def test_without_a_control_it_is_said_how_to_train_one():

@@ -1,7 +1,7 @@
 """
 The cells of tables.
 """
-from lib.slot_usage.tables import USAGE, pruning_table, usage_cells
+from lib.slot_usage.tables import USAGE, curves_table, pruning_table, usage_cells
 
 
 def test_each_metric_is_in_its_column():
@@ -28,3 +28,15 @@ def test_a_pruned_memory_is_compared_with_the_whole_one():
         ("memory MB", "1.00"), ("ppl", 20.4), ("change", "+2.00%"), ("int8 MB", "0.30"),
         ("ppl", 19.8), ("change", "-1.00%")]
     assert rows[0][6:] == ["+0.00%", "0.60", 20.1, "+0.50%"] and "data/docs" in note
+
+
+def test_curves_say_whose_usage_is_of_rows():
+    def log(*n_rows):
+        return [{"step": step, "perplexity": 9.0, "accuracy": 0.5,
+                 "layers": {"2": {"top1_mu": 0.1 * (step + 1)}}, **({"n_rows": n} if n else {})}
+                for step, n in enumerate(n_rows)]
+
+    _, rows, note = curves_table({"a": log(0, 0), "b": log(0, 0, 17), "c": log(17, 17)}, "docs")
+    assert [row[-1] for row in rows] == ["20.0", "20.0", "20.0"]
+    assert note.endswith("count. Usage of c counts rows of values, which slots share. Usage of b: "
+                         "before it was pruned.")
