@@ -65,11 +65,12 @@ def table_2(args):
         results = list(run["results"].values())
         rows.append([run["run"], run["steps"], run["seed"], *map(tables.perplexity_cell, results),
                      *tables.usage_cells([result["layers"] for result in results[0]])])
-    note = (f"Test splits, {args.sequences or 'all'} sequences of {seq_len}; a causal model's "
-            f"overlap by half. Usage on data/{args.data[0]}. Several maskings: mean [lowest, "
-            "highest]. Steps: those of the initial model + the run's own. Only rows with the same "
-            "number of steps show what the memory does. Each is one run of one seed, and another "
-            "seed alone changes the perplexity: run several before you trust a small difference."
+    note = (f"Test splits, {args.sequences or 'all'} sequences of {seq_len}. Sequences of a "
+            "causal model overlap by half, and its usage counts a token in both. Usage on "
+            f"data/{args.data[0]}. Several maskings: mean [lowest, highest]. Steps: those of the "
+            "initial model + the run's own. Only rows with the same number of steps show what the "
+            "memory does. Each is one run of one seed, and another seed alone changes the "
+            "perplexity: run several before you trust a small difference."
             f"{tables.rows_note(runs)}")
     header = ["run", "steps", "seed", *(f"{name} ppl" for name in args.data), *tables.USAGE]
     tables.write_table(args.out, header, rows, note, {"note": note, "runs": runs})

@@ -24,7 +24,7 @@ def page_data(corpus, snapshots, contexts):
     ids, layers = corpus.ids, []
     used, text = np.unique(ids.ravel(), return_inverse=True)
     pieces = token_texts(corpus.tokenizer, used.tolist())
-    words, counts, word = find_words([pieces[i] for i in text])
+    words, counts, word = find_words([pieces[i] for i in text], ids.shape[1])
     around = np.pad(ids, ((0, 0), (WIDTH, WIDTH)), constant_values=-1)
     around = np.lib.stride_tricks.sliding_window_view(around, 2 * WIDTH + 1, axis=1)
     _, new = np.unique(around.reshape(ids.size, -1), axis=0, return_index=True)
@@ -53,12 +53,12 @@ def token_texts(tokenizer, ids):
     return [text.removeprefix(first) for text in both]
 
 
-def find_words(texts):
-    """Join the tokens of a text to words: (words, most frequent first; their counts; the number of
-    each token's word). A word goes on where letters or digits follow without a space."""
+def find_words(texts, seq_len):
+    """Join the tokens of sequences to words: (words, most frequent first; their counts; the number
+    of each token's word). A word goes on where letters or digits follow without a space."""
     spelled, number = [""], []
-    for text in texts:
-        if not (spelled[-1][-1:].isalnum() and text[:1].isalnum()):
+    for n, text in enumerate(texts):
+        if n % seq_len == 0 or not (spelled[-1][-1:].isalnum() and text[:1].isalnum()):
             spelled.append("")
         spelled[-1] += text
         number.append(len(spelled) - 1)

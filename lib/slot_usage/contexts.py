@@ -71,7 +71,7 @@ class CorpusReads:
         self.tokenizer = load_tokenizer(corpus.folder)
         if model.bert.config.causal:
             [batch] = causal_heldout(corpus, "test", seq_len, sequences, sequences)
-            self.ids = batch["ids"]
+            self.ids = batch["ids"][(batch["labels"] != -100).all(1)]  # the last one may overlap
         else:
             self.ids = cut_split(corpus, "test", seq_len, sequences)
         device, reads = model.bert.words.weight.device, {layer: [] for layer in self.n_slots}

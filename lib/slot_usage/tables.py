@@ -110,10 +110,10 @@ def write_table(out, header, rows, note, data, draw=None):
     print(text, end="")
     if not out:
         return
+    figure = draw and draw(data)  # before any file: matplotlib may be missing
     write_text(f"{out}.md", text)
     write_text(f"{out}.json", json.dumps(data, indent=1) + "\n")
-    if draw:
-        figure = draw(data)
+    if figure:
         for suffix in (".png", ".svg"):
             with atomic(out + suffix) as path:
                 figure.savefig(path)

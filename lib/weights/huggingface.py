@@ -129,10 +129,22 @@ def read_folder(folder):
         saved["head"] = head
     if head == "classifier":
         count, names = len(saved["weights"]["head.weight"]), settings.get("id2label") or {}
+        check_classifier(folder, settings, count)
         if not isinstance(names, dict) or not all(isinstance(x, str) for x in names.values()):
             raise UserError(f"{folder}/config.json: id2label: expected the names of classes")
         saved["labels"] = [names.get(str(n), f"LABEL_{n}") for n in range(count) if count > 1]
     return saved
+
+
+def check_classifier(folder, settings, outputs):
+    """Raise UserError unless a classifier gives a text one class, or one number."""
+    kinds, problem = settings.get("architectures") or [], settings.get("problem_type")
+    for kind in map(str, kinds if isinstance(kinds, list) else [kinds]):
+        if not kind.endswith("ForSequenceClassification"):  # of tokens, or of several choices
+            raise UserError(f"{folder}: {kind}: expected a BertForSequenceClassification")
+    if problem == "multi_label_classification" or (problem == "regression" and outputs > 1):
+        raise UserError(f"{folder}: problem_type = {problem!r} with {outputs} outputs: expected "
+                        "one class of a text, or one number")
 
 
 def is_state_dict(content):

@@ -13,7 +13,7 @@ import tokenizers
 
 import measure
 from lib.corpus.vocabulary import SPECIALS, wordpiece_tokenizer
-from lib.slot_usage.browse import page_data, page_html
+from lib.slot_usage.browse import find_words, page_data, page_html
 from lib.slot_usage.counts import last_used
 from lib.weights.run import Run
 from tests.helpers import train
@@ -109,6 +109,8 @@ def test_words_of_pieces_and_contexts_that_stand_twice():
     assert {token for pairs in found["layers"][0]["contexts"] for token in pairs[::2]} == set(
         range(9))
     assert found["layers"][0]["last"] == []
+    _, counts, word = find_words(["value", "error", "value", "error"], 2)
+    assert word.tolist() == [0] * 4 and counts.tolist() == [2]  # no word over a sequence's end
 
 
 def test_clicks_keys_and_search(place, browser, capsys):

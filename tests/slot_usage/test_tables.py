@@ -1,7 +1,10 @@
 """
 The cells of tables.
 """
-from lib.slot_usage.tables import USAGE, curves_table, pruning_table, usage_cells
+import pytest
+
+from lib.common.errors import UserError
+from lib.slot_usage.tables import USAGE, curves_table, pruning_table, usage_cells, write_table
 
 
 def test_each_metric_is_in_its_column():
@@ -40,3 +43,14 @@ def test_curves_say_whose_usage_is_of_rows():
     assert [row[-1] for row in rows] == ["20.0", "20.0", "20.0"]
     assert note.endswith("count. Usage of c counts rows of values, which slots share. Usage of b: "
                          "before it was pruned.")
+
+
+def test_a_figure_that_cannot_be_drawn_leaves_the_old_table(tmp_path, capsys):
+    def fail(data):
+        raise UserError("no matplotlib")
+
+    out = str(tmp_path / "t")
+    write_table(out, ["a"], [[1]], "note", {})
+    with pytest.raises(UserError):
+        write_table(out, ["a"], [[2]], "note", {}, fail)
+    assert "1" in (tmp_path / "t.md").read_text() and len(list(tmp_path.iterdir())) == 2

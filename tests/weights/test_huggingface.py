@@ -172,6 +172,20 @@ def test_a_folder_of_another_kind_of_bert_is_refused(tmp_path, key, value):
         read_weights(tmp_path)
 
 
+@pytest.mark.parametrize("kind, settings, word", [
+    ("BertForMultipleChoice", {}, "BertForMultipleChoice"),
+    ("BertForTokenClassification", {}, "BertForTokenClassification"),
+    ("BertForSequenceClassification", {"problem_type": "multi_label_classification"}, "3 outputs"),
+    ("BertForSequenceClassification", {"problem_type": "regression"}, "3 outputs")])
+def test_another_kind_of_classifier_is_refused(tmp_path, kind, settings, word):
+    """All have a tensor classifier.weight."""
+    theirs = hugging_face(kind, num_labels=3, architectures=[kind], **settings)
+    theirs.config.save_pretrained(tmp_path)
+    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=word):
+        read_weights(tmp_path)
+
+
 def test_a_run_starts_from_hugging_faces_weights(place, capsys):
     """It finds them by name in data/weights, and its first evaluation is their loss."""
     theirs = demo_of_hugging_face("data/weights/bert-base-uncased", "tiny.txt")
