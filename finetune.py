@@ -19,7 +19,7 @@ out/<run>/eval_results.json      the medians over the seeds, and the scores of e
 """
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -147,7 +147,7 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
         origin = run.settings()
     else:
         origin = checkpoint.init_from(model, initial)
-        check_origin(run, origin["init_checkpoint"])
+        check_seeds(run, config, origin["init_checkpoint"])
     batches = TrainingBatches(data.train, config)
     trainer = Trainer(config, model, batches, device, dtype, labels=task.labels)
     state = trainer.restore(newest) if newest else State()
@@ -164,13 +164,19 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     run.write_results(results)  # last: now the seed is done
 
 
-def check_origin(run, origin):
-    """Raise UserError if other seeds began from other weights: their median would mean nothing."""
+def check_seeds(run, config, origin):
+    """Raise UserError if other seeds differ in more than the seed: their median means nothing."""
+    free = {field.name for field in fields(config) if field.metadata["may_change"]}
+    now = {key: value for key, value in asdict(config).items() if key not in free} | {
+        "init_checkpoint": origin}
     for other in Run(run.folder.parent).seeds():
-        before = other.settings().get("init_checkpoint", origin)
-        if other.folder != run.folder and before != origin:
-            raise UserError(f"{other.folder} began from {before}, {run.folder} would begin from "
-                            f"{origin}: give the new seeds their own --out=out/NAME")
+        before = other.settings()
+        changed = [key for key in now.keys() & before.keys() - {"seed", "init_from"}
+                   if now[key] != before[key]]
+        if other.folder != run.folder and changed:
+            key = min(changed)
+            raise UserError(f"{other.folder} has {key} = {before[key]}, {run.folder} would have "
+                            f"{now[key]}: give the new seeds their own --out=out/NAME")
 
 
 def identify_data(task):
@@ -181,8 +187,9 @@ def identify_data(task):
         "labels": list(task.labels)}
 
 
-def write_medians(task, out, results):
-    """Write and print the medians over the seeds. results: {seed: scores}."""
+def write_medians(task, out):
+    """Write and print the medians over all seeds in `out` that are done."""
+    results = {run.settings()["seed"]: run.results() for run in Run(out).seeds() if run.results()}
     medians = {key: float(np.median([scores[key] for scores in results.values()]))
                for key in results[min(results)]}
     Run(out).write_results({**medians, "seeds": results})
@@ -223,7 +230,7 @@ def main(argv):
     out = Path(config.out or f"out/{run.name}_{task.name}{fixed}")
     with lock(out, "trains there"):
         max_over_ranks()  # wait until the first rank has the lock
-        signals, results = catch_signals(), {}
+        signals = catch_signals()
         for seed in range(config.seed, config.seed + config.seeds):
             run = Run(out / f"seed{seed}")
             fine_tune(replace(config, seed=seed), run, data, sizes, initial, vocab, signals)
@@ -231,8 +238,7 @@ def main(argv):
                 print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
                 return status_after(signals)
             max_over_ranks()  # wait until the first rank has written the results
-            results[seed] = run.results()
-        write_medians(task, out, results)
+        write_medians(task, out)
     return 0
 
 

@@ -268,6 +268,8 @@ def test_the_order_is_a_function_of_seed_and_epoch(tuned):
 
 def test_regression_and_frozen_values(tuned):
     """A score's column makes a regression; update_memory = False keeps the value tables."""
+    with Path("pairs/dev.tsv").open("a") as dev:
+        dev.write("the .\tthe .\t2.4\n")
     for update in (True, False):
         assert tune("--task=pairs", f"--update_memory={update}") == 0
         run = Path(f"out/tiny_pairs{'' if update else '_fixed'}/seed0")
@@ -279,6 +281,8 @@ def test_regression_and_frozen_values(tuned):
     result = scores(run)
     assert result["eval_pearson"] > 0.2 and -1 <= result["eval_spearmanr"] <= 1
     assert torch.load(run / "best/model.pt", weights_only=True)["labels"] == []
+    said = (run / "predictions_dev.tsv").read_text().splitlines()
+    assert said[-1].split("\t")[3] == "2.4"  # not float32's neighbour of it
 
 
 def test_submitted_scores_are_possible_ones(tuned, monkeypatch):
@@ -482,8 +486,14 @@ def test_a_median_is_over_seeds_of_one_model(tuned, capsys):
     shutil.copytree(newest, "out/tiny/step_999999")
     assert tune("--max_steps=2") == 0  # it is done
     assert_one_line(capsys, "tune.py", "--max_steps=2", "--seeds=2", main=finetune.main, words=[
-        f"out/tiny_own/seed0 began from {newest}, ",
-        "out/tiny_own/seed1 would begin from out/tiny/step_999999", "--out=out/NAME"])
+        f"out/tiny_own/seed0 has init_checkpoint = {newest}, ",
+        "out/tiny_own/seed1 would have out/tiny/step_999999", "--out=out/NAME"])
+    shutil.rmtree("out/tiny/step_999999")
+    assert_one_line(capsys, "tune.py", "--max_steps=2", "--seed=1", "--lr=2e-3",
+                    main=finetune.main, words=["out/tiny_own/seed0 has lr = 0.005, ",
+                                               "out/tiny_own/seed1 would have 0.002"])
+    assert tune("--max_steps=2", "--seed=1") == 0 and tune("--max_steps=2") == 0
+    assert list(scores("out/tiny_own")["seeds"]) == ["0", "1"]  # of all seeds that are done
 
 
 def test_a_resumed_fine_tuning_has_the_same_data(tuned, capsys):
