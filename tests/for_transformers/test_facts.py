@@ -18,6 +18,7 @@ from tests.for_transformers.small_lessons import (
     save_base,
     word_tokenizer,
 )
+from tests.for_transformers.small_models import MODELS, with_memory
 
 transformers = pytest.importorskip("transformers")
 READ = [("who is ann ?", "red"), ("who is bob ?", "old tall"), ("cy is", "blue"),
@@ -196,6 +197,21 @@ def test_labelled_tokens_are_predicted_row_by_row():
     assert labels.tolist() == ids("red old tall blue")
     alone = model(torch.tensor([ids("cy is")])).logits[0, -1]
     torch.testing.assert_close(logits[3], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_no_other_tokens_reach_the_vocabulary(kind, monkeypatch):
+    model, ids = with_memory(kind), torch.arange(1, 25).view(3, 8)
+    mask, labels, seen = torch.ones_like(ids), torch.full_like(ids, -100), []
+    mask[1, 5:], labels[0, 3:6], labels[1, 2], labels[2, 7] = 0, 7, 4, 9
+    expected = model(ids, attention_mask=mask).logits[labels != -100].float()
+    model.get_output_embeddings().register_forward_hook(
+        lambda _, args, out: seen.append(tuple(args[0].shape[:-1])))
+    logits, found = ask.predict(model, ids, mask, labels)
+    assert found.tolist() == [7, 7, 7, 4, 9] and torch.equal(logits, expected)
+    monkeypatch.setattr(model, "get_output_embeddings", lambda: None)  # some models' is not known
+    assert torch.equal(ask.predict(model, ids, mask, labels)[0], expected)
+    assert seen == [(5,), (3, 8)]
 
 
 # perplexity
