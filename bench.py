@@ -328,10 +328,11 @@ def parse(argv):
            help="time only the latency with N^2 slots (64 128 256 512 1024)")
     option("causal", "--layers", type=partial(whole_number, least=2), default=12)
     option("causal", "--runs", nargs="+", metavar="RUN", help="time the models of runs instead")
-    option("layer", "--tokens", type=whole_number, nargs="+",
+    option("layer", "--tokens", type=partial(whole_number, least=2), nargs="+",
            default=[128, 512, 2048, 8192, 32768, 65536])
     option(steps, "--size", choices=list(SIZES), default="base")
-    option(steps, "--length", type=whole_number, default=512, help="tokens a sequence")
+    option(steps, "--length", type=partial(whole_number, least=2), default=512,
+           help="tokens a sequence")
     option(steps, "--batch_size", type=whole_number, default=8, help="sequences")
     option(steps, "--dropout", type=float, default=0.1)
     option("train", "--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))

@@ -19,7 +19,6 @@ $ python measure.py by_class out/base_pkm_sst2 out/base_resm_init_sst2 --out res
 --out NAME writes a table to NAME.md and NAME.json, a figure to NAME.png and NAME.svg. For browse it
 writes NAME.html, for predict NAME.tsv, for prune a run; there --curve NAME writes the table.
 """
-import contextlib
 import re
 from functools import partial
 from pathlib import Path
@@ -162,7 +161,7 @@ def browse(args):
     """Write an HTML page of what slots know: usage, contexts, a search for words."""
     checkpoint, corpus = read_corpus(args)
     snapshots = {}
-    with contextlib.suppress(UserError):  # a run has them, a folder of weights does not
+    if any(Path(args.run, "usage").glob("step_*.npz")):  # a folder of weights has none
         snapshots = Run(args.run).usage_snapshots()
     data = page_data(corpus, snapshots, args.contexts)
     note = (f"{checkpoint.name}: what {corpus.ids.size:,} tokens of data/{corpus.name}'s test text "
@@ -206,12 +205,14 @@ def sample(args):
 def predict(args):
     """Predict for new texts with a fine-tuned model; print or write a TSV table."""
     device, _, _ = choose_device(args.device, "float32")  # the table is alone on stdout
-    file = Path("/dev/stdin" if args.file == "-" else args.file)
+    file, out = Path("/dev/stdin" if args.file == "-" else args.file), Path(f"{args.out}.tsv")
+    if args.out and out.exists() and out.samefile(file):
+        raise UserError(f"--out {args.out}: it would replace {file}: name a new table")
     header, rows = predict_file(args.run, file, device)
     text = tsv_text([header, *rows])
     if args.out:
-        write_text(f"{args.out}.tsv", text)
-        text = f"wrote {args.out}.tsv: {len(rows):,} rows\n"
+        write_text(out, text)
+        text = f"wrote {out}: {len(rows):,} rows\n"
     print(text, end="")
 
 
@@ -282,7 +283,7 @@ def main(argv=None):
            help="cuda, mps, cpu")
     option("table", "--dtype", choices=DTYPES, default="float32", help="(float32)")
     out = {"metavar": "NAME",
-           "type": lambda name: re.sub(r"\.(md|json|png|svg|html|tsv)$", "", name)}
+           "type": lambda name: re.sub(r"(\.(md|json|png|svg|html|tsv))?/*$", "", name)}
     option("table glue by_class staleness curves slots predict", "--out", **out,
            help="write NAME.md, NAME.json, ...; predict: NAME.tsv")
     option("prune", "--curve", **out, help="write NAME.md, NAME.json, NAME.png, NAME.svg")

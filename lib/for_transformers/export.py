@@ -122,7 +122,8 @@ def measured(run, checkpoint, head):
         metrics = run.results() or {}
         prefix = "eval_" if checkpoint.name == "best" else "last_"  # best epoch's, last epoch's
         return [f"{name.removeprefix(prefix)} {value:.5g}, on the dev split"
-                for name, value in metrics.items() if name.startswith(prefix)]
+                for name, value in metrics.items()
+                if name.startswith(prefix) and name != f"{prefix}epoch"]
     last = None
     with contextlib.suppress(UserError):  # a copy of a run without its log or its state
         last = run.evaluations(checkpoint)[-1]

@@ -35,11 +35,12 @@ def subplots(rows, columns, height, **settings):
 
 
 def run_names(paths, names):
-    """Return {path: name in a figure}: the given names, or the folders' if none are given.
-    UserError if the numbers of names and paths differ."""
+    """Return {path: name in a figure}: the given names, or the folders' if none are given. A "$" is
+    escaped, it would begin a formula. UserError if the numbers of names and paths differ."""
     if names and len(names) != len(paths):
         raise UserError(f"--names: {len(names)} names for {len(paths)} runs")
-    return dict(zip(paths, names or [path.removeprefix("out/") for path in paths], strict=True))
+    names = names or [path.removeprefix("out/") for path in paths]
+    return dict(zip(paths, (name.replace("$", r"\$") for name in names), strict=True))
 
 
 def draw_staleness(records, names):

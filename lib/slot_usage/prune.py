@@ -24,7 +24,7 @@ from lib.slot_usage.evaluation import (
     table_batches,
 )
 from lib.weights.checkpoint import find_weights, load_model, model_file, read_weights
-from lib.weights.run import Run, read_state
+from lib.weights.run import Run, read_state, save_files
 from model import build_model, value_tables
 
 COUNTED = 4096  # sequences of the training text, to count reads in
@@ -149,6 +149,7 @@ def find_run(path, data, shares, out):
             raise UserError(f"--out {out}: one run with one --keep")
         if not (checkpoint / "state.pt").is_file():
             raise UserError(f"{path}: --out needs a run of pretrain.py")
+        open_corpus(training_text(path)[1], path)  # its validation text is evaluated at the end
     return checkpoint, name
 
 
@@ -163,13 +164,13 @@ def write_run(folder, checkpoint, model, device):
     settings |= {"n_rows": model.bert.config.n_rows, "pruned_from": str(checkpoint)}
     with atomic(folder) as temporary:
         weights = temporary / checkpoint.name
-        weights.mkdir(parents=True)
+        save_files(weights, {"model": model_file(model.cpu())})
         for file in ("vocab.txt", "tokenizer.json"):
             if (run.folder / file).is_file():
                 shutil.copyfile(run.folder / file, temporary / file)
         write_text(temporary / "config.json", to_json(settings, indent=1))
         write_text(temporary / "log.jsonl",
                    "".join(f"{to_json(record)}\n" for record in [*log, {"step": step, **results}]))
-        torch.save(model_file(model.cpu()), weights / "model.pt")
         shutil.copyfile(checkpoint / "state.pt", weights / "state.pt")
-    print(f"wrote {folder}: {model.bert.config.n_rows:,} rows a layer")
+    rows = len(next(iter(value_tables(model).values())).weight)
+    print(f"wrote {folder}: {rows:,} rows a layer")

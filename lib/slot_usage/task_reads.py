@@ -32,8 +32,9 @@ def task_usage(path, sequences, device):
 def compare_classes(path, sequences, device):
     """Compare the top-1 slots of two classes before and after fine-tuning: Figure 4, for JSON."""
     settings, task, examples, chosen = training_examples(path, sequences)
-    halves, records = draw_halves(task, examples, chosen), []
-    n_rows = read_weights(path)["config"].n_rows
+    halves, records, config = draw_halves(task, examples, chosen), [], read_weights(path)["config"]
+    if not (config.memory_layers and config.beta):
+        raise UserError(f"{path}: a model without memory has no slots to compare")
     for when, weights in (("before", settings["init_checkpoint"]), ("after", path)):
         title = f"{path}, {when}, class"
         counts = [[count_task_reads(weights, examples, half, device, f"{title} {label}, half {n}")
@@ -41,18 +42,18 @@ def compare_classes(path, sequences, device):
         for layer in counts[0][0]:
             top1 = np.array([[half[layer]["top1"] for half in of_class] for of_class in counts])
             records.append({"run": path, "when": when, "layer": layer, **class_distances(*top1),
-                            "accesses": int(top1.sum()) // 4, "n_rows": n_rows})
+                            "accesses": int(top1.sum()) // 4, "n_rows": config.n_rows})
     return records
 
 
 def training_examples(path, sequences):
     """Load the training examples of a fine-tuned run. Returns its settings, its Task, examples, and
     the indices of `sequences` of the examples, evenly spread; None for all."""
-    seeds, (checkpoint, vocab) = Run(path).seeds(), find_weights(path)
-    if not seeds:
+    checkpoint, vocab = find_weights(path)
+    settings = Run(checkpoint.parent).settings()
+    if "task" not in settings:
         raise UserError(f"{path}: not a fine-tuned run; table takes others with --data NAME")
     print(f"{path}: weights of {checkpoint}")
-    settings = seeds[0].settings()
     with first_rank_first():
         task = find_task(settings["task"])
     examples = load_examples(task, "train", text_tokenizer(vocab), settings["max_len"],

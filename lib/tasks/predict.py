@@ -92,7 +92,7 @@ def write_dev_predictions(folder, model, data, batch_size, dtype):
             continue
         texts, labels = read_split(task, split)
         columns = ["sentence"] if len(texts[0]) == 1 else ["sentence1", "sentence2"]
-        labels = [task.labels[n] for n in labels] if task.labels else labels.tolist()
+        labels = [task.labels[n] for n in labels] if task.labels else labels.astype(str)
         header, rows = prediction_table(predictions, task.labels)
         table = [["index", *columns, "label", *header]]
         for n, row in enumerate(rows):

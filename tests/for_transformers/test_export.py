@@ -125,7 +125,7 @@ def test_a_fine_tuned_checkpoints_card_has_its_own_metrics(tmp_path, folder, acc
         (run / "step_000003").rename(run / "best")
     (run / "config.json").write_text(json.dumps({"task": "RTE"}))
     (run / "eval_results.json").write_text(json.dumps(
-        {"eval_accuracy": 0.75, "last_accuracy": 0.5}))
+        {"eval_epoch": 1, "eval_accuracy": 0.75, "last_epoch": 3, "last_accuracy": 0.5}))
     assert measured(Run(run), run / folder, "classifier") == [
         f"accuracy {accuracy}, on the dev split"]
 

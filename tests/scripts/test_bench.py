@@ -184,6 +184,13 @@ def test_what_is_timed_is_inference_and_training(monkeypatch):
     assert modes == [True] * 3
 
 
+@pytest.mark.parametrize("args", [["layer", "--tokens", "1"], ["train", "--length", "1"]])
+def test_one_token_has_no_batch_statistics(monkeypatch, args):
+    monkeypatch.setattr(sys, "argv", ["bench.py", *args])
+    with pytest.raises(UserError, match="'1': expected a whole number, at least 2"):
+        bench.main()
+
+
 def test_float16_training_is_refused(monkeypatch):
     monkeypatch.setattr("bench.choose_device",
                         lambda *_: (torch.device("cpu"), torch.float16, "float16"))

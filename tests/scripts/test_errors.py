@@ -355,6 +355,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("staleness out/tiny", halved("out/tiny/usage/step_000002.npz"), "npz: damaged"),
         ("staleness out/tiny", lambda: np.savez("out/tiny/usage/step_000002.npz", a=np.ones(2)),
          "step_000002.npz: damaged (KeyError)"),
+        ("browse out/tiny --out page", halved("out/tiny/usage/step_000002.npz"), "npz: damaged"),
         ("slots out/foreign --layer 2", None, "out/foreign", "without memory"),
         ("predict out/tiny new.tsv", None, "out/tiny", "not a fine-tuned model"),
         ("browse out/foreign --out page", None, "out/foreign", "without memory"),
@@ -438,7 +439,7 @@ MISTAKES = {  # (the fixture of the working directory, what runs): (args, what s
         ("tune.py --learning_rate=1", None, "'learning_rate'")],
     ("workdir", "bench.py"): [
         ("speed", None, "invalid choice", "inference"), ("--sizes huge", None, "huge", "base"),
-        ("layer --tokens 0", None, "--tokens", "at least 1"),
+        ("layer --tokens 0", None, "--tokens", "at least 2"),
         ("causal --slots 9", None, "--slots", "at least 32"), ("--dtype int8", None, "int8"),
         ("--device moon", None, "moon"), ("train --systems +FFN", None, "+FFN", "+ResM")],
 }

@@ -112,7 +112,7 @@ def test_a_weights_folder_is_measured_like_a_run(place, capsys):
     assert {p.dtype for p in load_model("folder").parameters()} == {torch.float32}
     capsys.readouterr()
     measure.main(["table", "out/tiny", "folder", "--data", "tiny", "--device", "cpu", "--out", "t"])
-    assert "all sequences of 16;" in Path("t.md").read_text()  # the shortest that one is for
+    assert "all sequences of 16. " in Path("t.md").read_text()  # the shortest that one is for
     assert [training_text(path)[0] for path in ("out/tiny", "folder")] == [16, 128]
     saved = json.loads(Path("t.json").read_text())
     ours, theirs = (run["results"]["tiny"][0] for run in saved["runs"])
@@ -185,9 +185,14 @@ def test_usage_on_a_task(tuned, capsys):
         assert {key: own[key] for key in expected} == pytest.approx(expected, rel=0.02, abs=0.005)
         assert own["accesses"] == (none.sum() + animal.sum()) // 4
     assert Path("figure4.png").read_bytes()[1:4] == b"PNG"
+    measure.main(["table", str(run / "seed0/best"), "--sequences", "9"])
+    assert "| own  | 9 " in capsys.readouterr().out
     with pytest.raises(UserError, match="pairs: expected two classes .* found \\[\\]"):
         draw_halves(find_task("pairs"), *examples[1:])
+    assert train("--memory_layers=", "--out=out/plain", "--max_steps=1") == 0
+    assert tune("--init_from=out/plain", "--max_steps=1") == 0
     for args, message in [(["by_class", "out/tiny"], "not a fine-tuned run"),
+                          (["by_class", "out/plain_own"], "out/plain_own: a model without memory"),
                           (["table", "out/tiny", str(run)], "out/tiny: not a fine-tuned run"),
                           (["table", "out/tiny"], "out/tiny: not a fine-tuned run"),
                           (["by_class", str(run), "--sequences", "3"],

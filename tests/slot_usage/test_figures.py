@@ -104,6 +104,10 @@ def test_a_layer_has_the_same_marker_in_all_runs():
 def test_runs_are_called_by_their_names_or_folders():
     assert run_names(["out/a", "b/seed0"], None) == {"out/a": "a", "b/seed0": "b/seed0"}
     assert run_names(["out/a"], ["memory added"]) == {"out/a": "memory added"}
+    name = run_names(["out/$a_$b"], None)["out/$a_$b"]
+    figure = draw_curves({"r": evaluations(0, 90, 50, 40)}, {"r": name})
+    figure.savefig(io.BytesIO(), format="svg")  # raised for a formula that is none
+    assert figure.legends[0].get_texts()[0].get_text() == name == r"\$a_\$b"
     with pytest.raises(UserError, match="--names: 2 names for 1 runs"):
         run_names(["out/a"], ["x", "y"])
 

@@ -11,10 +11,17 @@ import torch
 
 import measure
 import pretrain
-from lib.common.errors import UserError
+from lib.common.errors import Failure, UserError
 from lib.corpus.batches import Corpus, cut_split, masked_heldout
 from lib.for_transformers.export import export
-from lib.slot_usage.prune import drop_rows, memory_bytes, prune, prune_run, with_int8_values
+from lib.slot_usage.prune import (
+    drop_rows,
+    find_run,
+    memory_bytes,
+    prune,
+    prune_run,
+    with_int8_values,
+)
 from lib.weights.checkpoint import find_weights, load_model, read_weights
 from lib.weights.run import Run
 from model import BertConfig, MaskedLM, value_tables
@@ -171,12 +178,13 @@ def test_the_curve_and_a_pruned_run(place, capsys):
         measure.main(["browse", "out/pruned", "--out", "page"])
 
 
-def test_all_rows_kept_is_the_same_model_bit_for_bit(place):
+def test_all_rows_kept_is_the_same_model_bit_for_bit(place, capsys):
     assert train("--max_steps=2") == 0
     [record] = prune_run("out/tiny", "tiny", [1.0], 4, CPU, "out/same")
     before, after = (read_weights(find_weights(run)[0]) for run in ("out/tiny", "out/same"))
     assert_same(before["weights"], after["weights"])
     assert before["config"] == after["config"] and record["rows"] == 64
+    assert "wrote out/same: 64 rows a layer" in capsys.readouterr().out
 
 
 def test_training_from_a_pruned_run(place, capsys):
@@ -228,6 +236,9 @@ def test_what_cannot_be_pruned_ends_in_a_line(place, capsys):
              (["out/tiny", "--keep", "0.5", "--data", "other"], "vocabulary")]
     for arguments, word in cases:
         assert_one_line(capsys, "prune", *arguments, words=[word], main=measure.main)
+    Path("data/tiny").rename("data/moved")  # the validation text is evaluated at the very end
+    with pytest.raises(UserError, match="data/tiny"):
+        find_run("out/tiny", "moved", [0.5], "out/new")
 
 
 def test_a_run_that_cannot_be_written_leaves_nothing(place, monkeypatch):
@@ -235,10 +246,10 @@ def test_a_run_that_cannot_be_written_leaves_nothing(place, monkeypatch):
     before = sorted(Path("out").rglob("*"))
 
     def full(*arguments):
-        raise OSError("no space left")
+        raise RuntimeError("unexpected pos 128 vs 64")  # as torch.save
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(Failure, match="not saved, is the disk full"):
         prune_run("out/tiny", None, [0.5], 4, CPU, "out/pruned")
     assert sorted(Path("out").rglob("*")) == before
 

@@ -67,6 +67,8 @@ def test_classes_with_probabilities(tuned):
         expected = say(run, " ".join(text.split()[:30])).softmax(0)  # max_len is 32
         assert said == text and label == labels[expected.argmax()]
         assert float(probability) == pytest.approx(expected.max().item(), abs=1e-4)
+    with pytest.raises(UserError, match="it would replace new.tsv"):
+        measure.main(["predict", "out/tiny_own", "new.tsv", "--out", "new.tsv/"])
     Path("more.tsv").write_text("id\tlabel\tsentence\n7\tnone\tcat\n")  # other columns stay
     header, row = predict(run, "more.tsv")
     assert header == ["id", "label", "sentence", "prediction", "probability"]
