@@ -259,6 +259,16 @@ class Study:
         self.lines[1:] = saved["lines"][1:]
         return saved["place"]
 
+    def predict(self, ids, mask, labels):
+        """Predict as ask.predict does. A decoder reads all sentences in one row, without padding:
+        transformers keeps them apart, because their positions begin anew."""
+        if self.tokenizer.mask_token or mask.all():
+            return ask.predict(self.model, ids, mask, labels)
+        real = mask > 0
+        places = (real.cumsum(1) - 1)[real]
+        return ask.predict(self.model, ids[real][None], None, labels[real][None],
+                           position_ids=places[None], use_cache=False)
+
     def train(self, data, evaluate, lesson=1):
         """Train on encode's tensors until evaluate(step, loss, seconds) is true."""
         s, order, draw, seconds, begin = self.s, [], random.Random(self.s.seed), 0.0, 0
@@ -273,7 +283,7 @@ class Study:
             if len(order) < s.batch:
                 order += draw.sample(range(len(data[0])), len(data[0]))
             pick, order = order[:s.batch], order[s.batch:]
-            loss = F.cross_entropy(*ask.predict(self.model, *ask.take(data, pick, "cpu")))
+            loss = F.cross_entropy(*self.predict(*ask.take(data, pick, "cpu")))
             loss.backward()
             if s.method == "step":
                 self.choose_for_step(optimizers[0])

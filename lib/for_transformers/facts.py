@@ -113,13 +113,14 @@ def take(data, pick, device):
     return [tensor[:, :longest].to(device) for tensor in (ids, mask, labels)]
 
 
-def predict(model, ids, mask, labels):
-    """Predict the labelled tokens. Returns logits (tokens, vocabulary) and labels (tokens,)."""
+def predict(model, ids, mask, labels, **inputs):
+    """Predict the labelled tokens. Returns logits (tokens, vocabulary) and labels (tokens,).
+    inputs: others of the model's inputs."""
     known = labels != -100
     head = model.get_output_embeddings() or nn.Identity()
     # The vocabulary is a fifth of SmolLM2's work: the other tokens are left out before the head.
     with head.register_forward_pre_hook(lambda _, args: (args[0][known], *args[1:])):
-        logits = model(ids, attention_mask=mask).logits
+        logits = model(ids, attention_mask=mask, **inputs).logits
     return (logits if logits.dim() == 2 else logits[known]).float(), labels[known]
 
 

@@ -3,9 +3,11 @@ Run the study of teaching on small models.
 """
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from lib.common.errors import UserError
 from results import teach
@@ -49,10 +51,10 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(place, monkeypatc
     assert len(expected) == 3 and expected[1]["loss"] != expected[2]["loss"]
     predict, calls = teach.ask.predict, iter(range(10_000))
 
-    def kill(model, *args):
+    def kill(model, *args, **inputs):
         if torch.is_grad_enabled() and next(calls) == stop:
             raise KeyboardInterrupt
-        return predict(model, *args)
+        return predict(model, *args, **inputs)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(teach.ask, "predict", kill)
@@ -63,3 +65,23 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(place, monkeypatc
             run("cut.jsonl", *METHODS[method], "--batch=3")
     assert run("cut.jsonl", *METHODS[method]) == expected
     assert not list(Path(".").glob("*.saved"))
+
+
+def test_sentences_in_one_row_do_not_see_each_other(place):
+    """The gradients are those of a padded batch, and of a batch with one sentence more they are
+    not."""
+    model, tokenizer = teach.ask.load_model("decoder", "cpu", attn_implementation="eager")
+    model.double().requires_grad_(True)
+    study, gradients = SimpleNamespace(model=model, tokenizer=tokenizer), []
+    data = teach.ask.encode([("who is ann ?", "red"), ("cy is", "old blue"), ("eve is", "shy")],
+                            tokenizer, end=False)
+    assert not data[1].all() and not tokenizer.mask_token
+    for predict, pick in ((teach.ask.predict, [0, 1]), (teach.Study.predict, [0, 1]),
+                          (teach.Study.predict, [0, 1, 2])):
+        of = model if predict is teach.ask.predict else study
+        logits, labels = predict(of, *teach.ask.take(data, pick, "cpu"))
+        F.cross_entropy(logits, labels, reduction="sum").backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        model.zero_grad()
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=1e-9)
+    assert (gradients[2] - gradients[0]).norm() > 0.1 * gradients[0].norm()
