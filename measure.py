@@ -206,7 +206,7 @@ def predict(args):
     """Predict for new texts with a fine-tuned model; print or write a TSV table."""
     device, _, _ = choose_device(args.device, "float32")  # the table is alone on stdout
     file, out = Path("/dev/stdin" if args.file == "-" else args.file), Path(f"{args.out}.tsv")
-    if args.out and out.exists() and out.samefile(file):
+    if args.out and out.resolve() == file.resolve():
         raise UserError(f"--out {args.out}: it would replace {file}: name a new table")
     header, rows = predict_file(args.run, file, device)
     text = tsv_text([header, *rows])

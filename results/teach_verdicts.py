@@ -102,17 +102,21 @@ def draw_forgetting():
 
 def draw_lessons():
     """Draw what is recalled of each of ten lessons after the last one."""
-    figure, [[axes]] = subplots(1, 1, 2.8)
-    for method, title in METHODS.items():
-        if log := read(f"lessons_{method}"):
-            kept = log[1][-1]["kept"]
-            for part, style in ((0, "-"), (1, ":")):
-                axes.plot(range(1, len(kept) + 1), [100 * pair[part] for pair in kept], style,
-                          marker="o", markersize=4, color=LOOKS[method],
-                          label=title + (", new phrasings" if part else ""))
-    axes.set(xlabel="lesson of 30 facts", ylabel="recall after the tenth, %", ylim=(0, 103))
-    axes.set_xticks(range(1, 11))
-    figure.legend(loc="outside upper center", ncols=2, handlelength=2.5, fontsize=9)
+    figure, [panels] = subplots(1, 2, 3.0, sharey=True)
+    labels = {}
+    for axes, (name, facts) in zip(panels, (("lessons", 30), ("lessons_100", 100)), strict=True):
+        for method, title in METHODS.items():
+            if log := read(f"{name}_{method}"):
+                for part, style in ((0, "o-"), (1, "o:")):
+                    recalls = [100 * lesson[part] for lesson in log[1][-1]["kept"]]
+                    [line] = axes.plot(range(1, 11), recalls, style, color=LOOKS[method],
+                                       markersize=4)
+                    labels.setdefault(title + (", new phrasings" if part else ""), line)
+        axes.set(xlabel=f"lesson of {facts} facts", ylim=(0, 103))
+        axes.set_xticks(range(1, 11))
+    panels[0].set_ylabel("recall after the tenth, %")
+    figure.legend(labels.values(), labels, loc="outside upper center", ncols=2, handlelength=2.5,
+                  fontsize=9)
     figure.savefig(FOLDER / "lessons.png")
 
 
