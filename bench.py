@@ -331,8 +331,7 @@ def parse(argv):
     option("layer", "--tokens", type=partial(whole_number, least=2), nargs="+",
            default=[128, 512, 2048, 8192, 32768, 65536])
     option(steps, "--size", choices=list(SIZES), default="base")
-    option(steps, "--length", type=partial(whole_number, least=2), default=512,
-           help="tokens a sequence")
+    option(steps, "--length", type=whole_number, default=512, help="tokens a sequence")
     option(steps, "--batch_size", type=whole_number, default=8, help="sequences")
     option(steps, "--dropout", type=float, default=0.1)
     option("train", "--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
@@ -345,6 +344,8 @@ def main():
     if not argv or argv[0].startswith("--") and argv[0] != "--help":
         argv = ["inference", *argv]
     args = parse(argv)
+    if getattr(args, "batch_size", 2) * getattr(args, "length", 1) == 1:
+        raise UserError("--batch_size 1 --length 1: a batch norm needs two tokens")
     if is_distributed() and args.command != "train":
         raise UserError(f"{args.command} runs in one process: torchrun is for bench.py train")
     args.device, args.dtype, line = choose_device(args.device, args.dtype)

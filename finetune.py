@@ -19,7 +19,7 @@ out/<run>/eval_results.json      the medians over the seeds, and the scores of e
 """
 import shlex
 import sys
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +44,7 @@ from lib.tasks.predict import score_dev, write_dev_predictions, write_submission
 from lib.tasks.task_data import TaskData, TrainingBatches
 from lib.training.trainer import State, Trainer, catch_signals, status_after
 from lib.weights import checkpoint
-from lib.weights.run import Run
+from lib.weights.run import Run, recipe_differences
 from model import build_model, value_tables
 
 
@@ -129,8 +129,9 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     sizes: the BertConfig of the weights `initial`; vocab: the path of their vocab.txt.
     """
     known = identify_data(data.task)
-    if run.settings():
+    if settings := run.settings():
         run.check_settings(config, known)
+        check_seeds(run, settings)
     if run.results():
         print(f"{run.folder} is done: --out=out/NAME starts anew")
         return
@@ -144,10 +145,10 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     newest = run.newest_checkpoint()
     if newest:
         checkpoint.load_weights(model, checkpoint.read_weights(newest)["weights"], newest)
-        origin = run.settings()
+        origin = settings
     else:
         origin = checkpoint.init_from(model, initial)
-        check_seeds(run, config, origin["init_checkpoint"])
+        check_seeds(run, {**origin, **asdict(config), "data": known})
     batches = TrainingBatches(data.train, config)
     trainer = Trainer(config, model, batches, device, dtype, labels=task.labels)
     state = trainer.restore(newest) if newest else State()
@@ -164,19 +165,16 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     run.write_results(results)  # last: now the seed is done
 
 
-def check_seeds(run, config, origin):
+def check_seeds(run, settings):
     """Raise UserError if other seeds differ in more than the seed: their median means nothing."""
-    free = {field.name for field in fields(config) if field.metadata["may_change"]}
-    now = {key: value for key, value in asdict(config).items() if key not in free} | {
-        "init_checkpoint": origin}
     for other in Run(run.folder.parent).seeds():
         before = other.settings()
-        changed = [key for key in now.keys() & before.keys() - {"seed", "init_from"}
-                   if now[key] != before[key]]
-        if other.folder != run.folder and changed:
-            key = min(changed)
-            raise UserError(f"{other.folder} has {key} = {before[key]}, {run.folder} would have "
-                            f"{now[key]}: give the new seeds their own --out=out/NAME")
+        if other.folder != run.folder and (names := recipe_differences(settings, [before])):
+            found = f"{names[0]} = {before[names[0]]}, not {settings[names[0]]}"
+            if names[0] == "data":
+                found = "other texts or labels of the task"
+            raise UserError(f"{other.folder} was trained with {found}: give {run.folder.name} its "
+                            "own --out=out/NAME, or move the other seed away")
 
 
 def identify_data(task):

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from lib.common.device import choose_device
-from lib.common.errors import UserError
+from lib.common.errors import UserError, need
 from lib.common.files import write_text
 from lib.common.settings import DTYPES, Parser, whole_number
 from lib.corpus.vocabulary import load_tokenizer, special_ids, special_tokens
@@ -289,6 +289,9 @@ def main(argv=None):
     option("prune", "--curve", **out, help="write NAME.md, NAME.json, NAME.png, NAME.svg")
     option("browse", "--out", **out, required=True, help="write NAME.html")
     args = parser.parse_args(argv)
+    draws = args.command in ("by_class", "staleness", "curves", "prune")
+    if draws and getattr(args, "curve", args.out):
+        need("matplotlib", "a figure")  # which is drawn after long work
     if is_distributed() and args.command != "table":
         raise UserError(f"{args.command}: one process does it: python measure.py; torchrun is for "
                         "table")

@@ -147,7 +147,7 @@ def test_tools_for_masked_models_refuse_causal_ones_and_the_reverse(place, capsy
     assert_one_line(capsys, "table", "out/causal", "--data", "tiny", "--repeats", "2",
                     main=measure.main, words=["--repeats 2", "no maskings"])
     assert_one_line(capsys, "curves", "out/tiny", "out/causal", main=measure.main,
-                    words=["out/causal", "another vocabulary, corpus or objective"])
+                    words=["out/causal", "another objective"])
     assert_one_line(capsys, "tiny.py", "--out=out/new", "--init_from=out/causal",
                     words=["out/causal", "is a causal language model, expected a masked one"])
     assert_one_line(capsys, "predict", "out/causal", "new.tsv", main=measure.main,

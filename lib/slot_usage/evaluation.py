@@ -69,20 +69,16 @@ def check_language_model(path, causal):
 
 def check_same_text(paths):
     """Return the corpus of pretrained runs; UserError if their perplexities are of other texts."""
-    keys = "tokenizer_hash", "dataset", "objective", "seq_len"
-    first = Run(paths[0]).settings(keys)
-    for path in paths:
-        settings = Run(path).settings(keys)
-        different = "another text of the same name"
-        if any(settings[key] != first[key] for key in keys[:3]):
-            different = "another vocabulary, corpus or objective"
-        elif settings["seq_len"] != first["seq_len"]:
-            different = "sequences of another length"
-        elif settings.get("data") == first.get("data"):
-            continue
-        raise UserError(f"{path} has {different} than {paths[0]}: their perplexities cannot be "
-                        "compared")
-    return first["dataset"]
+    what = {"tokenizer_hash": "vocabulary", "dataset": "corpus", "objective": "objective",
+            "seq_len": "sequence length"}
+    runs = [Run(path).settings(what) for path in paths]
+    what["data"] = "text of the same name"  # runs of older versions do not say
+    for path, settings in zip(paths, runs, strict=True):
+        for key, name in what.items():
+            if settings.get(key, runs[0].get(key)) != runs[0].get(key, settings.get(key)):
+                raise UserError(f"{path} has another {name} than {paths[0]}: their perplexities "
+                                "cannot be compared")
+    return runs[0]["dataset"]
 
 
 def comparable_evaluations(paths):

@@ -35,12 +35,12 @@ def subplots(rows, columns, height, **settings):
 
 
 def run_names(paths, names):
-    """Return {path: name in a figure}: the given names, or the folders' if none are given. A "$" is
-    escaped, it would begin a formula. UserError if the numbers of names and paths differ."""
+    """Return {path: name in a figure}: the given names, which may have formulas, or the folders'.
+    UserError if the numbers of names and paths differ."""
     if names and len(names) != len(paths):
         raise UserError(f"--names: {len(names)} names for {len(paths)} runs")
-    names = names or [path.removeprefix("out/") for path in paths]
-    return dict(zip(paths, (name.replace("$", r"\$") for name in names), strict=True))
+    names = names or [path.removeprefix("out/").replace("$", r"\$") for path in paths]
+    return dict(zip(paths, names, strict=True))
 
 
 def draw_staleness(records, names):
@@ -135,6 +135,7 @@ def draw_curves(runs, names):
     if not everything:
         raise UserError("no perplexity is a number, the runs diverged: nothing to draw")
     starts = finite([first for first, *_ in runs.values() if first["step"]])
+    goes_on = any(first["step"] for first, *_ in runs.values())
     ends = finite([last for *_, last in runs.values()])
     highest = 1.05 * max([2 * min(ends or everything), *starts, *ends])
     for number, (path, evaluations) in enumerate(runs.items()):
@@ -143,8 +144,8 @@ def draw_curves(runs, names):
         first = max(0, np.argmax(perplexity <= highest) - 1)  # the line comes in from above
         start = {"marker": "o", "markevery": [0], "fillstyle": "none"} if steps[0] else {}
         upper.plot(steps[first:], perplexity[first:], label=names[path], **look, **start)
+        counted = same_unit(evaluations)
         for layer in evaluations[-1]["layers"]:
-            counted = same_unit(evaluations)
             usage = [100 * e["layers"][layer]["top1_mu"] for e in counted]
             lower[0].plot(steps[:len(counted)], usage, marker=markers[layer], markersize=5,
                           markevery=0.08, **look)
@@ -162,7 +163,7 @@ def draw_curves(runs, names):
     bottom = grid.flat[-1]
     bottom.locator_params(axis="x", nbins=5)
     bottom.xaxis.set_major_formatter("{x:,.0f}")
-    bottom.set_xlabel("training steps, those of the initial model included" if starts else
+    bottom.set_xlabel("training steps, those of the initial model included" if goes_on else
                       "training steps")
     figure.legend(loc="outside upper left")
     return figure

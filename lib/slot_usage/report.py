@@ -40,7 +40,8 @@ def describe_run(path, control=None):
         raise UserError(f"{path}: a run without memory: name the run with memory first, then its "
                         "control")
     evaluations = Run(path).evaluations()
-    controls = Run(control).evaluations() if control else []
+    controls = [evaluation for evaluation in (Run(control).evaluations() if control else [])
+                if evaluation["step"] <= evaluations[-1]["step"]]
     yield describe_memory(path, settings, evaluations)
     if bad := diverged(evaluations):
         yield (f"It diverged: its perplexity at step {bad['step']:,} is no number. Train it again "

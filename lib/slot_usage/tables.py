@@ -1,11 +1,9 @@
 """
 Write tables for people: perplexity, slot usage, the files of --out.
 """
-import json
-
 import numpy as np
 
-from lib.common.files import atomic, write_text
+from lib.common.files import atomic, to_json, write_text
 from lib.common.progress import markdown
 from lib.slot_usage.counts import same_unit
 
@@ -82,7 +80,7 @@ def curves_table(runs, corpus):
     note = f"Held-out text of data/{corpus}; the steps of the initial model count."
     note += rows_note([{"run": path, "n_rows": evaluations[0].get("n_rows")}
                        for path, evaluations in runs.items()])
-    if pruned := [path for path, all_ in runs.items() if same_unit(all_) != all_]:
+    if pruned := [path for path, every in runs.items() if same_unit(every) != every]:
         note += f" Usage of {', '.join(pruned)}: before it was pruned."
     return header, rows, note
 
@@ -112,7 +110,7 @@ def write_table(out, header, rows, note, data, draw=None):
         return
     figure = draw and draw(data)  # before any file: matplotlib may be missing
     write_text(f"{out}.md", text)
-    write_text(f"{out}.json", json.dumps(data, indent=1) + "\n")
+    write_text(f"{out}.json", to_json(data, indent=1) + "\n")
     if figure:
         for suffix in (".png", ".svg"):
             with atomic(out + suffix) as path:

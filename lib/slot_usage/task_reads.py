@@ -22,17 +22,17 @@ from lib.weights.run import Run
 
 def task_usage(path, sequences, device):
     """Measure the slot usage of a fine-tuned run in its training examples: Table 6, for JSON."""
-    _, task, examples, chosen = training_examples(path, sequences)
+    _, config, task, examples, chosen = training_examples(path, sequences)
     counts = count_task_reads(path, examples, chosen, device, path)
     layers = {layer: usage_metrics(**sums) for layer, sums in counts.items()}
     return {"run": path, "task": task.name, "examples": len(chosen), "layers": layers,
-            "n_rows": read_weights(path)["config"].n_rows}
+            "n_rows": config.n_rows}
 
 
 def compare_classes(path, sequences, device):
     """Compare the top-1 slots of two classes before and after fine-tuning: Figure 4, for JSON."""
-    settings, task, examples, chosen = training_examples(path, sequences)
-    halves, records, config = draw_halves(task, examples, chosen), [], read_weights(path)["config"]
+    settings, config, task, examples, chosen = training_examples(path, sequences)
+    halves, records = draw_halves(task, examples, chosen), []
     if not (config.memory_layers and config.beta):
         raise UserError(f"{path}: a model without memory has no slots to compare")
     for when, weights in (("before", settings["init_checkpoint"]), ("after", path)):
@@ -47,20 +47,22 @@ def compare_classes(path, sequences, device):
 
 
 def training_examples(path, sequences):
-    """Load the training examples of a fine-tuned run. Returns its settings, its Task, examples, and
-    the indices of `sequences` of the examples, evenly spread; None for all."""
+    """Load the training examples of a fine-tuned run. Returns its settings, its model's
+    BertConfig, its Task, examples, and the indices of `sequences` of them, evenly spread; None for
+    all."""
     checkpoint, vocab = find_weights(path)
     settings = Run(checkpoint.parent).settings()
     if "task" not in settings:
         raise UserError(f"{path}: not a fine-tuned run; table takes others with --data NAME")
     print(f"{path}: weights of {checkpoint}")
+    config = read_weights(checkpoint)["config"]
     with first_rank_first():
         task = find_task(settings["task"])
     examples = load_examples(task, "train", text_tokenizer(vocab), settings["max_len"],
                              settings["doc_stride"])
     total = len(examples.ids)
     chosen = np.linspace(0, total - 1, min(sequences or total, total)).astype(int)
-    return settings, task, examples, chosen
+    return settings, config, task, examples, chosen
 
 
 @torch.no_grad()

@@ -7,13 +7,9 @@ import numpy as np
 
 from lib.common.errors import UserError
 from lib.tasks.glue import TASKS, task_name
-from lib.weights.run import Run
+from lib.weights.run import Run, recipe_differences
 
 TABLE_4 = list(TASKS)[:6]  # its columns; its average leaves SQuAD out
-# Not part of a recipe: settings that change no score, the seeds, and facts of the process
-NO_RECIPE = {"out", "log_interval", "checkpoint_interval", "checkpoint_minutes", "device",
-             "compile", "tensorboard", "rank_timeout", "seed", "seeds", "threads", "torch",
-             "commit", "ranks"}
 
 
 def group_seeds(paths):
@@ -33,8 +29,7 @@ def group_seeds(paths):
         raise UserError(f"{', '.join(paths)}: no fine-tuned run that is done")
     for (initial, updated, task), runs in by_task.items():
         _, first = next(iter(runs.values()))
-        varied = sorted(name for name in first.keys() - NO_RECIPE
-                        if any(settings.get(name) != first[name] for _, settings in runs.values()))
+        varied = recipe_differences(first, [settings for _, settings in runs.values()])
         for run, settings in runs.values():
             recipe = ", ".join(f"{name}={settings.get(name)}" for name in varied)
             seeds = systems.setdefault((initial, updated, recipe), {}).setdefault(task, {})

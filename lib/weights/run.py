@@ -44,6 +44,11 @@ from lib.distributed.processes import (
 from lib.distributed.sharded_values import save_whole
 
 EVALUATION = "perplexity", "accuracy", "masked_tokens"  # of a record that is an evaluation
+# Settings that are no part of a recipe: they change no score, tell about the process, or are the
+# seed. init_from may be another path to the same init_checkpoint.
+NO_RECIPE = {"out", "log_interval", "checkpoint_interval", "checkpoint_minutes", "device",
+             "compile", "tensorboard", "rank_timeout", "seed", "seeds", "init_from", "threads",
+             "torch", "commit", "ranks"}
 TYPES = {  # of what other programs read from config.json
     "max_steps": int, "seed": int, "first_step": int, "seq_len": int, "max_len": int, "task": str,
     "init_from": str, "doc_stride": int, "init_checkpoint": str, "dataset": str, "objective": str,
@@ -81,6 +86,13 @@ def drop(folder):
     mine = first_rank() and not folder.is_symlink() and folder.is_dir()
     if mine and set(os.listdir(folder)) <= CHECKPOINT.keys():
         discard(folder)
+
+
+def recipe_differences(settings, others):
+    """Name the settings, sorted, in which other runs have another recipe. Settings that an older
+    run does not have are left out."""
+    return sorted(name for name in settings.keys() - NO_RECIPE
+                  if any(other.get(name, settings[name]) != settings[name] for other in others))
 
 
 def brief(fact):

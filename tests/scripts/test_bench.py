@@ -184,11 +184,21 @@ def test_what_is_timed_is_inference_and_training(monkeypatch):
     assert modes == [True] * 3
 
 
-@pytest.mark.parametrize("args", [["layer", "--tokens", "1"], ["train", "--length", "1"]])
-def test_one_token_has_no_batch_statistics(monkeypatch, args):
+@pytest.mark.parametrize(("args", "words"), [
+    (["layer", "--tokens", "1"], "'1': expected a whole number, at least 2"),
+    (["train", "--length", "1", "--batch_size", "1"], "a batch norm needs two tokens")])
+def test_one_token_has_no_batch_statistics(monkeypatch, args, words):
     monkeypatch.setattr(sys, "argv", ["bench.py", *args])
-    with pytest.raises(UserError, match="'1': expected a whole number, at least 2"):
+    with pytest.raises(UserError, match=words):
         bench.main()
+
+
+def test_sequences_of_one_token(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.py", "train", "--size", "demo", "--length", "1",
+                                      "--batch_size", "2", "--n_keys", "32", "--rounds", "1",
+                                      "--systems", "+ResM"])
+    bench.main()
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
 
 
 def test_float16_training_is_refused(monkeypatch):

@@ -486,14 +486,24 @@ def test_a_median_is_over_seeds_of_one_model(tuned, capsys):
     shutil.copytree(newest, "out/tiny/step_999999")
     assert tune("--max_steps=2") == 0  # it is done
     assert_one_line(capsys, "tune.py", "--max_steps=2", "--seeds=2", main=finetune.main, words=[
-        f"out/tiny_own/seed0 has init_checkpoint = {newest}, ",
-        "out/tiny_own/seed1 would have out/tiny/step_999999", "--out=out/NAME"])
+        f"out/tiny_own/seed0 was trained with init_checkpoint = {newest}, ",
+        "not out/tiny/step_999999: give seed1 its own --out=out/NAME"])
     shutil.rmtree("out/tiny/step_999999")
     assert_one_line(capsys, "tune.py", "--max_steps=2", "--seed=1", "--lr=2e-3",
-                    main=finetune.main, words=["out/tiny_own/seed0 has lr = 0.005, ",
-                                               "out/tiny_own/seed1 would have 0.002"])
-    assert tune("--max_steps=2", "--seed=1") == 0 and tune("--max_steps=2") == 0
+                    main=finetune.main, words=["seed0 was trained with lr = 0.005, not 0.002"])
+    assert not Path("out/tiny_own/seed1/config.json").exists()
+    # other paths to the same weights, and settings that change no score, are no difference
+    assert tune("--max_steps=2", "--seed=1", "--init_from=./out/tiny", "--log_interval=7") == 0
+    assert tune("--max_steps=2") == 0
     assert list(scores("out/tiny_own")["seeds"]) == ["0", "1"]  # of all seeds that are done
+    other = Path("out/tiny_own/seed1/config.json")
+    other.write_text(json.dumps(json.loads(other.read_text()) | {"lr": 0.5}))
+    assert_one_line(capsys, "tune.py", "--max_steps=2", main=finetune.main,
+                    words=["seed1 was trained with lr = 0.5, not 0.005: give seed0"])
+    with Path("own/dev.tsv").open("a") as dev:
+        dev.write("a dog\tanimal\n")
+    assert_one_line(capsys, "tune.py", "--max_steps=2", "--seed=2", main=finetune.main,
+                    words=["seed0 was trained with other texts or labels of the task"])
 
 
 def test_a_resumed_fine_tuning_has_the_same_data(tuned, capsys):

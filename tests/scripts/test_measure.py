@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -28,10 +29,9 @@ from lib.slot_usage.counts import watch_reads
 from lib.slot_usage.evaluation import evaluate_language_model
 from lib.slot_usage.task_reads import class_distances, draw_halves, training_examples
 from lib.tasks.glue import find_task
-from lib.tasks.score_table import NO_RECIPE
 from lib.training.trainer import Trainer
 from lib.weights.checkpoint import find_weights, load_model
-from lib.weights.run import Run
+from lib.weights.run import NO_RECIPE, Run
 from model import Classifier
 from tests.helpers import PIECES, ROOT, prepare, record_search, save_model, tiny_bert, train, tune
 
@@ -169,7 +169,7 @@ def test_usage_on_a_task(tuned, capsys):
     assert [(own["run"], own["when"], own["layer"]) for own in found] == [
         (str(run / "seed0"), "before", 2), (str(run / "seed0"), "before", 3),
         (str(run / "seed0"), "after", 2), (str(run / "seed0"), "after", 3)]
-    _, *examples = training_examples(run, None)
+    _, _, *examples = training_examples(run, None)
     halves = dict(zip(("animal", "none"), draw_halves(*examples), strict=True))
     members = {label: [n for n, row in enumerate(rows) if row[1] == label] for label in halves}
     size = min(map(len, members.values())) // 2
@@ -248,7 +248,7 @@ def fine_tuned(folder, accuracy, **settings):
 def test_a_recipe_is_every_setting_that_must_not_change():
     may_change = {field.name for field in dataclasses.fields(finetune.Config)
                   if field.metadata["may_change"]}
-    assert NO_RECIPE == may_change | {"seed", "ranks", *process_facts()}
+    assert NO_RECIPE == may_change | {"seed", "init_from", "ranks", *process_facts()}
 
 
 def test_glue_pools_nothing_but_seeds(workdir, capsys):
@@ -467,6 +467,16 @@ def test_reads_are_of_the_corpus_and_sequences_that_were_asked_for(workdir, monk
     measure.main(["slots", "out/run", "--layer", "2", *more])
     measure.main(["fill", "out/run", "the [MASK]", *more])
     assert seen == [("out/run", "other", 7)] * 2
+
+
+@pytest.mark.parametrize("args", [["prune", "--keep", "0.5", "--curve", "c"],
+                                  ["by_class", "--out", "c"]])
+def test_without_matplotlib_no_work_begins(monkeypatch, args):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for work in ("prune_run", "compare_classes"):
+        monkeypatch.setattr(measure, work, pytest.fail)
+    with pytest.raises(UserError, match="pip install matplotlib"):
+        measure.main([*args[:1], "out/a", *args[1:]])
 
 
 def test_curves_are_of_the_logs_numbers(workdir, monkeypatch):

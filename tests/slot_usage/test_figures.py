@@ -103,7 +103,7 @@ def test_a_layer_has_the_same_marker_in_all_runs():
 
 def test_runs_are_called_by_their_names_or_folders():
     assert run_names(["out/a", "b/seed0"], None) == {"out/a": "a", "b/seed0": "b/seed0"}
-    assert run_names(["out/a"], ["memory added"]) == {"out/a": "memory added"}
+    assert run_names(["out/a"], [r"$\beta$ = 1"]) == {"out/a": r"$\beta$ = 1"}
     name = run_names(["out/$a_$b"], None)["out/$a_$b"]
     figure = draw_curves({"r": evaluations(0, 90, 50, 40)}, {"r": name})
     figure.savefig(io.BytesIO(), format="svg")  # raised for a formula that is none

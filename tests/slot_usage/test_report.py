@@ -100,10 +100,10 @@ def test_what_else_differs_is_said_and_the_last_common_step_compared():
 
 
 def test_runs_that_cannot_be_compared():
-    run = write_run("resm", [40, 30])
+    run = write_run("resm", [40, 30], data={"train": "2e"})
     for name, reason, settings in (
-            ("a", "another vocabulary, corpus or objective", {"dataset": "mine"}),
-            ("b", "sequences of another length", {"seq_len": 32}),
+            ("a", "another corpus", {"dataset": "mine"}),
+            ("b", "another sequence length", {"seq_len": 32}),
             ("c", "other sequences of the same text", {"masked_tokens": 51}),
             ("d", "no evaluation at a step", {"first_step": 1050}),
             ("e", "another text of the same name", {"data": {"train": "1f"}})):
@@ -126,6 +126,9 @@ def test_a_run_that_diverged():
     assert only("No comparison", found) == f"No comparison: {bad} diverged, at step 1,200."
     assert only("From its own start", found) and "nan" not in " ".join(found)
     assert only("It diverged", sentences(write_run("first", [math.nan, 30])))
+    later = write_run("later", [40, 31, 26, math.nan])  # after the run's last step
+    found = sentences(good, later)
+    assert "below its 26.00" in only("Better", found) and "nan" not in " ".join(found)
 
 
 def test_rows_of_a_pruned_memory_are_not_counted_as_slots():

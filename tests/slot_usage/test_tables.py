@@ -1,6 +1,8 @@
 """
 The cells of tables.
 """
+import json
+
 import pytest
 
 from lib.common.errors import UserError
@@ -54,3 +56,9 @@ def test_a_figure_that_cannot_be_drawn_leaves_the_old_table(tmp_path, capsys):
     with pytest.raises(UserError):
         write_table(out, ["a"], [[2]], "note", {}, fail)
     assert "1" in (tmp_path / "t.md").read_text() and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_number_that_is_none_is_null_in_the_json(tmp_path):
+    write_table(str(tmp_path / "t"), ["a"], [[1]], "note", [{"perplexity": float("nan")}])
+    assert json.loads((tmp_path / "t.json").read_text(), parse_constant=pytest.fail) == [
+        {"perplexity": None}]

@@ -59,11 +59,11 @@ def test_training_examples_are_those_of_fine_tuning(workdir):
     texts = ["cat [SEP]", "mat", "cat " * 20, "the", "sat"]
     rows = [f"{text}\t{'xy'[n % 2]}\n" for n, text in enumerate(texts)]
     Path("own/train.tsv").write_text("".join(["sentence\tlabel\n", *rows]))
-    _, task, examples, chosen = training_examples("out/run", None)
+    _, _, task, examples, chosen = training_examples("out/run", None)
     assert (task.labels, chosen.tolist()) == (["x", "y"], [0, 1, 2, 3, 4])
     assert [ids.tolist() for ids in examples.ids] == [
         [2, 6, 1, 1, 1, 3], [2, 9, 3], [2, *[6] * 6, 3], [2, 5, 3], [2, 7, 3]]
-    assert training_examples("out/run", 3)[3].tolist() == [0, 2, 4]  # evenly spread
+    assert training_examples("out/run", 3)[4].tolist() == [0, 2, 4]  # evenly spread
     counts = [count_task_reads("out/run", examples, chosen, torch.device("cpu"), "")[2]["weight"]
               for _ in range(2)]
     assert counts[0].sum() == pytest.approx((6 + 3 + 8 + 3 + 3) * 2)  # tokens x heads

@@ -186,6 +186,14 @@ def test_another_kind_of_classifier_is_refused(tmp_path, kind, settings, word):
         read_weights(tmp_path)
 
 
+def test_a_regression_of_one_number_is_read(tmp_path):
+    theirs = hugging_face("BertForSequenceClassification", num_labels=1, problem_type="regression",
+                          architectures=["BertForSequenceClassification"])
+    theirs.config.save_pretrained(tmp_path)
+    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
+    assert read_weights(tmp_path)["labels"] == []
+
+
 def test_a_run_starts_from_hugging_faces_weights(place, capsys):
     """It finds them by name in data/weights, and its first evaluation is their loss."""
     theirs = demo_of_hugging_face("data/weights/bert-base-uncased", "tiny.txt")
