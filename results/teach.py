@@ -103,6 +103,7 @@ class Settings:
     blocks: int = setting(64, "blocks of 256 tokens of ordinary text", least=8)
     others: int = setting(0, "questions of the taught form about other places, each counted as a "
                           "block of ordinary text", least=0)
+    keep_lessons: bool = setting(False, "count each sentence of earlier lessons as a block, too")
     text: str = setting("", "a text to be learned in place of facts", group="text")
     tokens: int = setting(200_000, "its tokens", least=4096)
 
@@ -146,6 +147,7 @@ class Study:
 
     def __init__(self, s):
         self.s, self.lines, self.file = s, [], Path(f"{s.out}.saved")
+        self.counts, self.batches = None, 0  # of reads by ordinary text, and its blocks
         self.saved = load_file(self.file, hint="remove it") if self.file.exists() else None
         if self.saved and not asdict(s).items() <= self.saved["lines"][0].items():
             raise UserError(f"{self.file} is of a run with other settings: remove it")
@@ -166,8 +168,10 @@ class Study:
             sizes = {name: getattr(s, name) for name in ("n_keys", "heads", "topk", "key_dim")}
             add_memory(self.model, s.layers, values="zero", freeze=True, **sizes)
             self.counts = choose.calibrate(self.model, self.ordinary.split(1))
-            self.count_others()
-            self.batches = len(self.ordinary) + s.others
+            self.batches = len(self.ordinary)
+            self.count_as_ordinary(self.others())
+            if self.saved:
+                self.counts, self.batches = self.saved["counts"]
         elif s.method == "full":
             self.model.requires_grad_(True)
         else:
@@ -187,15 +191,20 @@ class Study:
         print(f"{len(text) - 8 - len(new)} of {len(text) - 8} blocks share 13 tokens: left out")
         return torch.tensor(new[:most]), torch.tensor(text[-8:])
 
-    def count_others(self):
-        """Count each question about another place as a block of ordinary text."""
+    def others(self):
+        """Yield questions about other places."""
         draw = random.Random(-1 - self.s.seed)
         for n in range(self.s.others):
             place = "".join(draw.choices(SYLLABLES, k=3)).capitalize()
-            text = TAUGHT[n % 3][n // 3 % 3].format(place)
+            yield TAUGHT[n % 3][n // 3 % 3].format(place)
+
+    def count_as_ordinary(self, sentences):
+        """Count each sentence as a block of ordinary text."""
+        for text in sentences:
             ids = torch.tensor([self.tokenizer(text).input_ids])
             for layer, reads in choose.ordinary_reads(self.model, [ids]).items():
                 self.counts[layer] += reads
+            self.batches += 1
 
     def perplexities(self):
         return {name: ask.perplexity(self.model, ids, self.tokenizer)
@@ -246,7 +255,7 @@ class Study:
         with atomic(self.file) as file:
             states = [optimizer.state_dict() for optimizer in optimizers]
             torch.save({"weights": self.trained(), "optimizers": states, "lines": self.lines,
-                        "place": place}, file)
+                        "counts": (self.counts, self.batches), "place": place}, file)
 
     def restore(self, optimizers):
         """Load what save() wrote. Returns where the run stood."""
@@ -260,9 +269,9 @@ class Study:
         return saved["place"]
 
     def predict(self, ids, mask, labels):
-        """Predict as ask.predict does. A decoder reads all sentences in one row, without padding:
+        """Predict as ask.predict does. A Llama reads all sentences in one row, without padding:
         transformers keeps them apart, because their positions begin anew."""
-        if self.tokenizer.mask_token or mask.all():
+        if self.model.config.model_type != "llama" or mask.all():
             return ask.predict(self.model, ids, mask, labels)
         real = mask > 0
         places = (real.cumsum(1) - 1)[real]
@@ -331,6 +340,8 @@ def teach_facts(s, study):
             study.log(line)
             return done
         study.train(ask.encode(taught, study.tokenizer, end=False), evaluate, number + 1)
+        if s.keep_lessons and not study.saved:  # what was saved has the counts of earlier lessons
+            study.count_as_ordinary(" ".join(fact) for fact in taught)
 
 
 def teach_text(s, study):

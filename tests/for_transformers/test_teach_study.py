@@ -14,7 +14,8 @@ from results import teach
 from tests.for_transformers.small_lessons import WORDS, save_base, write_texts
 
 pytest.importorskip("transformers")
-METHODS = {"rows": ["--method=rows"], "sgd": ["--method=rows", "--sgd=True", "--lr=10"],
+METHODS = {"rows": ["--method=rows"], "keep": ["--keep_lessons=True", "--others=3"],
+           "sgd": ["--method=rows", "--sgd=True", "--lr=10"],
            "query": ["--method=rows", "--query_lr=1e-3"], "full": ["--method=full", "--lr=1e-3"],
            "lora": ["--method=lora", "--lr=1e-3"]}
 
@@ -72,10 +73,12 @@ def test_sentences_in_one_row_do_not_see_each_other(place):
     not."""
     model, tokenizer = teach.ask.load_model("decoder", "cpu", attn_implementation="eager")
     model.double().requires_grad_(True)
-    study, gradients = SimpleNamespace(model=model, tokenizer=tokenizer), []
+    study, gradients = SimpleNamespace(model=model), []
+    rows = []
     data = teach.ask.encode([("who is ann ?", "red"), ("cy is", "old blue"), ("eve is", "shy")],
                             tokenizer, end=False)
-    assert not data[1].all() and not tokenizer.mask_token
+    assert not data[1].all()
+    model.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     for predict, pick in ((teach.ask.predict, [0, 1]), (teach.Study.predict, [0, 1]),
                           (teach.Study.predict, [0, 1, 2])):
         of = model if predict is teach.ask.predict else study
@@ -83,5 +86,6 @@ def test_sentences_in_one_row_do_not_see_each_other(place):
         F.cross_entropy(logits, labels, reduction="sum").backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         model.zero_grad()
+    assert rows[1:] == [1, 1] and rows[0] > 1
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=1e-9)
     assert (gradients[2] - gradients[0]).norm() > 0.1 * gradients[0].norm()
