@@ -14,8 +14,7 @@ from results import teach
 from tests.for_transformers.small_lessons import WORDS, save_base, write_texts
 
 pytest.importorskip("transformers")
-METHODS = {"rows": ["--method=rows"], "keep": ["--keep_lessons=True", "--others=3"],
-           "sgd": ["--method=rows", "--sgd=True", "--lr=10"],
+METHODS = {"rows": ["--method=rows"], "sgd": ["--method=rows", "--sgd=True", "--lr=10"],
            "query": ["--method=rows", "--query_lr=1e-3"], "full": ["--method=full", "--lr=1e-3"],
            "lora": ["--method=lora", "--lr=1e-3"]}
 
@@ -42,14 +41,8 @@ def run(out, *settings):
     return [{key: line[key] for key in line.keys() - {"seconds", "out"}} for line in lines]
 
 
-@pytest.mark.parametrize(("method", "stop"), [
-    ("rows", 3), ("rows", 7), *((method, 17) for method in METHODS)])
-def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(place, monkeypatch, method, stop):
-    """Stop before the first save, after it, and in the second lesson."""
-    if method == "lora":
-        pytest.importorskip("peft")
-    expected = run("whole.jsonl", *METHODS[method])
-    assert len(expected) == 3 and expected[1]["loss"] != expected[2]["loss"]
+def run_and_kill(monkeypatch, stop, out, *settings):
+    """Run the study until a step of training has begun, counted from 0."""
     predict, calls = teach.ask.predict, iter(range(10_000))
 
     def kill(model, *args, **inputs):
@@ -59,13 +52,41 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(place, monkeypatc
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(teach.ask, "predict", kill)
-        run("cut.jsonl", *METHODS[method])
+        run(out, *settings)
+
+
+@pytest.mark.parametrize(("method", "stop"), [
+    ("rows", 3), ("rows", 7), *((method, 17) for method in METHODS)])
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(place, monkeypatch, method, stop):
+    """Stop before the first save, after it, and in the second lesson."""
+    if method == "lora":
+        pytest.importorskip("peft")
+    expected = run("whole.jsonl", *METHODS[method])
+    assert len(expected) == 3 and expected[1]["loss"] != expected[2]["loss"]
+    run_and_kill(monkeypatch, stop, "cut.jsonl", *METHODS[method])
     assert not Path("cut.jsonl").exists()
     if stop > 4:
         with pytest.raises(UserError, match="other settings"):
             run("cut.jsonl", *METHODS[method], "--batch=3")
     assert run("cut.jsonl", *METHODS[method]) == expected
     assert not list(Path(".").glob("*.saved"))
+
+
+def test_each_sentence_of_earlier_lessons_counts_as_ordinary_text(place, monkeypatch):
+    """An interrupted run has the same counts."""
+    choose_rows, seen = teach.choose.choose_rows, []
+    settings = "--keep_lessons=True", "--others=5", "--lessons=3"
+
+    def record(model, data, counts, batches, *args, **score):
+        seen.append((batches, {n: count.tolist() for n, count in counts.items()}))
+        return choose_rows(model, data, counts, batches, *args, **score)
+
+    monkeypatch.setattr(teach.choose, "choose_rows", record)
+    run("whole.jsonl", *settings)
+    assert [batches for batches, _ in seen] == [8 + 5, 8 + 5 + 6 * 3, 8 + 5 + 6 * 3 * 2]
+    run_and_kill(monkeypatch, 17, "cut.jsonl", *settings)
+    run("cut.jsonl", *settings)
+    assert seen[-1] == seen[2] != seen[1]
 
 
 def test_sentences_in_one_row_do_not_see_each_other(place):
