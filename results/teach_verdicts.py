@@ -100,18 +100,36 @@ def draw_forgetting():
     figure.savefig(FOLDER / "forgetting.png")
 
 
+def lessons():
+    """Yield each run of ten lessons that is there: facts of a lesson, method, title, last line."""
+    for (name, facts), (method, title) in itertools.product(
+            (("lessons", 30), ("lessons_100", 100)), METHODS.items()):
+        if log := read(f"{name}_{method}"):
+            kept = "chosen rows, SGD, earlier lessons kept"
+            yield facts, method, kept if method == "keep" else title, log[1][-1]
+
+
+def print_lessons():
+    """Print what is recalled after the tenth lesson."""
+    rows = []
+    for facts, _, title, last in lessons():
+        (first, _), means = last["kept"][0], zip(*last["kept"], strict=True)
+        rows.append([facts, title, f"{first:.2f}", *(f"{sum(mean) / 10:.2f}" for mean in means),
+                     *(f"{last[text]:+.1%}" for text in TEXTS)])
+    print(markdown(["facts", "after the tenth lesson", "the first", "mean", "new phrasings",
+                    *TEXTS.values()], rows))
+
+
 def draw_lessons():
     """Draw what is recalled of each of ten lessons after the last one."""
-    figure, [panels] = subplots(1, 2, 3.0, sharey=True)
+    figure, [panels] = subplots(1, 2, 2.9, sharey=True)
     labels = {}
-    for axes, (name, facts) in zip(panels, (("lessons", 30), ("lessons_100", 100)), strict=True):
-        for method, title in METHODS.items():
-            if log := read(f"{name}_{method}"):
-                for part, style in ((0, "o-"), (1, "o:")):
-                    recalls = [100 * lesson[part] for lesson in log[1][-1]["kept"]]
-                    [line] = axes.plot(range(1, 11), recalls, style, color=LOOKS[method],
-                                       markersize=4)
-                    labels.setdefault(title + (", new phrasings" if part else ""), line)
+    for facts, method, title, last in lessons():
+        axes = panels[0 if facts == 30 else 1]
+        for part, style in ((0, "o-"), (1, "o:")):
+            [line] = axes.plot(range(1, 11), [100 * pair[part] for pair in last["kept"]], style,
+                               color=LOOKS[method], markersize=4)
+            labels.setdefault(title, line)
         axes.set(xlabel=f"lesson of {facts} facts", ylim=(0, 103))
         axes.set_xticks(range(1, 11))
     panels[0].set_ylabel("recall after the tenth, %")
@@ -124,6 +142,7 @@ def main():
     print_seeds()
     print_seeds("round_1/")
     print_verdicts()
+    print_lessons()
     draw_forgetting()
     draw_lessons()
 
