@@ -5,7 +5,7 @@ $ python -m lib.for_transformers.teach MODEL facts.txt --ordinary text.txt --out
 
 A line of facts.txt is a question, a tab and its answer, or a sentence, whose last word is the
 answer. --ordinary is any text of the kind that the model must not forget, 100 kB or more. --keep
-has facts that the model knows, in the same form. Each counts as a block of ordinary text.
+has facts that it knows, also from earlier lessons. Each counts as a block of ordinary text.
 
 Memories with random queries and sub-keys are put into early layers. Their values start at 0, which
 changes nothing. Training changes only the values of rows that the facts read far more than
@@ -35,18 +35,17 @@ BLOCKS, HELD_OUT = 64, 8  # blocks of ordinary text: to choose rows by, to measu
 BATCH, REPORT_EVERY = 32, 10  # facts a step, steps
 
 
-def teach(model, tokenizer, facts, ordinary, beside=(), steps=300, lr=0.3, rows=3000, seed=1,
+def teach(model, data, ordinary, steps=300, lr=0.3, rows=3000, seed=1,
           report=lambda *progress: None):
-    """Teach facts, [(prompt, answer)], to a frozen model, until it recalls all.
+    """Teach facts, encode's tensors, to a frozen model, until it recalls all.
 
-    The model is in evaluation mode. ordinary: token ids of ordinary texts, each (1, time). beside:
-    folders of earlier lessons, whose rows stay as they are. report(step, loss, right, seconds) is
-    called every REPORT_EVERY steps. Ctrl-C ends the lesson. Returns which facts are recalled
-    without the earlier lessons: (facts,) bool. UserError if no memory fits, or for too high a rate.
+    The model is in evaluation mode. If load_memory gave it earlier lessons, their rows stay as they
+    are. ordinary: token ids of ordinary texts, each (1, time). report(step, loss, right, seconds)
+    is called every REPORT_EVERY steps. right: (facts,) bool. Ctrl-C ends the lesson. UserError if
+    no memory fits, or for too high a rate.
     """
     torch.manual_seed(seed)
-    data = ask.encode(facts, tokenizer, model)
-    counts = put_memory(model, beside, ordinary)
+    counts = put_memory(model, ordinary)
     chosen = choose_rows(model, data, counts, len(ordinary), rows)
     values = LazyAdam([{"params": [memory.values], "rows": chosen[n]}
                        for n, memory in find_memories(model).items()], lr=lr)
@@ -54,7 +53,7 @@ def teach(model, tokenizer, facts, ordinary, beside=(), steps=300, lr=0.3, rows=
     try:
         for step in range(1, steps + 1):
             if len(order) < BATCH:
-                order += draw.sample(range(len(facts)), len(facts))
+                order += draw.sample(range(len(data[0])), len(data[0]))
             pick, order = order[:BATCH], order[BATCH:]
             loss = F.cross_entropy(*ask.predict(model, *ask.take(data, pick, model.device)))
             loss.backward()
@@ -69,16 +68,12 @@ def teach(model, tokenizer, facts, ordinary, beside=(), steps=300, lr=0.3, rows=
                     break
     except KeyboardInterrupt:
         print("stopped: the lesson ends here")
-    for folder in beside:
-        unload_memory(model, folder)
-    return ask.recalled(model, data)
 
 
-def put_memory(model, beside, ordinary):
-    """Add a new memory, or those of the folders `beside`. Returns ordinary_reads."""
-    for folder in beside:
-        freeze_all_but(load_memory(model, folder), model)
-    if beside:
+def put_memory(model, ordinary):
+    """Add a new memory if the model has none. Returns ordinary_reads."""
+    if memories := find_memories(model):
+        freeze_all_but({n: memory.values for n, memory in memories.items()}, model)
         return ordinary_reads(model, ordinary)
     try:
         depth = len(find_layers(model))
@@ -117,6 +112,7 @@ def main(argv=None):
     model, tokenizer = ask.load_model(args.model, device)
     blocks = ask.ordinary_blocks(text, tokenizer, model, BLOCKS + HELD_OUT, args.ordinary)
     held_out, blocks = blocks[:HELD_OUT], blocks[HELD_OUT:]
+    data = ask.encode(facts, tokenizer, model)
     check = questions and ask.encode(questions, tokenizer, model)
     keep = known and ask.encode(known, tokenizer, model, end=False)
     ordinary = [*blocks.split(1)] + [ids[mask > 0][None].to(device)
@@ -135,9 +131,13 @@ def main(argv=None):
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         before = ask.perplexity(model, held_out, tokenizer)
         print(f"perplexity of ordinary text {before:.2f}", flush=True)
+        for folder in args.beside:
+            load_memory(model, folder)
         right_before = ask.recalled(model, keep) if known else None
-        right = teach(model, tokenizer, facts, ordinary, args.beside, args.steps, args.lr,
-                      args.rows, args.seed, report)
+        teach(model, data, ordinary, args.steps, args.lr, args.rows, args.seed, report)
+        for folder in args.beside:
+            unload_memory(model, folder)
+        right = ask.recalled(model, data)
     save_memory(model, args.out)
     size = sum(file.stat().st_size for file in Path(args.out).iterdir()) / 1e6
     alone = " alone" if args.beside else ""

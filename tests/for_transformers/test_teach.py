@@ -146,7 +146,7 @@ def test_facts_that_are_not_recalled_are_named(capsys):
 
 
 @KINDS
-def test_lessons_beside_each_other(kind):
+def test_lessons_beside_each_other(kind, capsys):
     """Each leaves the earlier ones as they are. Both are recalled together."""
     Path("a.txt").write_text("who is ann ?\tred\nwise old dee has\tcake\ncy is blue\n")
     Path("b.txt").write_text("hal likes soup tea\tjam\ngus ate bob\tshy\n")
@@ -164,6 +164,9 @@ def test_lessons_beside_each_other(kind):
     assert recalled(both, "a.txt") == [True] * 3 and recalled(both, "b.txt") == [True] * 2
     assert recalled(alone, "a.txt") == [True] * 3 and recalled(alone, "b.txt") != [True] * 2
     load_memory(both[0], "c")
+    capsys.readouterr()
+    run(kind, *few, "--beside", "a", "--keep", "a.txt", facts="b.txt", out="d")
+    assert re.search(", keeps [1-3] of 3, ordinary text", capsys.readouterr().out)
 
 
 @KINDS
@@ -184,15 +187,19 @@ def test_a_model_in_bfloat16_is_taught():
         assert recalled((model, tokenizer)) == [True] * 6
 
 
-def test_teaching_leaves_the_model_with_the_new_rows_alone():
+def test_teaching_keeps_the_rows_of_earlier_lessons():
     model, tokenizer = load("decoder")
     run("decoder", out="a")
-    text, facts = Path("ordinary.txt").read_text(), ask.read_facts("more.txt")
+    load_memory(model, "a")
+    text = Path("ordinary.txt").read_text()
+    data = ask.encode(ask.read_facts("more.txt"), tokenizer, model)
     blocks = ask.ordinary_blocks(text, tokenizer, model, 20, "ordinary.txt")
     said = []
-    right = teach.teach(model, tokenizer, facts, blocks.split(1), beside=["a"], steps=45, lr=1e-6,
-                        rows=10, report=lambda *words: said.append(words))
-    assert right.tolist() == [False] * 3 and [words[0] for words in said] == [10, 20, 30, 40, 45]
+    teach.teach(model, data, blocks.split(1), steps=45, lr=1e-6, rows=10,
+                report=lambda *words: said.append(words))
+    assert [words[0] for words in said] == [10, 20, 30, 40, 45]
+    assert said[-1][2].tolist() == [False] * 3
+    unload_memory(model, "a")
     for n, memory in find_memories(model).items():
         rows = set(memory.values.weight.any(1).nonzero().flatten().tolist())
         assert 0 < len(rows) <= 10 and not rows & rows_of("a")[n]
@@ -327,7 +334,8 @@ def test_a_model_of_its_class_is_refused_before_it_is_changed():
     model, tokenizer = load("model")
     names = list(model.state_dict())
     with pytest.raises(UserError, match="share their weights"):
-        teach.teach(model, tokenizer, [("who is", "ann")], torch.ones(2, 16).long().split(1))
+        teach.teach(model, ask.encode([("who is", "ann")], tokenizer),
+                    torch.ones(2, 16).long().split(1))
     assert list(model.state_dict()) == names
 
 
