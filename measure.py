@@ -153,7 +153,7 @@ def slots(args):
             for context in r["contexts"] or [(0.0, "(never read)")]]
     note = (f"Layer {args.layer} of {checkpoint}; {len(reads):,} tokens of data/{corpus.name} x "
             f"{reads.shape[1]} heads; weights are summed over the heads.")
-    header = ["slot", "reads", "top-1", "weight", "context"]
+    header = "slot", "reads", "top-1", "weight", "context"
     tables.write_table(args.out, header, rows, note, records)
 
 
@@ -264,8 +264,7 @@ def main(argv=None):
     option("sample", "--samples", **number, default=1, help="(1)")
     option("sample", "--temperature", type=float, default=0.8, help="0: the likeliest token (0.8)")
     option("sample", "--top_k", **number, default=50, help="draw from the N likeliest (50)")
-    option("sample", "--seed", type=partial(whole_number, least=0), default=0, metavar="N",
-           help="(0)")
+    option("sample", "--seed", type=partial(whole_number, least=0), default=0, help="(0)")
     option("table", "--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it")
     option(f"{readers} prune", "--data", metavar="NAME", help="data/NAME, not the run's corpus")
     option("table by_class prune", "--sequences", **number, help="a quick look at N, spread evenly")
@@ -289,8 +288,7 @@ def main(argv=None):
     option("prune", "--curve", **out, help="write NAME.md, NAME.json, NAME.png, NAME.svg")
     option("browse", "--out", **out, required=True, help="write NAME.html")
     args = parser.parse_args(argv)
-    draws = args.command in ("by_class", "staleness", "curves", "prune")
-    if draws and getattr(args, "curve", args.out):
+    if args.command in ("by_class", "prune") and getattr(args, "curve", args.out):
         need("matplotlib", "a figure")  # which is drawn after long work
     if is_distributed() and args.command != "table":
         raise UserError(f"{args.command}: one process does it: python measure.py; torchrun is for "

@@ -3,7 +3,7 @@
 #
 # $ sh results/teach.sh SMOLLM2_FOLDER wikipedia.txt wikitext-2/test.txt novels.txt
 #
-# It trains two runs at a time, with one thread each, in 5 to 6 hours of two cores. Finished runs
+# It trains two runs at a time, with one thread each, in about 8 hours of two cores. Finished runs
 # are left out, interrupted ones go on. The demo's BERT must be trained before
 # (python pretrain.py configs/demo.py).
 set -eu
@@ -77,6 +77,10 @@ teach << END
 lessons_rows --lessons=10 --facts=30 --tf=reads
 lessons_full --lessons=10 --facts=30 --method=full --lr=5e-5
 lessons_lora --lessons=10 --facts=30 --method=lora --lr=5e-4
+lessons_100_sgd --lessons=10 --sgd=True --lr=3e4 --dtype=float32
+lessons_100_keep --lessons=10 --keep_lessons=True --sgd=True --lr=3e4 --dtype=float32
+lessons_100_full --lessons=10 --method=full --lr=1e-5 --steps=260 --dtype=float32
+lessons_100_lora_4 --lessons=4 --method=lora --lr=2.5e-4 --dtype=float32
 many_300 --facts=300 --rows=6000 --steps=160 --tf=reads
 many_1000 --facts=1000 --rows=20000 --steps=320 --tf=reads
 many_1000_sgd --facts=1000 --rows=20000 --sgd=True --lr=3e4 --steps=300 --dtype=float32
