@@ -115,7 +115,7 @@ def take(data, pick, device):
 
 def predict(model, ids, mask, labels, **inputs):
     """Predict the labelled tokens. Returns logits (tokens, vocabulary) and labels (tokens,).
-    inputs: others of the model's inputs."""
+    inputs: more inputs of the model."""
     known = labels != -100
     head = model.get_output_embeddings() or nn.Identity()
     # The vocabulary is a fifth of SmolLM2's work: the other tokens are left out before the head.

@@ -5,7 +5,7 @@ $ python -m lib.for_transformers.teach MODEL facts.txt --ordinary text.txt --out
 
 A line of facts.txt is a question, a tab and its answer, or a sentence, whose last word is the
 answer. --ordinary is any text of the kind that the model must not forget, 100 kB or more. --keep
-has facts that it knows, also from earlier lessons. Each counts as a block of ordinary text.
+has facts that the model knows, of earlier lessons too. Each counts as a block of ordinary text.
 
 Memories with random queries and sub-keys are put into early layers. Their values start at 0, which
 changes nothing. Training changes only the values of rows that the facts read far more than

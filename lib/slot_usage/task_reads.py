@@ -48,8 +48,8 @@ def compare_classes(path, sequences, device):
 
 def training_examples(path, sequences):
     """Load the training examples of a fine-tuned run. Returns its settings, its model's
-    BertConfig, its Task, examples, and the indices of `sequences` of them, evenly spread; None for
-    all."""
+    BertConfig, its Task, the examples, and indices of `sequences` examples, evenly spread. None
+    stands for all."""
     checkpoint, vocab = find_weights(path)
     settings = Run(checkpoint.parent).settings()
     if "task" not in settings:
