@@ -26,10 +26,20 @@ import torch
 from torch import nn
 
 import pkm
-from lib.common.device import choose_device, keep_freed_memory
-from lib.common.errors import UserError, need
-from lib.common.settings import DTYPES, ON_OFF, Parser, whole_number
-from lib.common.timing import (
+from lib.corpus import mask_tokens
+from lib.device import choose_device, keep_freed_memory
+from lib.distributed import (
+    count_parameters,
+    distribute,
+    get_world_size,
+    is_distributed,
+    run_ranks,
+    sum_gradients,
+)
+from lib.errors import UserError, need
+from lib.huggingface import SETTINGS
+from lib.settings import DTYPES, ON_OFF, Parser, whole_number
+from lib.timing import (
     copy_bandwidth,
     fits,
     machine_facts,
@@ -37,15 +47,9 @@ from lib.common.timing import (
     print_times,
     time_in_turn,
 )
-from lib.corpus.batches import mask_tokens
-from lib.corpus.vocabulary import Specials
-from lib.distributed.gradients import distribute, sum_gradients
-from lib.distributed.processes import get_world_size, is_distributed, run_ranks
-from lib.distributed.sharded_values import count_parameters
-from lib.training.flops import flops_per_token, peak_flops
-from lib.training.trainer import autocast, optimizer_groups, to_device
-from lib.weights.checkpoint import check_objective, read_weights
-from lib.weights.huggingface import SETTINGS
+from lib.tokenizer import Specials
+from lib.training import autocast, flops_per_token, optimizer_groups, peak_flops, to_device
+from lib.weights import check_objective, read_weights
 from model import SIZES, BertConfig, build_model, value_tables
 from values import LazyAdam
 

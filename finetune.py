@@ -25,13 +25,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.common.device import use_device
-from lib.common.errors import UserError, need
-from lib.common.files import lock
-from lib.common.settings import DTYPES, ON_OFF, load_settings, setting
-from lib.corpus.download import file_sha256
-from lib.corpus.vocabulary import text_tokenizer
-from lib.distributed.processes import (
+from lib import weights as checkpoint
+from lib.device import use_device
+from lib.distributed import (
     any_signalled,
     first_rank_first,
     max_over_ranks,
@@ -39,12 +35,15 @@ from lib.distributed.processes import (
     run_ranks,
     set_timeout,
 )
-from lib.tasks.glue import find_task
-from lib.tasks.predict import score_dev, write_dev_predictions, write_submissions
-from lib.tasks.task_data import TaskData, TrainingBatches
-from lib.training.trainer import State, Trainer, catch_signals, status_after
-from lib.weights import checkpoint
-from lib.weights.run import Run, recipe_differences
+from lib.download import file_sha256
+from lib.errors import UserError, need
+from lib.files import lock
+from lib.predict import score_dev, write_dev_predictions, write_submissions
+from lib.run import Run, recipe_differences
+from lib.settings import DTYPES, ON_OFF, load_settings, setting
+from lib.tasks import TaskData, TrainingBatches, find_task
+from lib.tokenizer import text_tokenizer
+from lib.training import State, Trainer, catch_signals, status_after
 from model import build_model, value_tables
 
 

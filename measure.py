@@ -4,13 +4,10 @@ Measure trained models: the memory tables and figures of Kim & Jung (2020).
 $ python measure.py table out/demo_more out/demo_resm_init --data docs --out results/table2
 $ python measure.py staleness out/demo_pkm out/demo_resm_init --out results/figure2
 $ python measure.py curves out/demo_more out/demo_resm_init --out results/figure3
-$ python measure.py report out/demo_resm_init out/demo_more      # what the memory did, in sentences
 $ python measure.py slots out/demo_resm_init --layer 2           # what reads its most read slots
 $ python measure.py fill out/demo_resm_init "Return a new [MASK] of the given shape."
 $ python measure.py sample out/demo_causal_memory "Returns a new"   # a causal language model
 $ python measure.py browse out/demo_resm_init --out memory      # memory.html: what a slot knows
-$ python measure.py prune out/demo_resm_init --keep 0.75 0.5 0.25 0.1    # drop value rows
-$ python measure.py prune out/demo_resm_init --keep 0.25 --out out/demo_pruned    # a run to use
 $ python measure.py predict out/base_sst2 new.tsv --out said     # a fine-tuned run on new text
 $ python measure.py glue out/base_sst2 out/base_resm_init_sst2  # Tables 4, 5, 7: fine-tuned runs
 $ python measure.py table out/base_resm_init_sst2               # Table 6
@@ -26,24 +23,42 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.common.device import choose_device
-from lib.common.errors import UserError, need
-from lib.common.files import write_text
-from lib.common.settings import DTYPES, Parser, whole_number
-from lib.corpus.vocabulary import load_tokenizer, special_ids, special_tokens
-from lib.distributed.processes import is_distributed, run_ranks
-from lib.slot_usage import evaluation, figures, tables
-from lib.slot_usage.browse import page_data, page_html
-from lib.slot_usage.contexts import CorpusReads, print_guess, training_text
-from lib.slot_usage.counts import times_read
-from lib.slot_usage.prune import prune_run
-from lib.slot_usage.report import describe_run, slot_staleness
-from lib.slot_usage.task_reads import compare_classes, task_usage
-from lib.tasks.glue import tsv_text
-from lib.tasks.predict import predict_file
-from lib.tasks.score_table import score_table
-from lib.weights.checkpoint import find_weights, load_model
-from lib.weights.run import Run
+from lib.browse import page_data, page_html
+from lib.device import choose_device
+from lib.distributed import is_distributed, run_ranks
+from lib.errors import UserError, need
+from lib.figures import (
+    USAGE,
+    class_table,
+    curves_table,
+    draw_class_distances,
+    draw_curves,
+    draw_staleness,
+    perplexity_cell,
+    run_names,
+    staleness_table,
+    usage_cells,
+    write_table,
+)
+from lib.files import write_text
+from lib.predict import predict_file
+from lib.run import Run
+from lib.settings import DTYPES, Parser, whole_number
+from lib.tasks import score_table, tsv_text
+from lib.tokenizer import load_tokenizer, special_ids, special_tokens
+from lib.usage import (
+    CorpusReads,
+    check_language_model,
+    comparable_evaluations,
+    compare_classes,
+    evaluate_runs,
+    print_guess,
+    slot_staleness,
+    task_usage,
+    times_read,
+    training_text,
+)
+from lib.weights import find_weights, load_model
 from model import value_tables
 
 
@@ -57,83 +72,67 @@ def table_2(args):
     device, dtype, line = choose_device(args.device, args.dtype)
     print(line)
     args.data = list(dict.fromkeys(args.data))  # each once
-    seq_len, runs = evaluation.evaluate_runs(args.runs, args.data, device, dtype, args.batch_size,
+    seq_len, runs = evaluate_runs(args.runs, args.data, device, dtype, args.batch_size,
                                   args.sequences, args.repeats)
     rows = []
     for run in runs:
         results = list(run["results"].values())
-        rows.append([run["run"], run["steps"], run["seed"], *map(tables.perplexity_cell, results),
-                     *tables.usage_cells([result["layers"] for result in results[0]])])
+        rows.append([run["run"], run["steps"], run["seed"], *map(perplexity_cell, results),
+                     *usage_cells([result["layers"] for result in results[0]])])
     note = (f"Test splits, {args.sequences or 'all'} sequences of {seq_len}. Sequences of a "
             "causal model overlap by half, and its usage counts a token in both. Usage on "
             f"data/{args.data[0]}. Several maskings: mean [lowest, highest]. Steps: those of the "
             "initial model + the run's own. Only rows with the same number of steps show what the "
             "memory does. Each is one run of one seed, and another seed alone changes the "
             "perplexity: run several before you trust a small difference."
-            f"{tables.rows_note(runs)}")
-    header = ["run", "steps", "seed", *(f"{name} ppl" for name in args.data), *tables.USAGE]
-    tables.write_table(args.out, header, rows, note, {"note": note, "runs": runs})
+            f"")
+    header = ["run", "steps", "seed", *(f"{name} ppl" for name in args.data), *USAGE]
+    write_table(args.out, header, rows, note, {"note": note, "runs": runs})
 
 
 def table_6(args):
     """Count what each fine-tuned model reads in the training examples of its task."""
     device = open_device(args)
     records = [task_usage(path, args.sequences, device) for path in args.runs]
-    rows = [[r["run"], r["task"], f"{r['examples']:,}", *tables.usage_cells([r["layers"]])]
+    rows = [[r["run"], r["task"], f"{r['examples']:,}", *usage_cells([r["layers"]])]
             for r in records]
-    tables.write_table(args.out, ["run", "task", "examples", *tables.USAGE], rows,
+    write_table(args.out, ["run", "task", "examples", *USAGE], rows,
                        "The best epoch so far, train split, nothing masked, padding not counted."
-                       f"{tables.rows_note(records)}", records)
+                       "", records)
 
 
 def glue(args):
     """Print Tables 4, 5 and 7: dev scores of fine-tuned runs, medians over their seeds."""
     header, rows, records = score_table(args.runs)
-    tables.write_table(args.out, header, rows,
+    write_table(args.out, header, rows,
                        "Dev splits, median over the seeds of each seed's best epoch; -: not run. "
                        "Avg: of the six columns from MNLI-m to CoLA, once all are there.", records)
 
 
 def by_class(args):
     """Draw Figure 4: how far apart two classes' slots are, before and after fine-tuning."""
-    names = figures.run_names(args.runs, args.names)
+    names = run_names(args.runs, args.names)
     device = open_device(args)
     records = [record for path in args.runs
                for record in compare_classes(path, args.sequences, device)]
-    tables.write_table(args.out, *tables.class_table(records), records,
-                       lambda data: figures.draw_class_distances(data, names))
+    write_table(args.out, *class_table(records), records,
+                       lambda data: draw_class_distances(data, names))
 
 
 def staleness(args):
     """Draw Figure 2: how many slots were last top-1 at which usage snapshot of a run."""
-    names = figures.run_names(args.runs, args.names)
+    names = run_names(args.runs, args.names)
     records = [record for path in args.runs for record in slot_staleness(path)]
-    tables.write_table(args.out, *tables.staleness_table(records), records,
-                       lambda data: figures.draw_staleness(data, names))
+    write_table(args.out, *staleness_table(records), records,
+                       lambda data: draw_staleness(data, names))
 
 
 def curves(args):
     """Draw Figure 3: perplexity and top-1 usage against the step, for several runs."""
-    names = figures.run_names(args.runs, args.names)
-    corpus, runs = evaluation.comparable_evaluations(args.runs)
-    tables.write_table(args.out, *tables.curves_table(runs, corpus), runs,
-                       lambda data: figures.draw_curves(data, names))
-
-
-def prune(args):
-    """Keep the value rows that are read most: the curve of perplexity, or with --out a run."""
-    if args.out and len(args.runs) > 1:
-        raise UserError(f"--out {args.out}: one run with one --keep")
-    names, device = figures.run_names(args.runs, args.names), open_device(args)
-    records = [record for path in args.runs for record in prune_run(
-        path, args.data, args.keep, args.sequences, device, args.out)]
-    tables.write_table(args.curve, *tables.pruning_table(records), records,
-                       lambda data: figures.draw_pruning(data, names))
-
-
-def report(args):
-    """Say in sentences what a memory did, beside a control without it."""
-    print("\n".join(describe_run(args.run, args.control)))
+    names = run_names(args.runs, args.names)
+    corpus, runs = comparable_evaluations(args.runs)
+    write_table(args.out, *curves_table(runs, corpus), runs,
+                       lambda data: draw_curves(data, names))
 
 
 def slots(args):
@@ -154,7 +153,7 @@ def slots(args):
     note = (f"Layer {args.layer} of {checkpoint}; {len(reads):,} tokens of data/{corpus.name} x "
             f"{reads.shape[1]} heads; weights are summed over the heads.")
     header = "slot", "reads", "top-1", "weight", "context"
-    tables.write_table(args.out, header, rows, note, records)
+    write_table(args.out, header, rows, note, records)
 
 
 def browse(args):
@@ -233,7 +232,7 @@ def read_corpus(args):
 def open_language_model(args, causal):
     """Load the language model of args.run: (model, tokenizer, folder of its weights, CorpusReads).
     The last is None for a model without memory, or if the run's corpus is not there."""
-    evaluation.check_language_model(args.run, causal)
+    check_language_model(args.run, causal)
     checkpoint, vocab = find_weights(args.run)
     model, corpus = load_model(checkpoint).eval().to(open_device(args)), None
     try:
@@ -248,15 +247,13 @@ def open_language_model(args, causal):
 
 def main(argv=None):
     parser = Parser(description=__doc__)
-    option = parser.commands(table, glue, by_class, staleness, curves, report, slots, fill, sample,
-                             browse, predict, prune)
+    option = parser.commands(table, glue, by_class, staleness, curves, slots, fill, sample,
+                             browse, predict)
     number = {"type": whole_number, "metavar": "N"}
     readers = "slots fill sample browse"  # commands that read a corpus with one model
-    option("table glue by_class staleness curves prune", "runs", nargs="+", metavar="out/RUN")
-    option("report", "run", metavar="RUN", help="out/<run>, a pretrained run with memory")
+    option("table glue by_class staleness curves", "runs", nargs="+", metavar="out/RUN")
     option(f"{readers} predict", "run", metavar="RUN", help="out/<run>, a seed or a checkpoint")
-    option("report", "control", nargs="?", metavar="CONTROL", help="a run without the memory")
-    option("by_class staleness curves prune", "--names", nargs="+", help="of runs, in the figure")
+    option("by_class staleness curves", "--names", nargs="+", help="of runs, in the figure")
     option("predict", "file", metavar="FILE", help="TSV with a header, SQuAD's JSON, or - (stdin)")
     option("fill", "texts", nargs="+", metavar="TEXT", help="a text with [MASK] in it, in quotes")
     option("sample", "text", help="the prompt, or '' for none; [SEP] ends a document")
@@ -266,11 +263,9 @@ def main(argv=None):
     option("sample", "--top_k", **number, default=50, help="draw from the N likeliest (50)")
     option("sample", "--seed", type=partial(whole_number, least=0), default=0, help="(0)")
     option("table", "--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it")
-    option(f"{readers} prune", "--data", metavar="NAME", help="data/NAME, not the run's corpus")
-    option("table by_class prune", "--sequences", **number, help="a quick look at N, spread evenly")
+    option(f"{readers}", "--data", metavar="NAME", help="data/NAME, not the run's corpus")
+    option("table by_class", "--sequences", **number, help="a quick look at N, spread evenly")
     option(readers, "--sequences", **number, default=512, help="of its test text (512)")
-    option("prune", "--keep", type=float, nargs="+", required=True, metavar="SHARE", help="of rows")
-    option("prune", "--out", metavar="FOLDER", help="write the pruned run: out/NAME")
     option("table", "--repeats", **number, default=1, help="maskings (1)")
     option("table", "--batch_size", **number, default=8, help="sequences (8)")
     option("slots", "--layer", type=int, required=True, help="counted from 1")
@@ -278,17 +273,16 @@ def main(argv=None):
     option("slots", "--most", **number, default=10, help="or the N most read (10)")
     option("slots fill sample", "--contexts", **number, default=3, help="for a slot (3)")
     option("browse", "--contexts", **number, default=8, help="for a slot (8)")
-    option(f"table by_class {readers} predict prune", "--device", default="auto",
+    option(f"table by_class {readers} predict", "--device", default="auto",
            help="cuda, mps, cpu")
     option("table", "--dtype", choices=DTYPES, default="float32", help="(float32)")
     out = {"metavar": "NAME",
            "type": lambda name: re.sub(r"(\.(md|json|png|svg|html|tsv))?/*$", "", name)}
     option("table glue by_class staleness curves slots predict", "--out", **out,
            help="write NAME.md, NAME.json, ...; predict: NAME.tsv")
-    option("prune", "--curve", **out, help="write NAME.md, NAME.json, NAME.png, NAME.svg")
     option("browse", "--out", **out, required=True, help="write NAME.html")
     args = parser.parse_args(argv)
-    if args.command in ("by_class", "prune") and getattr(args, "curve", args.out):
+    if args.command == "by_class" and args.out:
         need("matplotlib", "a figure")  # which is drawn after long work
     if is_distributed() and args.command != "table":
         raise UserError(f"{args.command}: one process does it: python measure.py; torchrun is for "

@@ -8,7 +8,7 @@ memory (ResM). With causal = True the same network predicts the next token, as L
 (2019) does. Its logits then depend on earlier tokens only. But in training the batch norm of a
 memory's queries takes its statistics from all tokens of a batch, as in XLM.
 
->>> model = MaskedLM(BertConfig(**SIZES["base"], memory_layers=(4, 8)))  # 515M parameters
+>>> model = LanguageModel(BertConfig(**SIZES["base"], memory_layers=(4, 8)))  # 515M parameters
 >>> logits = model(ids)                             # (batch, time) -> (batch, time, vocab_size)
 """
 import os
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lib.common.errors import UserError
+from lib.errors import UserError
 from pkm import PKM
 
 SIZES = {
@@ -224,7 +224,7 @@ class Bert(nn.Module):
         return self.pooler(hidden[:, 0]).tanh()
 
 
-class MaskedLM(nn.Module):
+class LanguageModel(nn.Module):
     """BERT with its language-model head, whose decoder is tied to the word embeddings. It predicts
     masked tokens, or the next token if config.causal."""
 
@@ -307,7 +307,7 @@ class SpanReader(nn.Module):
         return F.cross_entropy(logits.float(), labels)
 
 
-HEADS = {None: MaskedLM, "classifier": Classifier, "span": SpanReader}  # as checkpoints name them
+HEADS = {None: LanguageModel, "classifier": Classifier, "span": SpanReader}  # as checkpoints name them
 
 
 def build_model(config, head=None, labels=()):

@@ -11,22 +11,21 @@ $ python prepare_data.py glue SST-2 RTE                    # to data/glue/; squa
 
 The .bin files are flat little-endian uint16 token ids. Every document ends with [SEP]; none starts
 with [CLS]. vocab.txt is BERT's (WordPiece), a trained one, or GPT-2's (--tokenizer gpt2), which
-comes with a tokenizer.json. lib.corpus.batches.Corpus reads all of it. A command that was stopped
+comes with a tokenizer.json. lib.corpus.Corpus reads all of it. A command that was stopped
 goes on where it was.
 """
 from functools import partial
 from pathlib import Path
 
-from lib.common.errors import Failure, UserError, run_main
-from lib.common.files import atomic, discard, lock, write_text
-from lib.common.settings import Parser, existing_path, whole_number
-from lib.corpus import download
-from lib.corpus.batches import SPLITS, Corpus
-from lib.corpus.text import docstrings, find_codecs, find_files, stream
-from lib.corpus.vocabulary import gpt2_vocab, read_vocab
-from lib.corpus.write import Source, write_corpus
-from lib.tasks.glue import GLUE, SQUAD
-from lib.tasks.squad import read_squad
+from lib import download
+from lib.corpus import SPLITS, Corpus
+from lib.errors import Failure, UserError, run_main
+from lib.files import atomic, discard, lock, write_text
+from lib.settings import Parser, existing_path, whole_number
+from lib.squad import read_squad
+from lib.tasks import GLUE, SQUAD
+from lib.text import Source, docstrings, find_codecs, find_files, stream, write_corpus
+from lib.tokenizer import gpt2_vocab, read_vocab
 
 PAPER = {  # the paper's corpora: (name, where documents end, official split)
     "wikipedia": [("wikipedia", "blank", None)],

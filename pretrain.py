@@ -15,23 +15,24 @@ from pathlib import Path
 
 import torch
 
-from lib.common.device import use_device
-from lib.common.errors import UserError, need, run_script
-from lib.common.files import lock
-from lib.common.progress import duration
-from lib.common.settings import DTYPES, ON_OFF, load_settings, setting
-from lib.corpus.batches import CausalBatches, MaskedBatches, causal_heldout, masked_heldout
-from lib.distributed.processes import first_rank_first, my_micro_batches, run_ranks, set_timeout
-from lib.distributed.sharded_values import count_parameters
-from lib.slot_usage.contexts import open_corpus
-from lib.slot_usage.evaluation import describe_evaluation, evaluate_language_model
-from lib.training.dry_run import RandomBatches, try_steps
-from lib.training.flops import flops_per_token
-from lib.training.trainer import State, Trainer, catch_signals, status_after
-from lib.training.warn import warn
-from lib.weights.checkpoint import init_from, load_weights, read_weights
-from lib.weights.run import Run
-from model import SIZES, BertConfig, MaskedLM, value_tables
+from lib import training as warn
+from lib.corpus import CausalBatches, MaskedBatches, causal_heldout, masked_heldout
+from lib.device import duration, use_device
+from lib.distributed import (
+    count_parameters,
+    first_rank_first,
+    my_micro_batches,
+    run_ranks,
+    set_timeout,
+)
+from lib.errors import UserError, need, run_script
+from lib.files import lock
+from lib.run import Run
+from lib.settings import DTYPES, ON_OFF, load_settings, setting
+from lib.training import State, Trainer, catch_signals, flops_per_token, status_after
+from lib.usage import describe_evaluation, evaluate_language_model, open_corpus
+from lib.weights import init_from, load_weights, read_weights
+from model import SIZES, BertConfig, LanguageModel, value_tables
 
 
 @dataclass
@@ -85,8 +86,6 @@ class Config:
                                         least=0, may_change=True)
     keep_checkpoints: int = setting(2, "only the newest ones stay", least=1, may_change=True)
     tensorboard: bool = setting(False, "curves: tensorboard --logdir out", may_change=True)
-    dry_run: bool = setting(False, "make two steps of random tokens: memory, time; write nothing",
-                            may_change=True)
     eval_only: bool = setting(False, "only evaluate the newest checkpoint", may_change=True)
     device: str = setting("auto", "auto, cuda, mps or cpu", may_change=True, group="machine")
     dtype: str = setting("auto", "of matrix products", choices=DTYPES)
@@ -102,22 +101,10 @@ def main(argv):
     set_timeout(config.rank_timeout)
     names = [Path(arg).stem for arg in argv if arg.endswith(".py") and not arg.startswith("--")]
     run = Run(config.out or f"out/{(names or ['pretrain'])[0]}")
-    if config.dry_run:
-        return dry_run(config)
     if config.eval_only:  # nothing is written
         return prepare_and_train(config, run, argv)
     with lock(run.folder, "trains there"):
         return prepare_and_train(config, run, argv)
-
-
-def dry_run(config):
-    """Make two steps, and print what they tell about the whole run. Returns the exit status."""
-    device, dtype = use_device(config.device, config.dtype)
-    batches = RandomBatches(config)
-    model = MaskedLM(BertConfig(**model_sizes(config), vocab_size=batches.vocab_size))
-    trainer = Trainer(config, model, batches, device, dtype)
-    try_steps(trainer)
-    return 0
 
 
 def prepare_and_train(config, run, argv):
@@ -201,7 +188,7 @@ def train(config, run, trainer, held_out, state, signals):
 def make_model(config, corpus, checkpoint):
     """Make a model with the checkpoint's weights, with init_from's, or with random ones. Returns
     the model and the run's origin (see init_from)."""
-    model = MaskedLM(BertConfig(**model_sizes(config), vocab_size=corpus.vocab_size))
+    model = LanguageModel(BertConfig(**model_sizes(config), vocab_size=corpus.vocab_size))
     if checkpoint:
         load_weights(model, read_weights(checkpoint)["weights"], checkpoint)
         return model, Run(checkpoint.parent).settings()

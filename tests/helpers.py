@@ -15,11 +15,11 @@ import torch
 import finetune
 import prepare_data
 import pretrain
-from lib.common.errors import run_main
-from lib.common.settings import setting
-from lib.weights.checkpoint import model_file
-from lib.weights.run import Run
-from model import BertConfig, MaskedLM
+from lib.errors import run_main
+from lib.run import Run
+from lib.settings import setting
+from lib.weights import model_file
+from model import BertConfig, LanguageModel
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"  # larger texts; tests of them are skipped without it
@@ -36,7 +36,7 @@ def tiny_bert(seed=0, **settings):
     torch.manual_seed(seed)
     sizes = {"vocab_size": 40, "n_layer": 3, "n_head": 2, "d_model": 8, "d_ff": 16, "max_len": 16,
              "n_keys": 4, "memory_heads": 2, "topk": 3, "key_dim": 4}
-    return MaskedLM(BertConfig(**{**sizes, **settings}))
+    return LanguageModel(BertConfig(**{**sizes, **settings}))
 
 
 def save_model(run, model, labels=(), step=3):

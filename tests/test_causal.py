@@ -15,13 +15,13 @@ import bench
 import finetune
 import measure
 import pretrain
-from lib.common.settings import load_settings
-from lib.corpus.batches import CausalBatches, Corpus, causal_heldout
-from lib.corpus.vocabulary import load_tokenizer
-from lib.for_transformers.export import main
-from lib.slot_usage.evaluation import evaluate_language_model
-from lib.training.flops import flops_per_token
-from lib.weights.checkpoint import load_model
+from for_transformers.export import main
+from lib.corpus import CausalBatches, Corpus, causal_heldout
+from lib.settings import load_settings
+from lib.tokenizer import load_tokenizer
+from lib.training import flops_per_token
+from lib.usage import evaluate_language_model
+from lib.weights import load_model
 from model import value_tables
 from tests.helpers import (
     PIECES,

@@ -11,10 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lib.common.errors import UserError
-from lib.weights.checkpoint import load_weights
-from lib.weights.huggingface import from_huggingface
-from model import SIZES, BertConfig, Classifier, MaskedLM, SpanReader, build_model, value_tables
+from lib.errors import UserError
+from lib.huggingface import from_huggingface
+from lib.weights import load_weights
+from model import (
+    SIZES,
+    BertConfig,
+    Classifier,
+    LanguageModel,
+    SpanReader,
+    build_model,
+    value_tables,
+)
 from pkm import PKM
 from tests.helpers import tiny_bert
 
@@ -37,7 +45,7 @@ def test_parameter_counts_are_those_of_table_1(size, layers, millions):
     systems = [((), 1.0), (layers, 0.0), (layers, 1.0)]  # BERT, PKM, ResM
     for (memory_layers, alpha), expected in zip(systems, millions, strict=True):
         with torch.device("meta"):
-            model = MaskedLM(BertConfig(memory_layers=memory_layers, alpha=alpha, **SIZES[size]))
+            model = LanguageModel(BertConfig(memory_layers=memory_layers, alpha=alpha, **SIZES[size]))
         count = sum(p.numel() for p in model.parameters())
         assert count == closed_form(size, 30522, memory_layers, bool(alpha))
         assert round(count / 1e6, 1) == expected

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from lib.common.device import choose_device, prepare_card, thread_advice, use_device
-from lib.common.errors import UserError
+from lib.device import choose_device, prepare_card, thread_advice, use_device
+from lib.errors import UserError
 
 
 def test_what_is_chosen_is_returned_and_not_printed(capsys):
@@ -54,7 +54,7 @@ def test_a_card_computes_in_the_precision_that_it_has(monkeypatch, capability, d
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     prepared = []
-    monkeypatch.setattr("lib.common.device.prepare_card", prepared.append)
+    monkeypatch.setattr("lib.device.prepare_card", prepared.append)
     device, chosen, line = choose_device()
     assert (device.type, chosen) == ("cuda", getattr(torch, dtype)) and reason in line
     assert prepared == [device]

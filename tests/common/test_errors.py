@@ -13,7 +13,7 @@ from tests.helpers import ROOT
 
 def end(code, stdout):
     """Run a script whose main() is `code`, with buffered output, and return how it ended."""
-    script = f"import sys, lib.common.errors; lib.common.errors.run_main(lambda: {code})"
+    script = f"import sys, lib.errors; lib.errors.run_main(lambda: {code})"
     buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     return subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=buffered, stdout=stdout,
                           stderr=subprocess.PIPE, text=True, check=False)

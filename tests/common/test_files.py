@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from lib.common.errors import UserError
-from lib.common.files import atomic, discard, lock, null_to_nan, read_json, to_json
+from lib.errors import UserError
+from lib.files import atomic, discard, lock, null_to_nan, read_json, to_json
 from tests.helpers import ROOT
 
 
@@ -109,7 +109,7 @@ def test_a_lock_names_its_process_and_leaves_nothing(tmp_path):
 
 
 def test_a_lock_ends_with_its_process(tmp_path):
-    code = ("import sys, time, lib.common.files\nwith lib.common.files.lock(sys.argv[1], 'x'):\n"
+    code = ("import sys, time, lib.files\nwith lib.files.lock(sys.argv[1], 'x'):\n"
             "    print('has it', flush=True)\n    time.sleep(60)")
     holder = subprocess.Popen([sys.executable, "-c", code, tmp_path / "run"], cwd=ROOT,
                               stdout=subprocess.PIPE)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import tqdm
 
-from lib.common.progress import Progress, duration, markdown
+from lib.device import Progress, duration, markdown
 
 
 def test_progress_on_a_pipe_is_a_line_now_and_then(capsys, monkeypatch):

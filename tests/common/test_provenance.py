@@ -7,8 +7,8 @@ import subprocess
 import pytest
 import torch
 
-from lib.common import provenance
-from lib.common.provenance import git_commit, process_facts
+from lib import run as provenance
+from lib.run import git_commit, process_facts
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 
 import finetune
 import pretrain
-from lib.common.errors import UserError
-from lib.common.settings import load_settings, whole_number
+from lib.errors import UserError
+from lib.settings import load_settings, whole_number
 from tests.helpers import ROOT, Settings
 
 

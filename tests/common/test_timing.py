@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from lib.common import timing
+from lib import timing
 
 
 def test_times_are_of_the_timed_rounds_and_ratios_of_the_same_round(monkeypatch, capsys):

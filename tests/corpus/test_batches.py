@@ -14,9 +14,8 @@ import pytest
 import tokenizers
 
 import pretrain
-from lib.common.errors import UserError
-from lib.corpus import vocabulary
-from lib.corpus.batches import (
+from lib import tokenizer as vocabulary
+from lib.corpus import (
     Corpus,
     MaskedBatches,
     causal_heldout,
@@ -24,7 +23,8 @@ from lib.corpus.batches import (
     mask_tokens,
     masked_heldout,
 )
-from lib.corpus.vocabulary import (
+from lib.errors import UserError
+from lib.tokenizer import (
     GPT2_SPECIALS,
     Specials,
     full_tokenizer,

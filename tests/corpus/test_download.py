@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 
-from lib.common.errors import Failure, UserError
-from lib.corpus.batches import Corpus, masked_heldout
-from lib.corpus.download import FILES, fetch, fetch_from_hub, unpack
+from lib.corpus import Corpus, masked_heldout
+from lib.download import FILES, fetch, fetch_from_hub, unpack
+from lib.errors import Failure, UserError
 from prepare_data import GLUE_ARCHIVES, SQUAD_FILES
 from tests.helpers import (
     PIECES,
@@ -154,7 +154,7 @@ HALF, REST = 3 * 2**19, 3 * 2**18  # of the hub's 3 MB, and of what is left afte
     (["cut", "elsewhere"], [None, f"bytes={HALF}-", None])],
     ids=["whole", "503", "three errors", "cut", "cut twice", "stalled", "no ranges", "wrong range"])
 def test_download(workdir, hub, monkeypatch, capsys, plan, expected):
-    monkeypatch.setattr("lib.corpus.download.TIMEOUT", 0.5)
+    monkeypatch.setattr("lib.download.TIMEOUT", 0.5)
     hub.plan = list(plan)
     sha256 = hashlib.sha256(hub.body).hexdigest()
     assert fetch(f"{hub.url}/a.zip", sha256, Path("data")) == Path("data/a.zip")
@@ -331,7 +331,7 @@ def test_corpora_are_downloaded(workdir, mirror, monkeypatch):
     prepare("wikipedia", "--vocab", "vocab.txt", "--force")
     assert [path[-15:] for path in paths(mirror)] == ["a/revision/main", "train-1.parquet"]
 
-    monkeypatch.setattr("lib.corpus.text.SENTENCES", 1)
+    monkeypatch.setattr("lib.text.SENTENCES", 1)
     name = "bookcorpus.tar.bz2"
     monkeypatch.setitem(FILES, name, (f"{mirror.url}/{name}", ""))
     mirror.add("datasets/rojagtap/bookcorpus", {"default/train/0000.parquet": parquet})
@@ -345,7 +345,7 @@ def test_corpora_are_downloaded(workdir, mirror, monkeypatch):
     mirror.add("datasets/deepmind/pg19", {
         "data/test_files.txt": b"test/7.txt\ntest/8.txt\n"})
     mirror.bodies |= {"/7.txt": b"cat\n\nsat\n", "/8.txt": b"mat\n"}
-    monkeypatch.setattr("lib.corpus.download.PG19", f"{mirror.url}/")
+    monkeypatch.setattr("lib.download.PG19", f"{mirror.url}/")
     prepare("pg19", "--vocab", "vocab.txt")
     pg19 = Corpus("pg19")
     assert texts_of(pg19, "test") == ["cat sat", "mat"] and len(pg19.split("train")) == 0

@@ -26,13 +26,14 @@ import pytest
 
 import measure
 import prepare_data
-from lib.common.errors import Failure, UserError
-from lib.common.files import lock
-from lib.corpus import vocabulary, write
-from lib.corpus.batches import SPLITS, Corpus
-from lib.corpus.text import _docstrings, _rows, stream
-from lib.corpus.vocabulary import SPECIALS, load_tokenizer
-from lib.for_transformers.export import export
+from for_transformers.export import export
+from lib import tokenizer as vocabulary
+from lib import write
+from lib.corpus import SPLITS, Corpus
+from lib.errors import Failure, UserError
+from lib.files import lock
+from lib.text import _docstrings, _rows, stream
+from lib.tokenizer import SPECIALS, load_tokenizer
 from tests.helpers import (
     PIECES,
     ROOT,
@@ -87,7 +88,7 @@ def test_duplicates_are_dropped(workdir):
 
 def test_batches_do_not_change_the_ids(workdir, monkeypatch):
     prepare_sample()
-    monkeypatch.setattr("lib.corpus.write.BATCH", 5)
+    monkeypatch.setattr("lib.text.BATCH", 5)
     prepare("text", "small", "sample.txt", "--vocab", "vocab.txt")
     for which in SPLITS:
         big, small = (Corpus(name).split(which) for name in ("sample", "small"))
@@ -128,8 +129,8 @@ def many_documents():
 
 
 STOP = """
-import os, signal, sys, lib.corpus.write, prepare_data
-lib.corpus.write.BATCH, left, replace = 90, int(sys.argv.pop(1)), os.replace
+import os, signal, sys, lib.text, prepare_data
+lib.text.BATCH, left, replace = 90, int(sys.argv.pop(1)), os.replace
 def stop(a, b):
     global left
     left -= str(b).endswith("state.json")
@@ -146,7 +147,7 @@ def test_killed_and_restarted_gives_the_same_bytes(workdir, monkeypatch, capsys,
     args = many_documents()
     if vocab == "learned":
         args[3:5] = ["--vocab_size", "256"]
-    monkeypatch.setattr("lib.corpus.write.BATCH", 90)
+    monkeypatch.setattr("lib.text.BATCH", 90)
     done = []
     for kills in range(1, 20, 6):  # later and later, in the second file too
         stopped = subprocess.run([sys.executable, "-c", STOP, str(kills), "text", "new", *args],
@@ -345,7 +346,7 @@ def test_line_breaks_of_windows(workdir):
 
 def test_a_line_without_end_is_read_in_pieces(workdir, monkeypatch):
     """Its ids are those of the whole line, and never is much of it held."""
-    monkeypatch.setattr("lib.corpus.text.LONGEST", 2000)
+    monkeypatch.setattr("lib.text.LONGEST", 2000)
     line = " ".join(random.Random(0).choices(["the", "cat,", "sat  the", "mats"], k=20000))
     for ending in ("", "\n"):
         Path("long.txt").write_text(f"{line}{ending}")
@@ -381,7 +382,7 @@ def test_existing_corpus_and_force(workdir, monkeypatch):
     def dies(*args):
         raise ZeroDivisionError
     with monkeypatch.context() as patch:
-        patch.setattr("lib.corpus.write._encode", dies)  # half-way
+        patch.setattr("lib.text._encode", dies)  # half-way
         with pytest.raises(ZeroDivisionError):
             prepare_sample("--force")
     assert {path.name: path.read_bytes() for path in Path("data/sample").iterdir()} == old
@@ -446,7 +447,7 @@ def test_wikitext2_articles_as_published(workdir):
 
 def test_the_papers_corpora_from_files(workdir, monkeypatch):
     """Parquet and text, Wikipedia by article and BookCorpus by lines, give the same ids."""
-    monkeypatch.setattr("lib.corpus.text.SENTENCES", 2)
+    monkeypatch.setattr("lib.text.SENTENCES", 2)
     articles = ["the cat\n\nsat .", "the mat", "", None, "the cat\n\nsat .", "cats"]
     sentences = ["cat", "sat", "mat", "the", "cats"]
     write_parquet("wiki/train-0.parquet", articles[:2])
@@ -465,7 +466,7 @@ def test_the_papers_corpora_from_files(workdir, monkeypatch):
 
 
 def test_a_book_twice_at_any_offset_is_found(workdir, monkeypatch):
-    monkeypatch.setattr("lib.corpus.text.SENTENCES", 40)
+    monkeypatch.setattr("lib.text.SENTENCES", 40)
     rng = random.Random(3)
 
     def book(sentences):

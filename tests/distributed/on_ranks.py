@@ -24,9 +24,11 @@ import finetune
 import measure
 import pkm
 import pretrain
-from lib.common.errors import UserError
-from lib.distributed.processes import (
+from lib.distributed import (
+    ShardedValueTable,
     any_signalled,
+    columns,
+    cut_moments,
     first_rank_first,
     get_rank,
     get_world_size,
@@ -34,7 +36,7 @@ from lib.distributed.processes import (
     run_ranks,
     set_timeout,
 )
-from lib.distributed.sharded_values import ShardedValueTable, columns, cut_moments
+from lib.errors import UserError
 
 
 def values(args):

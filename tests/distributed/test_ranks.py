@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
-from lib.distributed.processes import run_ranks
-from lib.weights.run import Run
+from lib.distributed import run_ranks
+from lib.run import Run
 from tests.helpers import ROOT, log, steps_saved
 
 KILLS = int(os.environ.get("PKM_TEST_KILLS", "1"))
@@ -250,8 +250,8 @@ def test_torchruns_report_ends_with_our_line(place):
 
 def test_torchruns_report_ends_with_the_line_of_a_rank_that_crashed(place):
     """A rank may abort while the ranks agree on who prints. Its line is written before."""
-    Path("crash.py").write_text("import os\nfrom lib.common.errors import UserError\n"
-                                "from lib.distributed import processes\n"
+    Path("crash.py").write_text("import os\nfrom lib.errors import UserError\n"
+                                "from lib import distributed as processes\n"
                                 "processes._all_reduce_max = lambda *code: os.abort()\n"
                                 "def main(argv=None): raise UserError('a wrong word')\n"
                                 "processes.run_ranks(main)\n")

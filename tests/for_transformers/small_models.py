@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lib.for_transformers.add_memory import add_memory, find_layers
+from for_transformers.add_memory import add_memory, find_layers
 
 transformers = pytest.importorskip("transformers")
 

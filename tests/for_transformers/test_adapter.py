@@ -8,10 +8,10 @@ import warnings
 import pytest
 import torch
 
-from lib.common.errors import UserError
-from lib.for_transformers.adapter import find_memories, load_memory, save_memory, train_memory
-from lib.for_transformers.add_memory import add_memory
-from lib.for_transformers.folder import keep_query
+from for_transformers.adapter import find_memories, load_memory, save_memory, train_memory
+from for_transformers.add_memory import add_memory
+from for_transformers.folder import keep_query
+from lib.errors import UserError
 from tests.for_transformers import small_models
 from tests.helpers import assert_near, assert_same
 from values import LazyAdam

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lib.for_transformers.add_memory import add_memory, find_layers, real_tokens
+from for_transformers.add_memory import add_memory, find_layers, real_tokens
 from tests.for_transformers.small_models import (
     BERT,
     GROUPED,

@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from lib.common.errors import UserError
-from lib.corpus.vocabulary import SPECIALS
-from lib.for_transformers.export import export, main, measured, their_settings, their_tokenizer
-from lib.weights.checkpoint import init_from, load_model, read_weights
-from lib.weights.run import Run
+from for_transformers.export import export, main, measured, their_settings, their_tokenizer
+from lib.errors import UserError
+from lib.run import Run
+from lib.tokenizer import SPECIALS
+from lib.weights import init_from, load_model, read_weights
 from tests.helpers import ROOT, assert_same, log, save_model, tiny_bert, train
 from tests.weights.test_huggingface import assert_same_logits, saved_run, tiny_head
 
@@ -153,7 +153,7 @@ def test_an_export_that_cannot_be_written_leaves_nothing(tmp_path):
     pytest.importorskip("safetensors.torch")
     save_model(tmp_path / "run", tiny_bert())
     (tmp_path / "run/vocab.txt").write_text("\n".join([*SPECIALS, *map(str, range(35))]))
-    command = [sys.executable, "-m", "lib.for_transformers.export", tmp_path / "run"]
+    command = [sys.executable, "-m", "for_transformers.export", tmp_path / "run"]
 
     def small_files():  # as on a disk that is full: the weights do not fit
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))

@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from lib.for_transformers.add_memory import attention_of
+from for_transformers.add_memory import attention_of
 from tests.for_transformers.small_models import (
     DECODERS,
     MODELS,

@@ -9,9 +9,9 @@ import warnings
 import pytest
 import torch
 
-from lib.common.errors import UserError
-from lib.for_transformers.adapter import find_memories, load_memory, save_memory, train_memory
-from lib.for_transformers.add_memory import add_memory
+from for_transformers.adapter import find_memories, load_memory, save_memory, train_memory
+from for_transformers.add_memory import add_memory
+from lib.errors import UserError
 from tests.for_transformers.small_models import MEMORY
 from tests.for_transformers.test_adapter import base
 from tests.helpers import ROOT, assert_near, assert_same
@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("safetensors")
 
-from lib.for_transformers.trainer import StepValues
+from for_transformers.trainer import StepValues
 
 
 def examples(count=24):

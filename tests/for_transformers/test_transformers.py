@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from lib.common.files import load_file
-from lib.for_transformers.add_memory import add_memory
-from lib.for_transformers.export import main
-from lib.for_transformers.folder import CODE
-from lib.training.trainer import Trainer
-from lib.weights.checkpoint import find_weights, load_model, load_run, model_file
-from lib.weights.huggingface import their_names
-from lib.weights.run import save_files
+from for_transformers.add_memory import add_memory
+from for_transformers.export import main
+from for_transformers.folder import CODE
+from lib.files import load_file
+from lib.huggingface import their_names
+from lib.run import save_files
+from lib.training import Trainer
+from lib.weights import find_weights, load_model, load_run, model_file
 from model import value_tables
 from tests.helpers import assert_near, assert_same
 from tests.weights.test_huggingface import saved_run, tiny_head
@@ -222,7 +222,7 @@ class Batches:
 @pytest.mark.parametrize("alpha", [0.0, 0.6])
 def test_trainer_does_the_steps_of_our_loop(tmp_path, monkeypatch, alpha):
     pytest.importorskip("accelerate")
-    from lib.for_transformers.trainer import StepValues
+    from for_transformers.trainer import StepValues
 
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # in our loss
     batches, memory = Batches(), {"alpha": alpha, "beta": 1.5}

@@ -12,8 +12,8 @@ import torch
 import transformers
 from accelerate import Accelerator
 
-from lib.for_transformers.add_memory import add_memory
-from lib.for_transformers.trainer import StepValues
+from for_transformers.add_memory import add_memory
+from for_transformers.trainer import StepValues
 from tests.for_transformers.small_models import MEMORY
 from tests.for_transformers.test_adapter import base
 from values import LazyAdam

@@ -9,7 +9,7 @@ import torch
 
 import bench
 import pkm
-from lib.common.errors import UserError, run_main
+from lib.errors import UserError, run_main
 from tests.helpers import assert_near
 
 

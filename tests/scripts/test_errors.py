@@ -21,11 +21,11 @@ import finetune
 import measure
 import prepare_data
 import pretrain
-from lib.common.files import lock
-from lib.common.settings import load_settings
-from lib.corpus.batches import Corpus
-from lib.corpus.vocabulary import GPT2_SPECIALS, SPECIALS
-from lib.tasks.glue import find_task, read_split
+from lib.corpus import Corpus
+from lib.files import lock
+from lib.settings import load_settings
+from lib.tasks import find_task, read_split
+from lib.tokenizer import GPT2_SPECIALS, SPECIALS
 from tests.helpers import (
     PIECES,
     ROOT,

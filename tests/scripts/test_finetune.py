@@ -22,18 +22,17 @@ import torch
 
 import finetune
 import measure
-from lib.common.errors import UserError
-from lib.common.files import load_file
-from lib.common.settings import load_settings
-from lib.corpus.vocabulary import load_tokenizer
-from lib.for_transformers.export import export
-from lib.tasks import predict
-from lib.tasks.glue import TASKS, find_task
-from lib.tasks.predict import best_spans, predict_examples
-from lib.tasks.task_data import TaskData, TrainingBatches
-from lib.training.trainer import Trainer
-from lib.weights.checkpoint import find_weights, load_model, read_weights
-from lib.weights.run import Run
+from for_transformers.export import export
+from lib import predict
+from lib.errors import UserError
+from lib.files import load_file
+from lib.predict import best_spans, predict_examples
+from lib.run import Run
+from lib.settings import load_settings
+from lib.tasks import TASKS, TaskData, TrainingBatches, find_task
+from lib.tokenizer import load_tokenizer
+from lib.training import Trainer
+from lib.weights import find_weights, load_model, read_weights
 from model import BertConfig, Classifier, SpanReader
 from tests.helpers import KILLS, ROOT, assert_one_line, assert_same, files, log, steps_saved, tune
 
@@ -236,7 +235,7 @@ def test_a_seed_draws_its_own_head(tuned, monkeypatch):
 
 def test_the_initial_weights_are_read_once_more_a_seed(tuned, monkeypatch):
     reads, read = [], read_weights
-    monkeypatch.setattr("lib.weights.checkpoint.read_weights",
+    monkeypatch.setattr("lib.weights.read_weights",
                         lambda path: reads.append(str(path)) or read(path))
     assert tune("--max_steps=1", "--seeds=2") == 0
     assert sum("tiny_own" not in path for path in reads) == 3

@@ -19,19 +19,22 @@ import torch
 
 import finetune
 import measure
-from lib.common.errors import UserError
-from lib.common.provenance import process_facts
-from lib.corpus.batches import Corpus, cut_split, masked_heldout
-from lib.corpus.vocabulary import load_tokenizer
-from lib.for_transformers.export import export
-from lib.slot_usage.contexts import training_text
-from lib.slot_usage.counts import watch_reads
-from lib.slot_usage.evaluation import evaluate_language_model
-from lib.slot_usage.task_reads import class_distances, draw_halves, training_examples
-from lib.tasks.glue import find_task
-from lib.training.trainer import Trainer
-from lib.weights.checkpoint import find_weights, load_model
-from lib.weights.run import NO_RECIPE, Run
+from for_transformers.export import export
+from lib.corpus import Corpus, cut_split, masked_heldout
+from lib.errors import UserError
+from lib.run import NO_RECIPE, Run, process_facts
+from lib.tasks import find_task
+from lib.tokenizer import load_tokenizer
+from lib.training import Trainer
+from lib.usage import (
+    class_distances,
+    draw_halves,
+    evaluate_language_model,
+    training_examples,
+    training_text,
+    watch_reads,
+)
+from lib.weights import find_weights, load_model
 from model import Classifier
 from tests.helpers import PIECES, ROOT, prepare, record_search, save_model, tiny_bert, train, tune
 

@@ -12,10 +12,10 @@ import pytest
 import tokenizers
 
 import measure
-from lib.corpus.vocabulary import SPECIALS, wordpiece_tokenizer
-from lib.slot_usage.browse import find_words, page_data, page_html
-from lib.slot_usage.counts import last_used
-from lib.weights.run import Run
+from lib.browse import find_words, page_data, page_html
+from lib.run import Run
+from lib.tokenizer import SPECIALS, wordpiece_tokenizer
+from lib.usage import last_used
 from tests.helpers import train
 
 BREAKOUT = '</script><img/src=x/onerror="window.broken=1">'

@@ -4,8 +4,8 @@ The contexts that read a slot.
 import numpy as np
 import pytest
 
-from lib.corpus.vocabulary import load_tokenizer
-from lib.slot_usage.contexts import CorpusReads
+from lib.tokenizer import load_tokenizer
+from lib.usage import CorpusReads
 
 
 def test_equal_contexts_are_one_with_the_highest_weight(workdir):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lib.slot_usage.counts import count_reads, usage_metrics
+from lib.usage import count_reads, usage_metrics
 from tests.helpers import tiny_bert
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from lib.common.errors import UserError
-from lib.corpus.batches import Corpus, masked_heldout
-from lib.slot_usage.counts import count_reads
-from lib.slot_usage.evaluation import (
+from lib.corpus import Corpus, masked_heldout
+from lib.errors import UserError
+from lib.usage import (
     check_same_text,
     comparable_evaluations,
+    count_reads,
     describe_evaluation,
     evaluate_language_model,
 )

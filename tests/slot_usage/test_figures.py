@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from lib.common.errors import UserError
-from lib.slot_usage import figures
-from lib.slot_usage.figures import (
+from lib import figures
+from lib.errors import UserError
+from lib.figures import (
     draw_class_distances,
     draw_curves,
     draw_pruning,

@@ -3,7 +3,7 @@ The order of runs in Figure 4.
 """
 import pytest
 
-from lib.slot_usage.figures import draw_class_distances
+from lib.figures import draw_class_distances
 
 pytest.importorskip("matplotlib")
 

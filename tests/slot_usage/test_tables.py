@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from lib.common.errors import UserError
-from lib.slot_usage.tables import USAGE, curves_table, pruning_table, usage_cells, write_table
+from lib.errors import UserError
+from lib.figures import USAGE, curves_table, pruning_table, usage_cells, write_table
 
 
 def test_each_metric_is_in_its_column():

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from lib.common.errors import UserError
-from lib.slot_usage.task_reads import class_distances, count_task_reads, training_examples
+from lib.errors import UserError
+from lib.usage import class_distances, count_task_reads, training_examples
 from model import Classifier
 from tests.helpers import PIECES, save_model, tiny_bert
 

@@ -14,19 +14,18 @@ import pytest
 import torch
 
 import measure
-from lib.common.errors import UserError
-from lib.corpus.vocabulary import load_tokenizer
-from lib.for_transformers.export import export
-from lib.tasks.examples import Examples
-from lib.tasks.glue import TEXTS, find_task, pick_columns, read_split, read_table
-from lib.tasks.predict import (
+from for_transformers.export import export
+from lib.errors import UserError
+from lib.predict import (
     predict_examples,
     predict_file,
     score_dev,
     write_dev_predictions,
     write_submissions,
 )
-from lib.weights.checkpoint import load_model
+from lib.tasks import TEXTS, Examples, find_task, pick_columns, read_split, read_table
+from lib.tokenizer import load_tokenizer
+from lib.weights import load_model
 from model import Classifier, SpanReader
 from tests.helpers import PIECES, ROOT, save_model, squad_file, tiny_bert, tune
 
@@ -131,7 +130,7 @@ def test_windows_of_new_questions_are_those_of_training(workdir, monkeypatch):
     Path("new.tsv").write_text(f"question\tcontext\nthe cat sat\t{'cat ' * 30}\n")
     Path("long.tsv").write_text(f"question\tcontext\nthe cat sat\t{'cat ' * 500}\n")
     found = []
-    monkeypatch.setattr("lib.tasks.predict.predict_examples", lambda model, windows: (
+    monkeypatch.setattr("lib.predict.predict_examples", lambda model, windows: (
         found.append(windows.lengths.tolist()) or np.array([[-np.inf, 0, 0]] * len(windows.ids))))
     for run, file in (("out/run", "new.tsv"), ("folder", "long.tsv")):
         predict_file(run, Path(file), torch.device("cpu"))
@@ -154,7 +153,7 @@ def test_each_dev_split_has_its_own_scores_and_file(tmp_path, monkeypatch):
         rows = [f"a\t{split} {n}\t{task.labels[label]}\n" for n, label in enumerate(labels)]
         task.file(split).write_text("".join(["sentence1\tsentence2\tgold_label\n", *rows]))
         data[suffix] = types.SimpleNamespace(labels=np.array(labels), predicted=predicted)
-    monkeypatch.setattr("lib.tasks.predict.predict_examples",
+    monkeypatch.setattr("lib.predict.predict_examples",
                         lambda model, examples, *more: np.eye(3)[examples.predicted])
     data = types.SimpleNamespace(task=task, dev=data)
     assert score_dev(None, data, 8, None) == {"accuracy": 0.5, "accuracy_mm": 1}
@@ -170,7 +169,7 @@ def test_submitted_scores_are_in_the_range_of_training(tmp_path, monkeypatch):
     (tmp_path / "own").mkdir()
     (tmp_path / "own/train.tsv").write_text("sentence\tscore\na\t1\nb\t4\n")
     (tmp_path / "own/test.tsv").write_text("sentence\na\nb\nc\n")
-    monkeypatch.setattr("lib.tasks.predict.predict_examples",
+    monkeypatch.setattr("lib.predict.predict_examples",
                         lambda *more: np.array([[-9.0], [2.0], [9.0]]))
     data = types.SimpleNamespace(task=find_task(str(tmp_path / "own")), test={"own": None},
                                  train=types.SimpleNamespace(labels=np.array([4.0, 1.0])))

@@ -12,13 +12,23 @@ import numpy as np
 import pytest
 
 import prepare_data
-from lib.common.errors import UserError
-from lib.corpus.vocabulary import SPECIALS, load_tokenizer, wordpiece_tokenizer
-from lib.tasks.examples import Examples, batches_by_length, encode_examples
-from lib.tasks.glue import GLUE, TASKS, find_task, read_split, row_names, tsv_text
-from lib.tasks.scores import METRICS, score_squad
-from lib.tasks.squad import Question, best_answers, make_windows, read_squad
-from lib.tasks.task_data import TrainingBatches
+from lib.errors import UserError
+from lib.squad import Question, best_answers, make_windows, read_squad
+from lib.tasks import (
+    GLUE,
+    METRICS,
+    TASKS,
+    Examples,
+    TrainingBatches,
+    batches_by_length,
+    encode_examples,
+    find_task,
+    read_split,
+    row_names,
+    score_squad,
+    tsv_text,
+)
+from lib.tokenizer import SPECIALS, load_tokenizer, wordpiece_tokenizer
 from tests.helpers import SHARED, prepare, squad_file
 
 MRPC = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"
@@ -150,7 +160,7 @@ def test_the_task_of_docs(workdir, monkeypatch):
     files = [(package, [f"First of {package}\nline {n}.\n\nMore.", f"{package}'s tab\there {n}."])
              for n in range(20) for package in ("Python", "torch")]
     monkeypatch.setattr(prepare_data, "docstrings", lambda: ("somewhere", files))
-    monkeypatch.setattr("lib.tasks.glue.run_script", lambda script, *command: prepare(*command))
+    monkeypatch.setattr("lib.tasks.run_script", lambda script, *command: prepare(*command))
     task = find_task("docs")
     texts, labels = read_split(task, "train")
     assert task.labels == ["Python", "torch"] and len(texts) == len(labels) == 72

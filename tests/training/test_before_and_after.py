@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from lib.training.dry_run import RandomBatches
 
 import pretrain
-from lib.common.errors import UserError
-from lib.common.settings import load_settings
-from lib.distributed.processes import my_micro_batches
-from lib.training.dry_run import RandomBatches
-from lib.training.trainer import Trainer
-from lib.training.warn import find_warnings
-from lib.weights.run import Run
+from lib.distributed import my_micro_batches
+from lib.errors import UserError
+from lib.run import Run
+from lib.settings import load_settings
+from lib.training import Trainer, find_warnings
 from tests.helpers import ROOT, TINY, assert_one_line, files, log, prepare, steps_saved, train
 
 
@@ -58,7 +57,7 @@ def test_the_settings_of_each_config_fit_together(path, capsys):
     (3, 4, 2, "--batch_size=3 --accumulation=4, which keep 12 sequences a step"),
     (1, 32, 3, "--accumulation=3"), (1, 0, 4, "--accumulation=4")])
 def test_the_error_names_flags_that_work(monkeypatch, accumulation, batch_size, world_size, flags):
-    monkeypatch.setattr("lib.distributed.processes.get_world_size", lambda: world_size)
+    monkeypatch.setattr("lib.distributed.get_world_size", lambda: world_size)
     with pytest.raises(UserError, match=f"use {flags}$"):
         my_micro_batches(accumulation, batch_size)
     numbers = {key: int(n) for key, n in re.findall(r"--(\w+)=(\d+)", flags)}

@@ -30,12 +30,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import pretrain
-from lib.common.errors import Failure, UserError
-from lib.corpus.batches import Corpus, MaskedBatches
-from lib.training.flops import flops_per_token, peak_flops
-from lib.training.trainer import State, Trainer, optimizer_groups, to_device
-from lib.weights.checkpoint import init_from, load_model
-from lib.weights.run import Run
+from lib.corpus import Corpus, MaskedBatches
+from lib.errors import Failure, UserError
+from lib.run import Run
+from lib.training import State, Trainer, flops_per_token, optimizer_groups, peak_flops, to_device
+from lib.weights import init_from, load_model
 from model import Classifier, SpanReader, value_tables
 from tests.helpers import (
     KILLS,
@@ -298,7 +297,7 @@ def test_loading_a_model_keeps_one_copy(tmp_path):
     model = tiny_bert(memory_layers=(2,), n_keys=512, d_model=64)  # 67 MB of values
     file = save_model(tmp_path, model) / "model.pt"
     before = hashlib.sha256(file.read_bytes()).digest()
-    code = ("import sys, lib.weights.checkpoint as checkpoint\n"
+    code = ("import sys, lib.weights as checkpoint\n"
             "def kb(): return next(int(line.split()[1]) for line in open('/proc/self/status') "
             "if line.startswith('VmHWM'))\n"
             "start = kb(); loaded = checkpoint.load_model(sys.argv[1]); peak = kb() - start\n"
@@ -627,9 +626,9 @@ def test_a_checkpoint_gives_back_state_and_scale(tmp_path):
 def test_a_record_and_its_line(tmp_path, monkeypatch, capsys):
     """Six steps of 2 examples, a second each, on a card of 8 GFLOP/s that a model of 1 GFLOP an
     example uses to a quarter; on each of four, to a sixteenth."""
-    monkeypatch.setattr("lib.training.trainer.peak_flops", lambda device: 8e9)
+    monkeypatch.setattr("lib.training.peak_flops", lambda device: 8e9)
     for ranks in (1, 4):
-        monkeypatch.setattr("lib.training.trainer.get_world_size", lambda ranks=ranks: ranks)
+        monkeypatch.setattr("lib.training.get_world_size", lambda ranks=ranks: ranks)
         clock, records, batches = [0.0], [], TwoBatches()
         batches.epochs = lambda steps: steps / 4
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lib.common.errors import UserError
-from lib.weights.checkpoint import init_from, load_model, read_weights
-from lib.weights.run import Run
+from lib.errors import UserError
+from lib.run import Run
+from lib.weights import init_from, load_model, read_weights
 from model import Classifier
 from tests.helpers import save_model, tiny_bert, train
 

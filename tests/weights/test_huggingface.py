@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import measure
-from lib.common.errors import UserError
-from lib.corpus.batches import Corpus, masked_heldout
-from lib.corpus.vocabulary import SPECIALS, load_tokenizer
-from lib.for_transformers.export import export
-from lib.training.trainer import to_device
-from lib.weights.checkpoint import init_from, load_model, read_weights
-from model import BertConfig, Classifier, MaskedLM, SpanReader, build_model
+from for_transformers.export import export
+from lib.corpus import Corpus, masked_heldout
+from lib.errors import UserError
+from lib.tokenizer import SPECIALS, load_tokenizer
+from lib.training import to_device
+from lib.weights import init_from, load_model, read_weights
+from model import BertConfig, Classifier, LanguageModel, SpanReader, build_model
 from tests.helpers import assert_one_line, log, save_model, train
 
 
@@ -82,7 +82,7 @@ def test_hugging_face_folders_give_the_same_logits(tmp_path, kind, layout):
         torch.save(weights, tmp_path / "pytorch_model.bin")
     ours = load_model(tmp_path).eval()
     assert type(ours) is {"S": Classifier, "r": Classifier, "Q": SpanReader}.get(
-        kind.split("BertFor")[-1][0], MaskedLM)
+        kind.split("BertFor")[-1][0], LanguageModel)
     assert_same_logits(ours, theirs)
     saved = read_weights(tmp_path)
     assert saved.get("labels") == {"BertForSequenceClassification": [

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import pretrain
-from lib.common.errors import UserError
-from lib.weights.checkpoint import load_weights
-from lib.weights.run import Run
+from lib.errors import UserError
+from lib.run import Run
+from lib.weights import load_weights
 from tests.helpers import log, save_model, tiny_bert, train, tune
 
 
@@ -207,7 +207,7 @@ def test_a_run_goes_on_under_the_same_settings(place, capsys):
 def test_a_run_knows_what_its_numbers_depend_on(place, capsys, monkeypatch):
     """Another machine is one line; other data are refused."""
     facts, data = {"threads": 1, "torch": "2.13.0", "commit": "a" * 40}, {"train": "b" * 64}
-    monkeypatch.setattr("lib.weights.run.process_facts", lambda: facts)
+    monkeypatch.setattr("lib.run.process_facts", lambda: facts)
     run, config = Run("run"), pretrain.Config()
     run.begin(config, Path("tiny.txt"), {"first_step": 0}, {**data, "labels": ["x", "y"]})
     assert run.settings().items() >= {**facts, "ranks": 1}.items()

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import pretrain
-from lib.common.errors import UserError
-from lib.weights.run import Run
+from lib.errors import UserError
+from lib.run import Run
 
 
 def test_data_that_are_gone_or_new_are_other_data(place):

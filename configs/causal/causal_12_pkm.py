@@ -1,4 +1,0 @@
-"""causal_12.py with a memory in place of an FFN, as Lample et al. (2019) have it."""
-from configs.causal.causal_12_memory import *  # all else is the same
-
-alpha, beta = 0, 1  # x' = LN(x + PKM(x))

@@ -1,1 +1,0 @@
-"""Settings, errors, files, the device, progress: any room may use them."""

@@ -1,1 +1,0 @@
-"""Text to token files, and token files to masked batches."""

@@ -1,0 +1,130 @@
+"""
+Choose the device and the dtype, and use a CPU well.
+"""
+import ctypes
+import os
+import platform
+import sys
+from datetime import timedelta
+
+import torch
+from tqdm import tqdm
+
+from lib.errors import UserError
+from lib.files import first_rank, under_torchrun
+
+
+def choose_device(device="auto", dtype="auto"):
+    """Choose the device and the dtype of the matrix products.
+
+    device: 'auto' (cuda, else mps, else cpu) or a torch device. dtype: 'auto', 'float32',
+    'bfloat16' or 'float16'; all but float32 are for torch.autocast, and float16 for a GradScaler.
+    Returns (torch.device, torch.dtype, a line to print).
+    """
+    if under_torchrun() and ":" in device:
+        raise UserError(f"device = {device!r}: each rank takes its own card: --device=cuda")
+    if under_torchrun() and device == "mps":
+        raise UserError("device = 'mps': ranks run on CUDA cards or CPUs: --device=cpu")
+    cuda = torch.cuda.is_available()
+    mps = torch.backends.mps.is_available() and not under_torchrun()
+    name = ("cuda" if cuda else "mps" if mps else "cpu") if device == "auto" else device
+    try:
+        chosen = torch.device(name)
+        torch.ones(1, device=chosen).item()
+    except (RuntimeError, AssertionError) as error:  # unknown, absent, or without memory ('meta')
+        raise UserError(f"device = {name!r}: {str(error).splitlines()[0]}") from None
+    on_cuda, reason = chosen.type == "cuda", "as asked"
+    if on_cuda:
+        prepare_card(chosen)
+    if dtype == "float16" and not on_cuda:
+        raise UserError("dtype = 'float16' needs CUDA: take bfloat16 or float32")
+    if dtype == "auto" and not on_cuda:
+        dtype, reason = "float32", f"mixed precision is for CUDA, this is {chosen.type}"
+    elif dtype == "auto" and torch.cuda.get_device_capability(chosen) >= (8, 0):
+        dtype, reason = "bfloat16", "the card computes in it: float32's range, no scaler"
+    elif dtype == "auto":
+        dtype, reason = "float16", "the card has no bfloat16: gradients are scaled"
+    card = f" ({torch.cuda.get_device_name(chosen)})" if on_cuda else ""
+    line = f"device {chosen}{card}, torch {torch.__version__}, dtype {dtype}: {reason}"
+    return chosen, getattr(torch, dtype), line
+
+
+def prepare_card(device):
+    """Make a card the current one, and leave out an attention that fails on it.
+
+    Up to torch 2.14 the backward pass of cuDNN's attention can be NaN on an H100: with a mask, and
+    64 tokens more than a multiple of 128."""
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    if torch.__version__ < (2, 15):
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def use_device(device, dtype):
+    """Choose device and dtype, print why, and prepare a CPU for a long run."""
+    chosen, dtype, line = choose_device(device, dtype)
+    print(line)
+    if chosen.type == "cpu" and (advice := thread_advice()):
+        print(advice)
+    keep_freed_memory(chosen)
+    return chosen, dtype
+
+
+def thread_advice():
+    """Advise one thread for each free core in a line, None if enough are free.
+
+    A thread that waits for a core makes all others wait. Beside one busy process on two cores, one
+    thread was 2.8 times as fast as two (results/speed.md).
+    """
+    cores, threads = os.cpu_count(), torch.get_num_threads()
+    try:
+        load = os.getloadavg()[0]  # of the last minute
+    except OSError:  # unknown, as where /proc is missing
+        return None
+    free = max(1, int(cores - load))
+    if load >= cores / 4 and threads > free:
+        return (f"load average {load:.1f} on {cores} cores: if other processes keep them busy, "
+                f"OMP_NUM_THREADS={free} is faster than {threads} threads")
+    return None
+
+
+def keep_freed_memory(device):
+    """Keep the memory that a CPU process frees, for its next step. By default glibc gives large
+    blocks back to Linux, which has to clear every page anew."""
+    if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
+        m_trim_threshold, m_mmap_max, libc = -1, -4, ctypes.CDLL(None)
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
+
+
+class Progress(tqdm):
+    """A tqdm bar on a terminal; elsewhere a line every 10 seconds."""
+
+    def __init__(self, *args, **settings):
+        if not sys.stderr.isatty():
+            settings |= {"mininterval": 10, "delay": 10, "leave": False, "ascii": True,
+                         "ncols": 100}
+        super().__init__(*args, disable=not first_rank(), **settings)
+
+    @staticmethod
+    def status_printer(file):
+        if file.isatty():
+            return tqdm.status_printer(file)
+        return lambda text: text and print(text, file=file, flush=True)
+
+
+def duration(seconds):
+    """Format seconds as days, hours, minutes and seconds, up to a billion days."""
+    return str(timedelta(seconds=round(min(seconds, 8e13))))
+
+
+def markdown(header, rows, align=str.ljust):
+    """Format a Markdown table with aligned columns. A float gets two decimals, None is empty."""
+    def text(cell):
+        cell = "" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell)
+        return cell.replace("|", "\\|")
+
+    rows = [[text(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    return "".join(f"| {' | '.join(map(align, row, widths))} |\n" for row in rows)

@@ -1,1 +1,0 @@
-"""Several processes under torchrun: they share the work on a model that knows only of one."""

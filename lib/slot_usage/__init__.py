@@ -1,1 +1,0 @@
-"""Who reads which slot: counts, contexts, figures, a page to browse."""

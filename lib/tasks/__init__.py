@@ -1,1 +1,0 @@
-"""GLUE, SQuAD and tables of your own: rows, examples, official scores."""

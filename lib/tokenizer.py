@@ -1,0 +1,215 @@
+"""
+Make, save and load vocabularies and their tokenizers.
+
+A vocabulary is a list of tokens, by id. It is BERT's (WordPiece) or GPT-2's (byte-level BPE).
+
+>>> load_tokenizer("data/docs").encode("a [MASK]")     # [MASK] in a text is the token
+>>> text_tokenizer("data/docs").encode("a [SEP]")      # [SEP] in a text is text
+>>> full_tokenizer("data/docs").encode("a", "b")       # [CLS] a [SEP] b [SEP]
+"""
+import collections
+import hashlib
+import itertools
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from lib.device import Progress
+from lib.errors import Failure, UserError, need
+from lib.files import write_text
+
+
+class Specials(NamedTuple):
+    """The special tokens of a vocabulary, or their ids."""
+    pad: str | int
+    unk: str | int
+    cls: str | int
+    sep: str | int
+    mask: str | int
+
+
+SPECIALS = Specials("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+# Byte-level BPE knows every text, and its <|endoftext|> stands where [UNK] does.
+GPT2_SPECIALS = Specials("<pad>", "<|endoftext|>", "<s>", "</s>", "<mask>")
+
+
+def special_tokens(vocab):
+    """Return the Specials of a vocabulary: BERT's or GPT-2's tokens."""
+    return GPT2_SPECIALS if GPT2_SPECIALS.mask in vocab else SPECIALS
+
+
+def special_ids(tokenizer):
+    """Return the ids of a tokenizer's special tokens, as Specials."""
+    return Specials(*map(tokenizer.token_to_id, special_tokens(tokenizer.get_vocab())))
+
+
+def read_vocab(path):
+    """Read the tokens of a vocab.txt, or of a folder that has it: a list of str, by id. A folder
+    that has only a tokenizer.json, as transformers 5 saves it, is read too."""
+    path = Path(path, "vocab.txt") if Path(path).is_dir() else Path(path)
+    saved = path.with_name("tokenizer.json")
+    try:
+        if path.name == "vocab.txt" and saved.exists() and not path.exists():
+            ids = tokenizers.Tokenizer.from_file(str(saved)).get_vocab()
+            tokens = sorted(ids, key=ids.get)
+        else:
+            tokens = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    except Exception as error:  # noqa: BLE001 - tokenizers raises plain Exceptions
+        raise UserError(f"{path}: no vocabulary of UTF-8 text ({error})") from None
+    specials, letters = special_tokens(tokens), set(pre_tokenizers.ByteLevel.alphabet())
+    missing = [token for token in specials if token not in tokens]
+    repeated = [token for token, n in collections.Counter(tokens).items() if n > 1]
+    others = set(tokens).difference(specials)
+    flaws = {
+        f"no {', '.join(missing)}": missing,
+        f"{repeated[:3]} more than once": repeated,
+        "no token but the special ones": not others,
+        f"{len(tokens):,} tokens, but ids of 16 bits allow 65,536": len(tokens) > 2**16,
+        "byte-level BPE has a token for each of the 256 bytes, and all its other tokens are made "
+        "of them": specials is GPT2_SPECIALS and not set("".join(others)) == letters <= others}
+    for flaw, is_there in flaws.items():
+        if is_there:
+            raise UserError(f"{path}: not a vocabulary: {flaw}")
+    return tokens
+
+
+def write_vocab(folder, vocab):
+    """Write vocab.txt to a folder and, for byte-level BPE, tokenizer.json."""
+    write_text(folder / "vocab.txt", "\n".join(vocab) + "\n")
+    if special_tokens(vocab) is GPT2_SPECIALS:
+        write_text(folder / "tokenizer.json", byte_level_tokenizer(vocab).to_str(pretty=True))
+
+
+def vocab_hash(vocab):
+    """Return the SHA-256 of a vocabulary, which tells vocabularies apart."""
+    return hashlib.sha256("\n".join(vocab).encode()).hexdigest()
+
+
+def vocab_facts(vocab):
+    """Return what meta.json holds about a vocabulary: its size, special ids and hash."""
+    specials = special_tokens(vocab)._asdict()
+    ids = {f"{use}_id": vocab.index(token) for use, token in specials.items()}
+    return {"vocab_size": len(vocab), **ids, "tokenizer_hash": vocab_hash(vocab)}
+
+
+def load_tokenizer(path):
+    """Load the tokenizers.Tokenizer of a vocab.txt, or of the folder that has it. A byte-level BPE
+    is read from the tokenizer.json beside its vocab.txt. The tokenizer adds no special tokens. It
+    encodes the name of a special token in a text as that token."""
+    vocab = read_vocab(path)
+    if special_tokens(vocab) is SPECIALS:
+        return wordpiece_tokenizer(vocab)
+    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "tokenizer.json"
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001 - tokenizers raises plain Exceptions
+        raise UserError(f"{file}: no tokenizer ({error}): prepare the corpus again") from None
+
+
+def text_tokenizer(path):
+    """Load a tokenizer (see load_tokenizer) that encodes a "[SEP]" in a text as text."""
+    tokenizer = load_tokenizer(path)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def full_tokenizer(path):
+    """Load a tokenizer (see load_tokenizer) that adds special tokens and pads: [CLS] and [SEP] are
+    put around a text or a pair of texts, and [PAD] fills up the texts of a batch."""
+    tokenizer = load_tokenizer(path)
+    tokens, ids = special_tokens(tokenizer.get_vocab()), special_ids(tokenizer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{tokens.cls} $A {tokens.sep}",
+        pair=f"{tokens.cls} $A {tokens.sep} $B:1 {tokens.sep}:1",
+        special_tokens=[(tokens.cls, ids.cls), (tokens.sep, ids.sep)])
+    tokenizer.enable_padding(pad_id=ids.pad, pad_token=tokens.pad)
+    return tokenizer
+
+
+def tokenize(tokenizer, texts, what):
+    """Yield each text's tokenizers.Encoding, without special tokens. what: named in the bar."""
+    for start in Progress(range(0, len(texts), 8192), what):
+        yield from tokenizer.encode_batch(texts[start:start + 8192], add_special_tokens=False)
+
+
+def wordpiece_tokenizer(vocab):
+    """Make BERT's tokenizers.Tokenizer; the cased one for a vocabulary with capitals."""
+    ids = {token: token_id for token_id, token in enumerate(vocab)}
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(ids, unk_token=SPECIALS.unk))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase="A" not in ids)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    return tokenizer
+
+
+def train_vocab(read, size, vocab_size):
+    """Learn a vocabulary of WordPieces; the special tokens come first.
+
+    read: returns an iterator over the lines of the text, whose number is `size`; called twice. The
+    same text gives the same vocabulary. `tokenizers` would number the pieces "##a" at random, and
+    break ties by these numbers. As special tokens they have fixed numbers.
+    """
+    tokenizer = wordpiece_tokenizer(list(SPECIALS))
+    normalize, split = tokenizer.normalizer, tokenizer.pre_tokenizer
+    characters = collections.Counter()
+    for character, count in collections.Counter(itertools.chain.from_iterable(read())).items():
+        for normal in normalize.normalize_str(character).strip():
+            characters[normal] += count
+    # every character costs two tokens, "a" and "##a": rare ones would fill a small vocabulary
+    alphabet = sorted(characters, key=lambda c: (-characters[c], c))[:vocab_size // 16]
+    inside = [c for c in sorted(alphabet)
+              if len(split.pre_tokenize_str(normalize.normalize_str(f"a{c}"))) == 1]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=[*SPECIALS, *(f"##{c}" for c in inside)],
+        initial_alphabet=alphabet, limit_alphabet=len(alphabet), show_progress=False)
+    tokenizer.train_from_iterator(Progress(
+        read(), desc=f"learning {vocab_size:,} WordPieces", total=size, unit=" lines"), trainer)
+    ids = tokenizer.get_vocab()
+    return sorted(ids, key=ids.get)
+
+
+def gpt2_vocab():
+    """Return GPT-2's tokens by id, then <s>, </s>, <pad>, <mask>. tiktoken downloads them, or reads
+    them from TIKTOKEN_CACHE_DIR."""
+    try:
+        gpt2 = need("tiktoken", "--tokenizer gpt2").get_encoding("gpt2")
+    except (OSError, ValueError) as error:
+        raise Failure(f"no GPT-2 vocabulary ({error}): without a network, put tiktoken's two files "
+                      "into TIKTOKEN_CACHE_DIR") from None
+    tokens = [gpt2.decode_single_token_bytes(token_id) for token_id in range(gpt2.n_vocab - 1)]
+    # the first 256 are the bytes, in the order of the characters that stand for them
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letter_of = {ord(byte): letter for letter, byte in zip(letters, tokens)}
+    tokens = ["".join(map(letter_of.get, token)) for token in tokens]
+    return [*tokens, "<|endoftext|>", "<s>", "</s>", "<pad>", "<mask>"]
+
+
+def byte_level_tokenizer(vocab):
+    """Make the tokenizers.Tokenizer of GPT-2's tokens, for tokenizer.json."""
+    ids = {token: token_id for token_id, token in enumerate(vocab)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(ids, _merges(ids)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    for token in GPT2_SPECIALS:  # <mask> is a word with the space before it, as in RoBERTa
+        added = tokenizers.AddedToken(token, lstrip=token == "<mask>", normalized=False)
+        tokenizer.add_special_tokens([added])
+    return tokenizer
+
+
+def _merges(ids):
+    """Return the merges of a byte-level BPE vocabulary {token: id}: [(left, right)]. Ids are in the
+    order in which the merges were learned. Applying the earlier merges to a token's characters
+    leaves two pieces, and these are the token's own merge."""
+    merges = []
+    for token in ids.keys() - set(GPT2_SPECIALS):
+        pieces = list(token)
+        while len(pieces) > 2:
+            ranks = [ids.get(a + b, len(ids)) for a, b in itertools.pairwise(pieces)]
+            at = ranks.index(min(ranks))
+            pieces[at:at + 2] = [pieces[at] + pieces[at + 1]]
+        if len(pieces) == 2:
+            merges.append(tuple(pieces))
+    return sorted(merges, key=lambda pair: ids["".join(pair)])

@@ -1,1 +1,0 @@
-"""One update, the loop, warnings, and a dry run."""

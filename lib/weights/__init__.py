@@ -1,1 +1,0 @@
-"""Weights on disk: the folder of a run, checkpoints, and Hugging Face's formats."""
