@@ -33,14 +33,13 @@ from lib.distributed import (
     max_over_ranks,
     my_micro_batches,
     run_ranks,
-    set_timeout,
 )
 from lib.download import file_sha256
 from lib.errors import UserError, need
 from lib.files import lock
 from lib.predict import score_dev, write_dev_predictions, write_submissions
 from lib.run import Run, recipe_differences
-from lib.settings import DTYPES, ON_OFF, load_settings, setting
+from lib.settings import load_settings
 from lib.tasks import TaskData, TrainingBatches, find_task
 from lib.tokenizer import text_tokenizer
 from lib.training import State, Trainer, catch_signals, status_after
@@ -50,38 +49,40 @@ from model import build_model, value_tables
 @dataclass
 class Config:
     # the defaults are Table 3's for GLUE
-    out: str = setting("", "its folder; by default out/<init_from>_<task>", may_change=True,
-                       group="run")
-    init_from: str = setting("", "a run, a Hugging Face folder, or a name: bert-base-uncased")
-    task: str = setting("", "of GLUE (sst2, ...), squad, docs, or a folder")
-    seed: int = setting(0, "of the head's weights, data order and dropout", least=0)
-    seeds: int = setting(1, "how many; the median is reported", least=1, may_change=True)
-    update_memory: bool = setting(True, "False: the value tables are frozen (Table 5)")
-    max_len: int = setting(128, "tokens", least=8, group="data")
-    doc_stride: int = setting(128, "of SQuAD's windows, in tokens", least=1)
-    train_examples: int = setting(0, "examples or windows to train on; 0: all", least=0)
-    batch_size: int = setting(32, "examples per step; Table 3 has none (our reading)", least=1,
-                              group="optimization (AdamW; linear warm-up, then linear decay to 0)")
-    accumulation: int = setting(1, "parts of a batch; a multiple of the ranks", least=1)
-    epochs: int = setting(10, "passes over the training examples", least=1)
-    max_steps: int = setting(0, "0: as many as the epochs take", least=0)
-    warmup: float = setting(0.06, "share of the steps", least=0)
-    lr: float = setting(2e-5, "highest learning rate", least=0)
-    keys_lr: float = setting(1.0, "of the memory's sub-keys, as a factor of lr", least=0)
-    value_lr: float = setting(1e-3, "of the value tables, constant (our reading)", least=0)
-    weight_decay: float = setting(0.1, "biases, norms and memories have none", least=0)
-    grad_clip: float = setting(1.0, "norm of all gradients but the value tables'", least=1e-9)
-    dropout: float = setting(0.1, "of embeddings, attention, FFN and the pooled [CLS]")
-    log_interval: int = setting(100, "steps between log records", least=1, may_change=True,
-                                group="watching")
-    checkpoint_interval: int = setting(1000, "and after each epoch", least=1, may_change=True)
-    checkpoint_minutes: float = setting(0.0, "also save when so many minutes passed; 0: never",
-                                        least=0, may_change=True)
-    tensorboard: bool = setting(False, "curves: tensorboard --logdir out", may_change=True)
-    device: str = setting("auto", "auto, cuda, mps or cpu", may_change=True, group="machine")
-    dtype: str = setting("auto", "of matrix products", choices=DTYPES)
-    compile: str = setting("auto", "auto: on CUDA", choices=ON_OFF, may_change=True)
-    rank_timeout: int = setting(600, "seconds to wait for a rank", least=1, may_change=True)
+    out: str = ""  # its folder; empty: out/<init_from>_<task>
+    init_from: str = ""  # a run, a Hugging Face folder, or a name: bert-base-uncased
+    task: str = ""  # of GLUE (sst2, ...), squad, docs, or a folder
+    seed: int = 0  # for the head's weights, data order and dropout
+    seeds: int = 1  # how many; the median is reported
+    update_memory: bool = True  # False: the value tables are frozen (Table 5)
+    # data
+    max_len: int = 128  # tokens of an example or a window
+    doc_stride: int = 128  # tokens from one of SQuAD's windows to the next
+    train_examples: int = 0  # examples or windows to train on; 0: all
+    # optimization: AdamW; linear warm-up, then linear decay to 0
+    batch_size: int = 32  # examples per step; Table 3 has none (our reading)
+    accumulation: int = 1  # parts of a batch; a multiple of the ranks
+    epochs: int = 10  # passes over the training examples
+    max_steps: int = 0  # 0: as many as the epochs take
+    warmup: float = 0.06  # share of the steps
+    lr: float = 2e-5  # highest learning rate
+    keys_lr: float = 1.0  # rate of the memory's sub-keys, as a factor of lr
+    value_lr: float = 1e-3  # rate of the value tables, constant (our reading)
+    weight_decay: float = 0.1  # biases, norms and memories have none
+    grad_clip: float = 1.0  # largest norm of all gradients except the value tables'
+    dropout: float = 0.1  # in embeddings, attention, FFN and the pooled [CLS]
+    # watching
+    log_interval: int = 100  # steps between log records
+    checkpoint_interval: int = 1000  # and after each epoch
+    tensorboard: bool = False  # curves: tensorboard --logdir out
+    # machine
+    device: str = "auto"  # auto, cuda, mps or cpu
+    dtype: str = "auto"  # of matrix products: auto, float32, bfloat16 or float16
+    compile: str = "auto"  # on, off, or auto: on CUDA
+
+    # what may be another when a run goes on
+    MAY_CHANGE = ("out", "seeds", "log_interval", "checkpoint_interval", "tensorboard", "device",
+                  "compile")
 
     @property
     def warmup_steps(self):
@@ -203,7 +204,6 @@ def main(argv):
                         "python finetune.py configs/demo_finetune.py starts from out/demo")
     if config.warmup > 1:
         raise UserError(f"warmup = {config.warmup}: expected a share of the steps, 0 to 1")
-    set_timeout(config.rank_timeout)
     my_micro_batches(config.accumulation)  # raises before anything is read
     initial, vocab = checkpoint.find_weights(config.init_from)
     sizes = replace(checkpoint.read_weights(initial)["config"], dropout=config.dropout)

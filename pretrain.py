@@ -23,12 +23,11 @@ from lib.distributed import (
     first_rank_first,
     my_micro_batches,
     run_ranks,
-    set_timeout,
 )
 from lib.errors import UserError, need, run_script
 from lib.files import lock
 from lib.run import Run
-from lib.settings import DTYPES, ON_OFF, load_settings, setting
+from lib.settings import load_settings
 from lib.training import State, Trainer, catch_signals, flops_per_token, status_after
 from lib.usage import describe_evaluation, evaluate_language_model, open_corpus
 from lib.weights import init_from, load_weights, read_weights
@@ -38,59 +37,56 @@ from model import SIZES, BertConfig, LanguageModel, value_tables
 @dataclass
 class Config:
     # defaults are the paper's (section 5), or Devlin et al.'s where the paper says nothing
-    out: str = setting("", "folder of the run; empty: out/<config file's name>", may_change=True,
-                       group="run")
-    dataset: str = setting("wikibooks", "data/<dataset>, made by prepare_data.py")
-    seed: int = setting(0, "for weights, data order, masks and dropout", least=0)
-    objective: str = setting("masked", "what to predict", choices=("masked", "causal"))
-    model: str = setting("base", "sizes of this model", choices=tuple(SIZES), group="model")
-    n_layer: int = setting(0, "number of layers; 0: that of --model", least=0)
-    n_head: int = setting(0, "attention heads; 0: those of --model", least=0)
-    d_model: int = setting(0, "width; 0: that of --model", least=0)
-    d_ff: int = setting(0, "width of the FFN; 0: that of --model", least=0)
-    dropout: float = setting(0.1, "of embeddings, attention and FFN")
-    memory_layers: tuple = setting((), "layers with a memory, counted from 1: (4, 8) of 12")
-    alpha: float = setting(1.0, "weight of the FFN; 0: the memory replaces it (PKM)")
-    beta: float = setting(1.0, "weight of the memory; with alpha = 1: residual memory (ResM)")
-    n_keys: int = setting(512, "a memory has n_keys^2 slots")
-    memory_heads: int = setting(4, "heads of a memory")
-    topk: int = setting(32, "slots that each head reads")
-    key_dim: int = setting(256, "size of a head's key: two halves of key_dim / 2")
-    query_norm: bool = setting(True, "batch norm on the memory's queries")
-    n_rows: int = setting(0, "rows of values that the slots share; 0: one for each slot", least=0)
-    values: str = setting("random", "of a new memory; zero: at first its output is 0",
-                          choices=("random", "zero"))
-    init_from: str = setting("", "a run, a Hugging Face folder, or a name: bert-base-uncased")
-    reinit_ffn: bool = setting(False, "with init_from: draw memory layers' FFNs anew (ResM')")
-    seq_len: int = setting(512, "tokens of a sequence, with [CLS] and [SEP] if masked", least=3,
-                           group="batch (batch_size x accumulation sequences a step)")
-    batch_size: int = setting(32, "sequences at a time on the device", least=1)
-    accumulation: int = setting(32, "batches per step: 32 x 32 = 1,024 sequences", least=1)
-    max_steps: int = setting(500_000, "number of updates", least=1, may_change=True,
-                             group="optimization (AdamW; linear warm-up, then linear decay to 0)")
-    warmup_steps: int = setting(10_000, "updates until the learning rate is highest", least=0)
-    lr: float = setting(1e-4, "highest learning rate", least=0)
-    keys_lr: float = setting(1.0, "of the memory's sub-keys, as a factor of lr", least=0)
-    value_lr: float = setting(1e-3, "of the value tables, constant (our reading)", least=0)
-    weight_decay: float = setting(0.01, "biases, norms and memories have none", least=0)
-    grad_clip: float = setting(1.0, "largest norm of all gradients except the value tables'",
-                               least=1e-9)
-    log_interval: int = setting(10, "steps between log records", least=1, may_change=True,
-                                group="watching (evaluations also come at steps 0, 1, 2, 4, ...)")
-    eval_interval: int = setting(5000, "steps between evaluations", least=1, may_change=True)
-    eval_sequences: int = setting(1024, "held-out sequences at most", least=1, may_change=True)
-    usage_interval: int = setting(100_000, "steps between snapshots of slot usage; 0: none",
-                                  least=0, may_change=True)
-    checkpoint_interval: int = setting(1000, "steps between checkpoints", least=1, may_change=True)
-    checkpoint_minutes: float = setting(0.0, "also save when so many minutes passed; 0: never",
-                                        least=0, may_change=True)
-    keep_checkpoints: int = setting(2, "only the newest ones stay", least=1, may_change=True)
-    tensorboard: bool = setting(False, "curves: tensorboard --logdir out", may_change=True)
-    eval_only: bool = setting(False, "only evaluate the newest checkpoint", may_change=True)
-    device: str = setting("auto", "auto, cuda, mps or cpu", may_change=True, group="machine")
-    dtype: str = setting("auto", "of matrix products", choices=DTYPES)
-    compile: str = setting("auto", "auto: on CUDA", choices=ON_OFF, may_change=True)
-    rank_timeout: int = setting(600, "seconds to wait for a rank", least=1, may_change=True)
+    out: str = ""  # folder of the run; empty: out/<config file's name>
+    dataset: str = "wikibooks"  # data/<dataset>, made by prepare_data.py
+    seed: int = 0  # for weights, data order, masks and dropout
+    objective: str = "masked"  # masked or causal: what to predict
+    # model
+    model: str = "base"  # demo, distil, base or large: names for the four sizes below
+    n_layer: int = 0  # number of layers; 0: that of the named model
+    n_head: int = 0  # attention heads; 0: those of the named model
+    d_model: int = 0  # width; 0: that of the named model
+    d_ff: int = 0  # width of the FFN; 0: that of the named model
+    dropout: float = 0.1  # in embeddings, attention and FFN
+    memory_layers: tuple = ()  # layers with a memory, counted from 1: (4, 8) of 12
+    alpha: float = 1.0  # weight of the FFN; 0: the memory replaces it (PKM)
+    beta: float = 1.0  # weight of the memory; with alpha = 1: residual memory (ResM)
+    n_keys: int = 512  # a memory has n_keys^2 slots
+    memory_heads: int = 4  # heads of a memory
+    topk: int = 32  # slots that each head reads
+    key_dim: int = 256  # size of a head's key: two halves of key_dim / 2
+    values: str = "random"  # initial values: random, or zero (the memory starts silent)
+    init_from: str = ""  # a run, a Hugging Face folder, or a name: bert-base-uncased
+    reinit_ffn: bool = False  # with init_from: draw memory layers' FFNs anew (ResM')
+    # batch: batch_size x accumulation sequences a step
+    seq_len: int = 512  # tokens of a sequence, with [CLS] and [SEP] if masked
+    batch_size: int = 32  # sequences at a time on the device
+    accumulation: int = 32  # batches per step: 32 x 32 = 1,024 sequences
+    # optimization: AdamW; linear warm-up, then linear decay to 0
+    max_steps: int = 500_000  # number of updates
+    warmup_steps: int = 10_000  # updates until the learning rate is highest
+    lr: float = 1e-4  # highest learning rate
+    keys_lr: float = 1.0  # rate of the memory's sub-keys, as a factor of lr
+    value_lr: float = 1e-3  # rate of the value tables, constant (our reading)
+    weight_decay: float = 0.01  # biases, norms and memories have none
+    grad_clip: float = 1.0  # largest norm of all gradients except the value tables'
+    # watching: evaluations also come at steps 0, 1, 2, 4, ...
+    log_interval: int = 10  # steps between log records
+    eval_interval: int = 5000  # steps between evaluations
+    eval_sequences: int = 1024  # held-out sequences at most
+    usage_interval: int = 100_000  # steps between snapshots of slot usage; 0: none
+    checkpoint_interval: int = 1000  # steps between checkpoints
+    keep_checkpoints: int = 2  # only the newest ones stay
+    tensorboard: bool = False  # curves: tensorboard --logdir out
+    # machine
+    device: str = "auto"  # auto, cuda, mps or cpu
+    dtype: str = "auto"  # of matrix products: auto, float32, bfloat16 or float16
+    compile: str = "auto"  # on, off, or auto: on CUDA
+
+    # what may be another when a run goes on
+    MAY_CHANGE = ("out", "max_steps", "log_interval", "eval_interval", "eval_sequences",
+                  "usage_interval", "checkpoint_interval", "keep_checkpoints", "tensorboard",
+                  "device", "compile")
 
 
 def main(argv):
@@ -98,23 +94,18 @@ def main(argv):
         raise UserError("which config? python pretrain.py configs/demo.py; --help lists settings")
     config = load_settings(Config, argv)
     check_config(config)
-    set_timeout(config.rank_timeout)
     names = [Path(arg).stem for arg in argv if arg.endswith(".py") and not arg.startswith("--")]
     run = Run(config.out or f"out/{(names or ['pretrain'])[0]}")
-    if config.eval_only:  # nothing is written
-        return prepare_and_train(config, run, argv)
     with lock(run.folder, "trains there"):
         return prepare_and_train(config, run, argv)
 
 
 def prepare_and_train(config, run, argv):
-    """Prepare corpus, model and trainer, then train or evaluate. Returns the exit status."""
+    """Prepare corpus, model and trainer, then train. Returns the exit status."""
     device, dtype = use_device(config.device, config.dtype)
     torch.manual_seed(config.seed)  # of the weights
     config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."))
     checkpoint = run.newest_checkpoint()
-    if config.eval_only and not (checkpoint or config.init_from):
-        raise UserError(f"{run.folder}: no checkpoint to evaluate")
     with first_rank_first():
         if config.dataset == "docs" and not Path("data/docs").exists():
             run_script("prepare_data.py", "docs", "--if_missing")
@@ -122,7 +113,7 @@ def prepare_and_train(config, run, argv):
     corpus = open_corpus(config.dataset, *([start] if start else []))
     data = corpus.meta["sha256"]
     if checkpoint:
-        run.check_settings(config, data, also=["dtype"] if config.eval_only else [])
+        run.check_settings(config, data)
     model, origin = make_model(config, corpus, checkpoint)
     causal = config.objective == "causal"
     make_batches = CausalBatches if causal else MaskedBatches
@@ -133,10 +124,6 @@ def prepare_and_train(config, run, argv):
                       flops_per_token(model, config.seq_len), keep=config.keep_checkpoints)
     print_sizes(config, corpus, trainer)
 
-    if config.eval_only:
-        results, _ = evaluate_language_model(model, held_out, device, dtype)
-        print("\n  ".join(describe_evaluation(results)))
-        return 0
     state = trainer.restore(checkpoint) if checkpoint else State()
     if state.step >= config.max_steps:
         print(f"{run.folder} is at step {state.step:,} of {config.max_steps:,}: nothing to do; "

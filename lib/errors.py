@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]  # where the scripts are
+ROOT = Path(__file__).parents[1]  # where the scripts are
 
 
 class UserError(ValueError):

@@ -151,7 +151,7 @@ class Run:
     def check_settings(self, config, data, also=()):
         """Print what changed since the run began. UserError if `data` changed (see begin), or a
         setting that must not change. The settings named in `also` may change, too."""
-        may_change = {field.name for field in fields(config) if field.metadata["may_change"]}
+        may_change = set(config.MAY_CHANGE)
         may_change |= set(also)
         # settings that did not exist when the run began had the effect of their defaults
         default = {field.name: field.default for field in fields(config)}

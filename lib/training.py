@@ -45,7 +45,7 @@ class State:
 
 
 class Trainer:
-    """Train a model. `config` has the settings of optimization, seed, compile, checkpoint_minutes.
+    """Train a model. `config` has the settings of optimization, seed, compile.
 
     `batches.get(step, micro)` returns a micro-batch: a dict of arrays by argument name of the
     model's forward().
@@ -112,7 +112,7 @@ class Trainer:
         `due(step)` is what to do after `step` updates: a set of 'log', 'evaluate' and 'save'.
         `evaluate(step)` may change the State, which is then saved."""
         new, start = [], time.perf_counter()  # new: (loss, norm), still on the device
-        stopped, saved, wait = False, start, 60 * self.config.checkpoint_minutes or math.inf
+        stopped, saved, wait = False, start, math.inf
         while state.step < self.config.max_steps and not stopped:
             new.append(self.step(state.step))
             state.step += 1

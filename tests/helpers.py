@@ -17,7 +17,6 @@ import prepare_data
 import pretrain
 from lib.errors import run_main
 from lib.run import Run
-from lib.settings import setting
 from lib.weights import model_file
 from model import BertConfig, LanguageModel
 
@@ -62,11 +61,11 @@ def record_search(model):
 
 @dataclasses.dataclass
 class Settings:
-    lr: float = setting(0.1, "the rate", least=0)
-    steps: int = setting(3, "")
-    name: str = setting("a", "")
-    flag: bool = setting(False, "")
-    layers: tuple = setting((), "")
+    lr: float = 0.1  # the rate
+    steps: int = 3
+    name: str = "a"
+    flag: bool = False
+    layers: tuple = ()
 
 
 TINY = {
