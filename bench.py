@@ -27,7 +27,7 @@ from torch import nn
 
 import pkm
 from lib.corpus import mask_tokens
-from lib.device import choose_device, keep_freed_memory
+from lib.device import autocast, choose_device, keep_freed_memory, to_device
 from lib.distributed import (
     count_parameters,
     distribute,
@@ -48,7 +48,7 @@ from lib.timing import (
     time_in_turn,
 )
 from lib.tokenizer import Specials
-from lib.training import autocast, flops_per_token, optimizer_groups, peak_flops, to_device
+from lib.training import flops_per_token, optimizer_groups, peak_flops
 from lib.weights import check_objective, read_weights
 from model import SIZES, BertConfig, build_model, value_tables
 from values import LazyAdam

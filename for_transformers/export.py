@@ -16,8 +16,8 @@ import torch
 from tokenizers import processors
 
 from for_transformers.folder import AUTOS, code_files
-from lib.device import markdown
 from lib.errors import UserError, need, run_main
+from lib.figures import markdown
 from lib.files import atomic, check_new_folder
 from lib.huggingface import ARCHITECTURES, MEMORY_ACT, SETTINGS, to_huggingface
 from lib.run import Run

@@ -2,7 +2,6 @@
 Choose the device and the dtype, and use a CPU well.
 """
 import ctypes
-import os
 import platform
 import sys
 from datetime import timedelta
@@ -64,28 +63,8 @@ def use_device(device, dtype):
     """Choose device and dtype, print why, and prepare a CPU for a long run."""
     chosen, dtype, line = choose_device(device, dtype)
     print(line)
-    if chosen.type == "cpu" and (advice := thread_advice()):
-        print(advice)
     keep_freed_memory(chosen)
     return chosen, dtype
-
-
-def thread_advice():
-    """Advise one thread for each free core in a line, None if enough are free.
-
-    A thread that waits for a core makes all others wait. Beside one busy process on two cores, one
-    thread was 2.8 times as fast as two (results/speed.md).
-    """
-    cores, threads = os.cpu_count(), torch.get_num_threads()
-    try:
-        load = os.getloadavg()[0]  # of the last minute
-    except OSError:  # unknown, as where /proc is missing
-        return None
-    free = max(1, int(cores - load))
-    if load >= cores / 4 and threads > free:
-        return (f"load average {load:.1f} on {cores} cores: if other processes keep them busy, "
-                f"OMP_NUM_THREADS={free} is faster than {threads} threads")
-    return None
 
 
 def keep_freed_memory(device):
@@ -95,6 +74,26 @@ def keep_freed_memory(device):
         m_trim_threshold, m_mmap_max, libc = -1, -4, ctypes.CDLL(None)
         libc.mallopt(m_mmap_max, 0)
         libc.mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def autocast(device, dtype):
+    """Return torch.autocast, which does nothing if dtype is float32."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+def to_device(batch, device):
+    """Turn {name: array} into {name: tensor} on the device."""
+    tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+    if device.type == "cuda":
+        return {name: t.pin_memory().to(device, non_blocking=True) for name, t in tensors.items()}
+    return {name: t.to(device) for name, t in tensors.items()}
+
+
+def wants_compile(setting, device):
+    """Tell whether the setting "on", "off" or "auto" (on CUDA) asks for torch.compile."""
+    if setting not in ("auto", "on", "off"):
+        raise UserError(f"compile = {setting!r}: expected auto, on or off")
+    return setting == "on" or setting == "auto" and device.type == "cuda"
 
 
 class Progress(tqdm):
@@ -116,15 +115,3 @@ class Progress(tqdm):
 def duration(seconds):
     """Format seconds as days, hours, minutes and seconds, up to a billion days."""
     return str(timedelta(seconds=round(min(seconds, 8e13))))
-
-
-def markdown(header, rows, align=str.ljust):
-    """Format a Markdown table with aligned columns. A float gets two decimals, None is empty."""
-    def text(cell):
-        cell = "" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell)
-        return cell.replace("|", "\\|")
-
-    rows = [[text(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    return "".join(f"| {' | '.join(map(align, row, widths))} |\n" for row in rows)

@@ -5,7 +5,6 @@ import itertools
 
 import numpy as np
 
-from lib.device import markdown
 from lib.errors import UserError, need
 from lib.files import atomic, to_json, write_text
 
@@ -228,3 +227,15 @@ def draw_curves(runs, names):
                       "training steps")
     figure.legend(loc="outside upper left")
     return figure
+
+
+def markdown(header, rows, align=str.ljust):
+    """Format a Markdown table with aligned columns. A float gets two decimals, None is empty."""
+    def text(cell):
+        cell = "" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell)
+        return cell.replace("|", "\\|")
+
+    rows = [[text(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    return "".join(f"| {' | '.join(map(align, row, widths))} |\n" for row in rows)

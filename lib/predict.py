@@ -8,6 +8,7 @@ import json
 import numpy as np
 import torch
 
+from lib.device import autocast, to_device
 from lib.distributed import deal_batches, sum_over_ranks
 from lib.errors import UserError
 from lib.files import write_text
@@ -25,7 +26,6 @@ from lib.tasks import (
     tsv_text,
 )
 from lib.tokenizer import text_tokenizer
-from lib.training import autocast, to_device
 from lib.weights import check_objective, find_weights, load_model, read_weights
 from model import SpanReader
 

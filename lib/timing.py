@@ -1,10 +1,8 @@
 """
-Time functions in turn, print their times, and say what machine they ran on.
+Time functions in turn, print their times, and name the machine.
 """
-import operator
 import os
 import platform
-import resource
 import sys
 import time
 from pathlib import Path
@@ -12,15 +10,16 @@ from statistics import median
 
 import torch
 
-from lib.device import Progress, markdown
+from lib.device import Progress
+from lib.figures import markdown
 
 
 def time_in_turn(what, functions, device, rounds, warmup=2, bases=1):
     """Time {name: function} in turn: a busy moment of the machine slows every function.
 
-    Returns a record for each name. It has the seconds of each round, and the ratio to the first
-    `bases` functions: the median of the rounds' ratios. The rounds of warm-up, in which models
-    compile, do not count, but their total time is printed.
+    Returns a record for each name. "seconds" has the time of each round. "times_NAME" compares with
+    function NAME, for the first `bases` functions: the median of the rounds' ratios. Models compile
+    in the rounds of warm-up, which do not count.
     """
     synchronize = getattr(torch, device.type).synchronize
     times = {name: [] for name in functions}
@@ -31,18 +30,23 @@ def time_in_turn(what, functions, device, rounds, warmup=2, bases=1):
             function()
             synchronize()
             times[name].append(time.perf_counter() - start)
-    total = sum(sum(seconds[:warmup]) for seconds in times.values())
-    print(f"{what}: warm-up {total:.1f} s")
-    times = {name: seconds[warmup:] for name, seconds in times.items()}
-    return [{"what": what, "system": name, "seconds": seconds,
-             **{f"times_{base}": median(map(operator.truediv, seconds, times[base]))
-                for base in list(times)[:bases]}}
-            for name, seconds in times.items()]
+    warming = sum(sum(seconds[:warmup]) for seconds in times.values())
+    print(f"{what}: warm-up {warming:.1f} s")
+
+    records = []
+    for name, seconds in times.items():
+        record = {"what": what, "system": name, "seconds": seconds[warmup:]}
+        for base in list(functions)[:bases]:
+            ratios = [own / other for own, other in zip(seconds, times[base], strict=True)]
+            record[f"times_{base}"] = median(ratios[warmup:])
+        records.append(record)
+    return records
 
 
 def copy_bandwidth(device, elements=2**27):
-    """Measure a copy's bandwidth: bytes read and written, per second. The median of rounds of 4
-    copies. The default is 512 MB to 512 MB, more than most caches hold."""
+    """Measure the bandwidth of a copy: bytes read and written per second.
+
+    The default, 512 MB to 512 MB, is more than most caches hold."""
     source = torch.ones(elements, device=device)
     target = torch.empty_like(source)
 
@@ -55,23 +59,26 @@ def copy_bandwidth(device, elements=2**27):
 
 
 def print_times(records):
-    """Print a table for each set of keys; times as median [lowest, highest]."""
-    def text(value):
-        if isinstance(value, list):
-            return "{:.4g} [{:.4g}, {:.4g}] ms".format(
-                *(1e3 * seconds for seconds in (median(value), min(value), max(value))))
-        form = {int: "{:,}", float: "{:.4g}"}.get(type(value))
-        return form.format(value) if form else value
-
+    """Print a table of the records with the same keys. Times are median [lowest, highest]."""
     tables = {}
     for record in records:
-        tables.setdefault(tuple(record), []).append(map(text, record.values()))
+        row = [as_text(value) for value in record.values()]
+        tables.setdefault(tuple(record), []).append(row)
     for keys, rows in tables.items():
         print(markdown([key.replace("_", " ") for key in keys], rows))
 
 
+def as_text(value):
+    if isinstance(value, list):
+        low, middle, high = (1e3 * pick(value) for pick in (min, median, max))
+        return f"{middle:.4g} [{low:.4g}, {high:.4g}] ms"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
 def machine_facts(device):
-    """Return what times depend on, as texts: processor, OpenMP's variables, version of torch."""
+    """Return what times depend on: processor, OpenMP's variables, version of torch."""
     machine = read_proc("cpuinfo", "model name") or platform.machine()
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
@@ -82,15 +89,18 @@ def machine_facts(device):
 
 
 def read_proc(file, key):
-    """Return the value of the first `key` in /proc/<file>, or None (macOS has no /proc)."""
+    """Return the first value of `key` in /proc/<file>, or None (macOS has no /proc)."""
     path = Path("/proc", file)
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if key in line), None)
+    for line in path.read_text().splitlines() if path.exists() else ():
+        if line.startswith(key):
+            return line.partition(":")[2].strip()
+    return None
 
 
 def fits(what, size, device):
-    """Tell whether the device has `size` bytes free, and print it if `what` is skipped."""
-    free = 1024 * float((read_proc("meminfo", "MemAvailable") or "inf").split()[0])
+    """Tell whether the device has `size` bytes free. If not, print that `what` is skipped."""
+    available = read_proc("meminfo", "MemAvailable")
+    free = 1024 * int(available.split()[0]) if available else float("inf")
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
     if size > 0.9 * free:
@@ -99,8 +109,10 @@ def fits(what, size, device):
 
 
 def peak_bytes(device):
-    """Return the peak memory of this process."""
+    """Return the highest memory that this process has used."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    import resource  # Windows lacks it
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from lib.corpus import DROPOUT, MASKED
-from lib.device import duration
+from lib.device import autocast, duration, to_device
 from lib.distributed import (
     cut_moments,
     distribute,
@@ -224,19 +224,6 @@ def optimizer_groups(model, weight_decay, keys_lr=1.0):
             groups.setdefault((decay, factor), []).append(p)
     return [{"params": parameters, "weight_decay": decay, "lr_factor": factor}
             for (decay, factor), parameters in groups.items() if parameters]
-
-
-def to_device(batch, device):
-    """Turn {name: array} into {name: tensor} on the device."""
-    tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
-    if device.type == "cuda":
-        return {name: t.pin_memory().to(device, non_blocking=True) for name, t in tensors.items()}
-    return {name: t.to(device) for name, t in tensors.items()}
-
-
-def autocast(device, dtype):
-    """Return torch.autocast, which does nothing if dtype is float32."""
-    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 def catch_signals():

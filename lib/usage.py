@@ -15,13 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from lib.corpus import Corpus, causal_heldout, cut_split, masked_heldout
-from lib.device import Progress
+from lib.device import Progress, autocast, to_device
 from lib.distributed import deal_batches, first_rank_first, sum_over_ranks
 from lib.errors import UserError
 from lib.run import Run, usage_key
 from lib.tasks import batches_by_length, find_task, load_examples
 from lib.tokenizer import load_tokenizer, read_vocab, text_tokenizer
-from lib.training import autocast, to_device
 from lib.weights import check_objective, find_weights, load_model, read_weights
 from model import value_tables
 
