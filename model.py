@@ -11,16 +11,12 @@ memory's queries takes its statistics from all tokens of a batch, as in XLM.
 >>> model = LanguageModel(BertConfig(**SIZES["base"], memory_layers=(4, 8)))  # 515M parameters
 >>> logits = model(ids)                             # (batch, time) -> (batch, time, vocab_size)
 """
-import os
-import reprlib
-from dataclasses import dataclass, fields
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lib.errors import UserError
 from pkm import PKM
 
 SIZES = {
@@ -53,79 +49,19 @@ class BertConfig:
     memory_heads: int = 4
     topk: int = 32
     key_dim: int = 256
-    query_norm: bool = True  # batch norm on the memory's queries
-    n_rows: int = 0  # rows of values that the slots share; 0: a row for each slot
 
     def __post_init__(self):
-        if flaw := find_flaw(vars(self)):
-            raise UserError(" = ".join(flaw))
         self.memory_layers = tuple(self.memory_layers)
-
-    @classmethod
-    def from_dict(cls, settings, where, names=None):
-        """Make a BertConfig from a dict of settings that someone else may have written.
-
-        where: the file, for messages. names: {our name: the file's}, where they differ. UserError
-        for missing and unknown settings, for values that no model can have, and for a model that is
-        larger than this machine's memory."""
-        if not isinstance(settings, dict):
-            raise UserError(f"{where}: expected a model's settings, found {reprlib.repr(settings)}")
-        names = {field.name: field.name for field in fields(cls)} | (names or {})
-        settings = {names["n_rows"]: 0} | settings  # older files do not have it
-        if wrong := sorted(settings.keys() ^ set(names.values()), key=str):
-            has = "an unknown" if wrong[0] in settings else "no"
-            raise UserError(f"{where}: it has {has} setting {wrong[0]}")
-        ours = {name: settings[theirs] for name, theirs in names.items()}
-        if flaw := find_flaw(ours):
-            name, what = flaw
-            raise UserError(f"{where}: {names[name]} = {what}")
-        config, memory = cls(**ours), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if (size := config.bytes()) > memory:
-            raise UserError(f"{where}: its sizes make a model of {size / 1e9:,.0f} GB, this "
-                            f"machine has {memory / 1e9:,.0f} GB of memory")
-        return config
-
-    def bytes(self):
-        """Return the bytes of all matrices and value tables in float32."""
-        d, keys = self.d_model, self.memory_heads * self.key_dim
-        words, layer = (self.vocab_size + self.max_len) * d, (4 * d + 2 * self.d_ff) * d
-        memory = (self.n_rows or self.n_keys**2) * d + keys * (d + self.n_keys)
-        return 4 * (words + self.n_layer * layer + len(self.memory_layers) * memory)
-
-
-KINDS = {int: ([int], "a whole number"), float: ([int, float], "a number"),
-         bool: ([bool], "true or false"), tuple: ([tuple, list], "a list of layers")}
-
-
-def find_flaw(settings):
-    """Find a setting with a value that no model can have: (name, value and what was expected), or
-    None. settings: BertConfig's, by name."""
-    for field in fields(BertConfig):
-        value, (kinds, expected) = settings[field.name], KINDS[field.type]
-        if type(value) not in kinds:
-            return field.name, f"{reprlib.repr(value)}: expected {expected}"
-        least = 0 if field.name in ("type_vocab", "n_rows") else 1
-        if field.type is int and not least <= value < 2**31:
-            return field.name, f"{value}: expected a whole number, {least} to 2,147,483,647"
-    at = SimpleNamespace(**settings)
-    layers = at.memory_layers
-    rules = {
-        "n_layer": (at.n_layer <= 1000, "at most 1,000"),
-        "n_head": (at.d_model % at.n_head == 0, f"a divisor of the width {at.d_model}"),
-        "dropout": (0 <= at.dropout < 1, "0 to less than 1"),
-        "init_std": (0 <= at.init_std < 1e6, "at least 0"),
-        "memory_layers": (all(type(n) is int and 1 <= n <= at.n_layer for n in layers)
-                          and len(set(layers)) == len(layers),
-                          f"different layers, counted from 1 to {at.n_layer}"),
-        "alpha": (abs(at.alpha) < 1e6, "a finite number"),  # nan is not less
-        "beta": (abs(at.beta) < 1e6 and (at.alpha or at.beta),
-                 "a finite number, and not 0 beside alpha = 0: a layer needs an FFN or a memory"),
-        "n_keys": (at.n_keys**2 < 2**31, "at most 46,340: slots have numbers of 32 bits"),
-        "topk": (at.topk <= at.n_keys, f"at most n_keys = {at.n_keys}"),
-        "key_dim": (at.key_dim % 2 == 0, "an even number, for two halves"),
-        "n_rows": (at.n_rows <= at.n_keys**2, f"at most the {at.n_keys**2} slots")}
-    return next(((name, f"{reprlib.repr(settings[name])}: expected {expected}")
-                 for name, (holds, expected) in rules.items() if not holds), None)
+        layers = set(range(1, self.n_layer + 1))
+        assert self.d_model % self.n_head == 0, \
+            f"n_head = {self.n_head}: expected a divisor of the width {self.d_model}"
+        assert set(self.memory_layers) <= layers, \
+            f"memory_layers = {self.memory_layers}: expected layers from 1 to {self.n_layer}"
+        assert self.alpha or self.beta, "alpha = beta = 0: a layer needs an FFN or a memory"
+        assert self.topk <= self.n_keys, \
+            f"topk = {self.topk}: expected at most n_keys = {self.n_keys}"
+        assert self.n_keys**2 < 2**31, f"n_keys = {self.n_keys}: slots have numbers of 32 bits"
+        assert 0 <= self.dropout < 1, f"dropout = {self.dropout}: expected 0 to less than 1"
 
 
 class Layer(nn.Module):
@@ -134,8 +70,11 @@ class Layer(nn.Module):
     def __init__(self, config, alpha, beta):
         super().__init__()
         d = config.d_model
-        self.n_head, self.dropout, self.causal = config.n_head, config.dropout, config.causal
-        self.alpha, self.beta = alpha, beta
+        self.n_head = config.n_head
+        self.dropout = config.dropout
+        self.causal = config.causal
+        self.alpha = alpha
+        self.beta = beta
         self.qkv = nn.Linear(d, 3 * d)
         self.out = nn.Linear(d, d)
         self.attention_norm = nn.LayerNorm(d, eps=1e-12)
@@ -143,15 +82,7 @@ class Layer(nn.Module):
             self.up = nn.Linear(d, config.d_ff)
             self.down = nn.Linear(config.d_ff, d)
         self.norm = nn.LayerNorm(d, eps=1e-12)
-
-    def build_memory(self, config):
-        """Build the memory of a memory layer. Memories are built last, so the encoder's other
-        weights get the same random numbers as without memory."""
-        if self.beta:
-            self.memory = PKM(config.d_model, config.n_keys, config.memory_heads, config.topk,
-                              config.key_dim, query_norm=config.query_norm)
-            if config.n_rows:
-                self.memory.share_rows(config.n_rows)
+        self.memory = None  # Bert builds the memories last
 
     def forward(self, x, mask=None):
         """x: (batch, time, d_model). mask: (batch, time) bool, or None. Returns x's shape."""
@@ -170,7 +101,7 @@ class Layer(nn.Module):
         if self.alpha:
             ffn = self.down(F.gelu(self.up(x)))
             y = torch.add(y, F.dropout(ffn, self.dropout, self.training), alpha=self.alpha)
-        if self.beta:  # no dropout, as in XLM's memory layers (our reading)
+        if self.memory is not None:  # no dropout, as in XLM's memory layers (our reading)
             y = torch.add(y, self.memory(x, mask), alpha=self.beta)
         return self.norm(y)
 
@@ -192,8 +123,10 @@ class Bert(nn.Module):
                                     for n in range(1, config.n_layer + 1))
         self.pooler = nn.Linear(d, d)
         self.apply(self.init_weights)
-        for layer in self.layers:
-            layer.build_memory(config)
+        for layer in self.layers:  # last: the other weights are drawn as without memories
+            if layer.beta:
+                layer.memory = PKM(d, config.n_keys, config.memory_heads, config.topk,
+                                   config.key_dim)
 
     def init_weights(self, module):
         """Draw weights from a normal distribution (Devlin et al.'s is truncated); biases are 0."""
@@ -206,9 +139,8 @@ class Bert(nn.Module):
         """Encode token ids (batch, time) to hidden states (batch, time, d_model). mask: (batch,
         time), nonzero at real tokens, or None without padding. token_types: (batch, time), 0 by
         default; a model without token types ignores them."""
-        if ids.shape[1] > self.config.max_len:
-            raise UserError(f"sequence of {ids.shape[1]} tokens: the model has "
-                            f"{self.config.max_len} positions (max_len)")
+        assert ids.shape[1] <= self.config.max_len, \
+            f"{ids.shape[1]} tokens: the model has {self.config.max_len} positions (max_len)"
         x = self.words(ids) + self.positions.weight[:ids.shape[1]]
         if self.config.type_vocab:
             x = x + (self.token_types.weight[0] if token_types is None else
@@ -307,7 +239,8 @@ class SpanReader(nn.Module):
         return F.cross_entropy(logits.float(), labels)
 
 
-HEADS = {None: LanguageModel, "classifier": Classifier, "span": SpanReader}  # as checkpoints name them
+# as checkpoints name them
+HEADS = {None: LanguageModel, "classifier": Classifier, "span": SpanReader}
 
 
 def build_model(config, head=None, labels=()):
@@ -319,4 +252,4 @@ def build_model(config, head=None, labels=()):
 def value_tables(model):
     """Collect the memories' values, {layer counted from 1: ValueTable}, for LazyAdam."""
     layers = enumerate(model.bert.layers, 1)
-    return {n: layer.memory.values for n, layer in layers if layer.beta}
+    return {n: layer.memory.values for n, layer in layers if layer.memory is not None}

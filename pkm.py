@@ -21,19 +21,16 @@ To use a memory in another model, copy this file and values.py. They need nothin
 ...     optimizer.step()
 ...     optimizer.zero_grad()
 
-It trains under torch.compile (fullgraph=True, with or without a mask), activation checkpointing,
-autocast and DistributedDataParallel, where LazyAdam joins the reads of all ranks. A GradScaler
-takes both optimizers, but its unscale_() only the dense one. Threads can share a model in
-evaluation; torch.export takes one with a mask. DataParallel, FullyShardedDataParallel and
-fully_shard end in an error.
+It trains under autocast, gradient accumulation, activation checkpointing and torch.compile (a
+training graph breaks at the values), and under DistributedDataParallel, where LazyAdam joins the
+reads of all ranks. With a GradScaler call values.step(grad_scale=scaler.get_scale()).
 """
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from values import LazyAdam, ValueTable
 
-__all__ = ["PKM", "LazyAdam", "ValueTable", "candidates"]
+__all__ = ["PKM", "LazyAdam", "ValueTable"]
 
 
 class PKM(nn.Module):
@@ -43,31 +40,20 @@ class PKM(nn.Module):
     their reads are summed. Scores and softmax are in float32 or float64, also under autocast.
     """
 
-    def __init__(self, d_model, n_keys=512, heads=4, topk=32, key_dim=256, query_norm=True):
+    def __init__(self, d_model, n_keys=512, heads=4, topk=32, key_dim=256):
         super().__init__()
-        if not 1 <= topk <= n_keys:
-            raise ValueError(f"topk = {topk}: expected 1 to n_keys = {n_keys}, the sub-keys that "
-                             "a head can choose from")
-        if key_dim < 2 or key_dim % 2:
-            raise ValueError(f"key_dim = {key_dim}: expected an even number, for two halves")
+        assert 1 <= topk <= n_keys, f"topk = {topk}: expected 1 to n_keys = {n_keys}"
+        assert key_dim % 2 == 0, f"key_dim = {key_dim}: expected an even number, for two halves"
         self.n_keys = n_keys
         self.heads = heads
         self.topk = topk
         self.query = nn.Linear(d_model, heads * key_dim)
         nn.init.xavier_uniform_(self.query.weight)
-        self.query_norm = nn.BatchNorm1d(heads * key_dim) if query_norm else nn.Identity()
+        self.query_norm = MaskedBatchNorm(heads * key_dim)
         half = key_dim // 2
         self.keys = nn.Parameter(torch.empty(heads, 2, n_keys, half))
         nn.init.uniform_(self.keys, -half**-0.5, half**-0.5)
         self.values = ValueTable(n_keys**2, d_model)
-        self.register_buffer("slot_rows", None)  # the row of each slot; None: one of its own
-
-    def share_rows(self, n_rows):
-        """Make a table of n_rows values that the slots share: slot s reads row slot_rows[s].
-        Call it before freezing and before a LazyAdam is made."""
-        (n_slots, d_model), device = self.values.weight.shape, self.values.weight.device
-        self.values = ValueTable(n_rows, d_model).to(device, self.values.weight.dtype)
-        self.slot_rows = torch.arange(n_slots, dtype=torch.int32, device=device) % n_rows
 
     def forward(self, x, mask=None):
         """Read the memory for every token.
@@ -76,54 +62,18 @@ class PKM(nn.Module):
         shape, in autocast's dtype where autocast is on. The output of padded tokens is 0. They
         move no value and do not enter the batch norm's statistics.
         """
+        tokens = x.flatten(0, -2)
         if mask is not None:
-            mask = mask.bool()
-            if x.is_cpu and not torch.compiler.is_compiling():  # spares the padding's work
-                read = self.forward(x[mask])
-                return read.new_zeros(x.shape).index_put((mask,), read)
-            x = x.where(mask[..., None], 0)
-            mask = mask.reshape(-1, 1)
-        query = self.query(x.flatten(0, -2))  # (tokens, heads * key_dim)
+            mask = mask.reshape(-1, 1).bool()
+            tokens = tokens.where(mask, 0)  # NaN at padding would reach the statistics
+        query = self.query(tokens)  # (tokens, heads * key_dim)
         dtype = query.dtype  # under autocast its dtype, the same as an FFN's output has
         with torch.autocast(x.device.type, enabled=False):
-            query = self.normalize(query.to(self.keys.dtype), mask)
+            query = self.query_norm(query.to(self.keys.dtype), mask)
             slots, weights = self.search(query)
             if mask is not None:
                 weights = weights.where(mask[..., None], 0)
-            rows = slots if self.slot_rows is None else self.slot_rows[slots]
-            return self.values(rows, weights, dtype).view_as(x)
-
-    def normalize(self, query, mask=None):
-        """Apply the batch norm. In training the real tokens alone make its statistics.
-
-        query: (tokens, heads * key_dim). mask: (tokens, 1) bool, or None. The running statistics
-        do not move where activation checkpointing computes a layer again.
-        """
-        norm = self.query_norm
-        if not norm.training or isinstance(norm, nn.Identity):
-            return norm(query)
-        if not isinstance(norm, nn.BatchNorm1d):
-            raise TypeError(f"PKM trains with a BatchNorm1d, found {type(norm).__name__}")
-        if len(query) == 1:
-            raise ValueError("in training PKM's batch norm needs more than one token")
-        # in a backward pass, where activation checkpointing calls forward again
-        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        momentum = 0.0 if again else norm.momentum
-        norm.num_batches_tracked.add_(0 if again else 1)
-        if mask is None:
-            return F.batch_norm(query, norm.running_mean, norm.running_var, norm.weight,
-                                norm.bias, True, momentum, norm.eps)
-        query = query.to(torch.promote_types(query.dtype, torch.float32))
-        count = mask.sum()
-        share = mask.T / count.clamp(min=1).to(query.dtype)  # (1, tokens)
-        mean = share @ query
-        var = share @ (query - mean).square()
-        with torch.no_grad():
-            momentum = momentum * (count > 1).to(query.dtype)
-            unbiased = var * count / (count - 1).clamp(min=1)
-            for running, new in ((norm.running_mean, mean), (norm.running_var, unbiased)):
-                running.lerp_(new[0].to(running.dtype), momentum.to(running.dtype))
-        return (query - mean) * (norm.weight * (var + norm.eps).rsqrt()) + norm.bias
+            return self.values(slots, weights, dtype).view_as(x)
 
     def search(self, query):
         """Find each head's topk best slots, exactly, and the softmax of their scores.
@@ -147,14 +97,35 @@ class PKM(nn.Module):
         return slots.transpose(0, 1), score.softmax(2).transpose(0, 1)
 
 
+class MaskedBatchNorm(nn.BatchNorm1d):
+    """Batch norm over tokens. In training the real tokens alone make its statistics."""
+
+    def forward(self, x, mask=None):
+        """Normalize x (tokens, features). mask: (tokens, 1) bool, True at real tokens, or None."""
+        if mask is None or not self.training:
+            return super().forward(x)
+        self.num_batches_tracked += 1
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        count = mask.sum()
+        share = mask.T / count.clamp(min=1).to(x.dtype)  # (1, tokens); no shape depends on count
+        mean = share @ x
+        var = share @ (x - mean).square()
+        with torch.no_grad():
+            momentum = self.momentum * (count > 1).to(self.running_mean.dtype)
+            unbiased = var * count / (count - 1).clamp(min=1)
+            self.running_mean.lerp_(mean[0].to(momentum.dtype), momentum)
+            self.running_var.lerp_(unbiased[0].to(momentum.dtype), momentum)
+        return (x - mean) * (self.weight * (var + self.eps).rsqrt()) + self.bias
+
+
 def candidates(topk, device):
     """List the pairs of ranks whose sums can be in the top k: (2, pairs).
 
     Ranks count from 0 in the sorted scores of each half. (i+1)(j+1) - 1 pairs score no less than
     the pair (i, j), so a pair is needed only if (i+1)(j+1) <= k. For k = 32, 119 of 1,024 pairs
-    remain. The list is no buffer: a module made on the meta device would lose its content.
+    remain. Brute force takes O(|K| d) operations, this O((sqrt(|K|) + k^2) d) (Lample et al.).
     """
-    count = sum(topk // (i + 1) for i in range(topk))
+    count = sum(topk // (i + 1) for i in range(topk))  # nonzero() would wait for the device
     rank = torch.arange(topk, device=device)
     per_rank = topk // (rank + 1)
     i = rank.repeat_interleave(per_rank, output_size=count)

@@ -166,7 +166,8 @@ def read_config(file):
     unnamed = {name: value for name, value in asdict(BertConfig(type_vocab=0)).items()
                if name not in names}
     known = {name: settings[name] for name in names.values() if name in settings}
-    config = BertConfig.from_dict({"is_decoder": False} | unnamed | known, file, names)
+    ours = {name: known[theirs] for name, theirs in names.items() if theirs in known}
+    config = BertConfig(**(unnamed | ours))
     for key, ours in (("hidden_act", "gelu"), ("activation", "gelu"), ("layer_norm_eps", 1e-12),
                       ("position_embedding_type", "absolute"), ("tie_word_embeddings", True)):
         if settings.get(key, ours) not in (ours, MEMORY_ACT):

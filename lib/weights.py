@@ -54,7 +54,7 @@ def read_weights(path):
     if not (folder / "model.pt").is_file():
         return read_folder(folder)
     saved = load_file(folder / "model.pt", mmap=True)
-    saved |= {"config": BertConfig.from_dict(saved["config"], folder / "model.pt")}
+    saved |= {"config": BertConfig(**saved["config"])}
     check_model_file(saved, folder / "model.pt")
     return saved
 
