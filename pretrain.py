@@ -10,25 +10,42 @@ one process at a time trains in a folder.
 """
 import shlex
 import sys
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
-from lib import training as warn
 from lib.corpus import CausalBatches, MaskedBatches, causal_heldout, masked_heldout
-from lib.device import duration, use_device
+from lib.device import autocast, duration, to_device, use_device, wants_compile
 from lib.distributed import (
+    any_signalled,
+    check_accumulation,
     count_parameters,
+    distribute,
     first_rank_first,
     my_micro_batches,
     run_ranks,
+    sum_gradients,
 )
 from lib.errors import UserError, need, run_script
-from lib.files import lock
+from lib.files import first_rank, lock
 from lib.run import Run
 from lib.settings import load_settings
-from lib.training import State, Trainer, catch_signals, flops_per_token, status_after
+from lib.training import (
+    catch_signals,
+    check_finite,
+    checkpoint_files,
+    learning_rate,
+    log_training,
+    make_optimizers,
+    restore,
+    seed_dropout,
+    set_rate,
+    share_of_peak,
+    status_after,
+    usage_warning,
+)
 from lib.usage import describe_evaluation, evaluate_language_model, open_corpus
 from lib.weights import init_from, load_weights, read_weights
 from model import SIZES, BertConfig, LanguageModel, value_tables
@@ -94,97 +111,160 @@ def main(argv):
         raise UserError("which config? python pretrain.py configs/demo.py; --help lists settings")
     config = load_settings(Config, argv)
     check_config(config)
-    names = [Path(arg).stem for arg in argv if arg.endswith(".py") and not arg.startswith("--")]
-    run = Run(config.out or f"out/{(names or ['pretrain'])[0]}")
+    name = Path(argv[0]).stem if argv[0].endswith(".py") else "pretrain"
+    run = Run(config.out or f"out/{name}")
     with lock(run.folder, "trains there"):
-        return prepare_and_train(config, run, argv)
+        return train(config, run, argv)
 
 
-def prepare_and_train(config, run, argv):
-    """Prepare corpus, model and trainer, then train. Returns the exit status."""
+def train(config, run, argv):
+    """Train a new run, or go on with a stopped one. Returns the exit status."""
     device, dtype = use_device(config.device, config.dtype)
-    torch.manual_seed(config.seed)  # of the weights
     config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."))
-    checkpoint = run.newest_checkpoint()
+
+    # the text
     with first_rank_first():
         if config.dataset == "docs" and not Path("data/docs").exists():
-            run_script("prepare_data.py", "docs", "--if_missing")
-    start = run.folder if checkpoint else config.init_from
-    corpus = open_corpus(config.dataset, *([start] if start else []))
-    data = corpus.meta["sha256"]
+            run_script("prepare_data.py", "docs")
+    checkpoint = run.newest_checkpoint()
+    start_from = run.folder if checkpoint else config.init_from
+    corpus = open_corpus(config.dataset, *([start_from] if start_from else []))
     if checkpoint:
-        run.check_settings(config, data)
-    model, origin = make_model(config, corpus, checkpoint)
+        run.check_settings(config, corpus.meta["sha256"])
     causal = config.objective == "causal"
-    make_batches = CausalBatches if causal else MaskedBatches
+    batches = (CausalBatches if causal else MaskedBatches)(corpus, config)
     make_heldout = causal_heldout if causal else masked_heldout
     held_out = make_heldout(corpus, "val", config.seq_len, config.batch_size,
                             config.eval_sequences)
-    trainer = Trainer(config, model, make_batches(corpus, config), device, dtype,
-                      flops_per_token(model, config.seq_len), keep=config.keep_checkpoints)
-    print_sizes(config, corpus, trainer)
 
-    state = trainer.restore(checkpoint) if checkpoint else State()
-    if state.step >= config.max_steps:
-        print(f"{run.folder} is at step {state.step:,} of {config.max_steps:,}: nothing to do; "
-              "--max_steps=N goes on, --out=out/NAME starts anew")
-        return 0
-    if not checkpoint and run.last_step() >= config.checkpoint_interval:
-        raise UserError(f"{run.folder}: its log has {run.last_step():,} steps, but no checkpoint "
-                        "is left: start anew with --out=out/NAME")
-    run.open(state.step, tensorboard=config.tensorboard)
-    run.begin(config, corpus.folder / "vocab.txt", origin, data)
-    signals = catch_signals()
-    train(config, run, trainer, held_out, state, signals)
-    if signals and state.step < config.max_steps:
-        print(f"saved {run.newest_checkpoint()}; go on with: python pretrain.py {shlex.join(argv)}")
-        return status_after(signals)
-    print(f"done, {duration(state.elapsed)} of training: {run.newest_checkpoint()}")
-    return 0
-
-
-def train(config, run, trainer, held_out, state, signals):
-    """Train to the end, and evaluate on the way."""
-    usage_interval = config.usage_interval if value_tables(trainer.model) else 0
-
-    def is_due(every, step):
-        return every and (step % every == 0 or step == config.max_steps)
-
-    def due(step):
-        early = step < config.eval_interval and step & (step - 1) == 0  # 1, 2, 4, 8, ...
-        tasks = {"log": is_due(config.log_interval, step),
-                 "evaluate": (early or is_due(config.eval_interval, step)
-                              or is_due(usage_interval, step)),
-                 "save": is_due(config.checkpoint_interval, step)}
-        return {task for task, now in tasks.items() if now}
-
-    def evaluate(step):
-        results, counts = evaluate_language_model(trainer.model, held_out, trainer.device,
-                                                  trainer.dtype)
-        run.log({"step": step, **results})
-        print(f"step {step:,}: " + "\n  ".join(describe_evaluation(results)), flush=True)
-        warn(run, config.max_steps)
-        if step and is_due(usage_interval, step):
-            run.write_usage(step, counts)
-
-    if state.step == 0:
-        evaluate(0)
-    trainer.train(run, state, due, evaluate, signals)
-
-
-def make_model(config, corpus, checkpoint):
-    """Make a model with the checkpoint's weights, with init_from's, or with random ones. Returns
-    the model and the run's origin (see init_from)."""
+    # the model
+    torch.manual_seed(config.seed)
     model = LanguageModel(BertConfig(**model_sizes(config), vocab_size=corpus.vocab_size))
-    if checkpoint:
-        load_weights(model, read_weights(checkpoint)["weights"], checkpoint)
-        return model, Run(checkpoint.parent).settings()
     if config.values == "zero":
         for table in value_tables(model).values():
             torch.nn.init.zeros_(table.weight)
-    if config.init_from:
-        return model, init_from(model, config.init_from, config.reinit_ffn)
-    return model, {"init_checkpoint": "", "first_step": 0, "pooler_trained": False}
+    origin = {"init_checkpoint": "", "first_step": 0, "pooler_trained": False}
+    if checkpoint:
+        origin = run.settings()
+        load_weights(model, read_weights(checkpoint)["weights"], checkpoint)
+    elif config.init_from:
+        origin = init_from(model, config.init_from, config.reinit_ffn)
+    distribute(model)  # over the ranks, if torchrun started several
+    model.to(device)
+    # not with mode="reduce-overhead": a replayed CUDA graph keeps no reads of the memory
+    compiled = torch.compile(model) if wants_compile(config.compile, device) else model
+    print_sizes(config, corpus, batches, model)
+
+    # the optimizers
+    dense, values = make_optimizers(model, config, device)
+    dense_parameters = [p for group in dense.param_groups for p in group["params"]]
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    state = {"step": 0, "elapsed": 0.0, "seconds": 0.0, "losses": []}
+    if checkpoint:
+        state = restore(checkpoint, dense, values, scaler)
+    if state["step"] >= config.max_steps:
+        print(f"{run.folder} is at step {state['step']:,} of {config.max_steps:,}: nothing to do; "
+              "--max_steps=N goes on, --out=out/NAME starts anew")
+        return 0
+
+    run.open(state["step"], tensorboard=config.tensorboard)
+    run.begin(config, corpus.folder / "vocab.txt", origin, corpus.meta["sha256"])
+    signals = catch_signals()
+    micro_batches = my_micro_batches(config.accumulation)
+    peak_share = share_of_peak(model, config.seq_len, device, dtype)
+    usage_interval = config.usage_interval if value_tables(model) else 0
+    if state["step"] == 0:
+        evaluate(0, config, model, held_out, device, dtype, run)
+
+    model.train()
+    new = []  # (loss, norm) of the steps since the last look, still on the device
+    start = time.perf_counter()
+    for step in range(state["step"], config.max_steps):
+        set_rate(dense, learning_rate(config, step))
+        loss = 0.0
+        for micro in micro_batches:
+            seed_dropout(config.seed, step, micro)
+            batch = to_device(batches.get(step, micro), device)
+            with autocast(device, dtype):
+                part = compiled(**batch) * (1 / config.accumulation)
+            scaler.scale(part).backward()
+            loss += part.detach()
+        loss = sum_gradients(model, loss, len(micro_batches))
+
+        scaler.unscale_(dense)
+        norm = torch.nn.utils.clip_grad_norm_(dense_parameters, config.grad_clip)
+        scale = scaler.get_scale()
+        scaler.step(dense)
+        scaler.update()
+        if scaler.get_scale() >= scale:  # else a gradient had an inf: the dense step was left out
+            values.step(grad_scale=scale)
+        dense.zero_grad()
+        values.zero_grad()
+
+        new.append((loss, norm))
+        done = step + 1  # updates
+        stopped = any_signalled(signals)
+        log = is_due(done, config.log_interval, config)
+        snapshot = is_due(done, usage_interval, config)
+        early = done < config.eval_interval and done & (done - 1) == 0  # 1, 2, 4, 8, ...
+        look = early or snapshot or is_due(done, config.eval_interval, config)
+        save = stopped or is_due(done, config.checkpoint_interval, config)
+        if not (log or look or save):
+            continue
+
+        new = [(loss.item(), norm.item()) for loss, norm in new]  # waits for the device
+        check_finite(new, config, done)
+        state["step"] = done
+        state["seconds"] += time.perf_counter() - start
+        state["losses"] += [loss for loss, _ in new]
+        if log:
+            log_training(run, state, config, batches, new[-1][1], peak_share)
+        if look:
+            counts = evaluate(done, config, model, held_out, device, dtype, run)
+            if snapshot:
+                run.write_usage(done, counts)
+        if save:
+            files = checkpoint_files(model, (), dense, values, scaler, state)
+            saved = run.save_checkpoint(done, files, config.keep_checkpoints)
+        if stopped:
+            break
+        new = []
+        start = time.perf_counter()
+
+    if state["step"] < config.max_steps:
+        print(f"saved {saved}; go on with: python pretrain.py {shlex.join(argv)}")
+        return status_after(signals)
+    print(f"done, {duration(state['elapsed'])} of training: {saved}")
+    return 0
+
+
+def is_due(step, every, config):
+    """Tell whether something is due after `step` updates: every so often, and at the end."""
+    return every and (step % every == 0 or step == config.max_steps)
+
+
+def evaluate(step, config, model, held_out, device, dtype, run):
+    """Evaluate, log and print; warn once for a layer whose slots fall out of use.
+
+    Returns the counts of slots (see lib/usage.py).
+    """
+    results, counts = evaluate_language_model(model, held_out, device, dtype)
+    run.log({"step": step, **results})
+    print(f"step {step:,}: " + "\n  ".join(describe_evaluation(results)), flush=True)
+    if not first_rank():
+        return counts
+    records = run.records()
+    # from scratch usage can first fall and then return: the first quarter does not count
+    first = 0 if config.init_from else config.max_steps / 4
+    evaluations = [record for record in records if "perplexity" in record
+                   and record["step"] >= first]
+    warned = {record["about"] for record in records if "warning" in record}
+    for layer in results["layers"] if evaluations else ():
+        line = usage_warning(evaluations, str(layer))
+        if line and str(layer) not in warned:
+            print(f"warning: {line}", flush=True)
+            run.log({"step": step, "warning": line, "about": str(layer)})
+    return counts
 
 
 def model_sizes(config):
@@ -200,29 +280,37 @@ def model_sizes(config):
 
 def check_config(config):
     """Raise UserError for settings that do not fit together, before anything is written."""
+    choices = {"objective": ("masked", "causal"), "model": tuple(SIZES),
+               "values": ("random", "zero"), "compile": ("auto", "on", "off")}
+    for name, allowed in choices.items():
+        if getattr(config, name) not in allowed:
+            raise UserError(f"{name} = {getattr(config, name)!r}: expected {', '.join(allowed)}")
     if config.reinit_ffn and not config.init_from:
         raise UserError("reinit_ffn = True needs init_from: without it every FFN is new")
     if config.warmup_steps > config.max_steps:
         raise UserError(f"warmup_steps = {config.warmup_steps} is longer than max_steps = "
                         f"{config.max_steps}: the rate would rise to the end: add "
                         f"--warmup_steps={config.max_steps // 10}, or take more steps")
-    my_micro_batches(config.accumulation, config.batch_size)  # raises if ranks cannot share them
-    max_len = BertConfig(**model_sizes(config)).max_len  # raises for sizes that do not fit together
-    if config.seq_len > max_len:
-        raise UserError(f"seq_len = {config.seq_len}: {config.model} has {max_len} positions")
+    check_accumulation(config)
+    try:
+        sizes = BertConfig(**model_sizes(config))
+    except AssertionError as error:
+        raise UserError(str(error)) from None
+    if config.seq_len > sizes.max_len:
+        raise UserError(f"seq_len = {config.seq_len}: {config.model} has {sizes.max_len} positions")
     if config.tensorboard:
         need("tensorboard", "tensorboard = True")
 
 
-def print_sizes(config, corpus, trainer):
+def print_sizes(config, corpus, batches, model):
     """Print the sizes of corpus, model, batch and training, for a person to check."""
-    tokens, per_step = corpus.meta["tokens"], trainer.batches.size
+    tokens = corpus.meta["tokens"]
     print(f"corpus {corpus.name}: {tokens['train']:,} training tokens, {tokens['val']:,} held out, "
           f"vocabulary {corpus.vocab_size:,}\n"
           f"unigram perplexity of the held-out text: {corpus.meta['unigram_perplexity']:.2f}\n"
-          f"model {config.model}: {count_parameters(trainer.model):,} parameters\n"
+          f"model {config.model}: {count_parameters(model):,} parameters\n"
           f"{config.max_steps:,} steps of {config.batch_size} x {config.accumulation} sequences, "
-          f"{per_step:,} tokens: {trainer.batches.epochs(config.max_steps):.1f} epochs")
+          f"{batches.size:,} tokens: {batches.epochs(config.max_steps):.1f} epochs")
 
 
 if __name__ == "__main__":

@@ -2,35 +2,28 @@
 Run a script in the processes of torchrun (NCCL between CUDA cards, gloo between CPUs).
 
 $ torchrun --standalone --nproc_per_node=4 pretrain.py configs/base_resm_init.py
-$ torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=HOST pretrain.py CONFIG.py
-$ torchrun --nnodes=2 --node_rank=1 --nproc_per_node=8 --master_addr=HOST pretrain.py CONFIG.py
 
 The ranks share the micro-batches of a step. A micro-batch and its dropout are a function of (seed,
 step, micro-batch). Any number of ranks therefore makes the same step, except for the order of sums.
-Each rank has all dense weights, and adds up their gradients with the others (gradients.py). Each
-has some columns of every value table (sharded_values.py). Files are the same as one process's.
+Each rank has all dense weights, and adds up their gradients with the others. Each has some columns
+of every value table. Files are the same as one process's.
 """
 import contextlib
-import json
 import mmap
 import os
 import sys
 import time
-from datetime import timedelta
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lib.errors import Failure, UserError, run_main
+from lib.errors import UserError, run_main
 from lib.files import under_torchrun
 from pkm import PKM
 from values import ValueTable
-
-GROUP = None  # the process group of all collectives; None is torch's default
-MISTAKE = 1000  # codes from here up report a user's mistake; lower ones are signals
 
 
 def is_distributed():
@@ -49,20 +42,18 @@ def get_rank():
 
 
 def run_ranks(main):
-    """Call main() as run_main does. Under torchrun, set up a process group first. Only the first
-    rank prints. A user's mistake ends all ranks with status 2 and one line, even if only one rank
-    met it."""
-    run_main((lambda: _run_as_rank(main)) if under_torchrun() else main)
+    """Call main() as run_main does; under torchrun in a process group, where rank 0 prints."""
+    run_main(partial(run_as_rank, main) if under_torchrun() else main)
 
 
-def _run_as_rank(main):
+def run_as_rank(main):
+    """Join the process group of torchrun and call main(). Returns its status."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    if cards := torch.cuda.device_count():  # if CUDA_VISIBLE_DEVICES is empty, ranks run on CPUs
-        if local_rank > cards:
-            sys.exit(2)  # the rank with number `cards` prints the error
-        if local_rank == cards:
-            raise UserError(f"more ranks than cards: --nproc_per_node={cards}, or "
-                            "CUDA_VISIBLE_DEVICES= for ranks on CPUs")
+    cards = torch.cuda.device_count()  # if CUDA_VISIBLE_DEVICES is empty, ranks run on CPUs
+    if cards and local_rank >= cards:
+        raise UserError(f"more ranks than cards: --nproc_per_node={cards}, or "
+                        "CUDA_VISIBLE_DEVICES= for ranks on CPUs")
+    if cards:
         torch.cuda.set_device(local_rank)
     store, rank, world_size = next(dist.rendezvous("env://"))
     # torchrun keeps the store after a restart, with the addresses of dead processes
@@ -74,90 +65,12 @@ def _run_as_rank(main):
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - to the end
     try:
         status = main()
-        dist.destroy_process_group()
-        return status
-    except UserError as error:  # the lowest rank that met one prints it
-        tell_torchrun(error)  # first: torchrun ends this rank as soon as another one has ended
-        code = MISTAKE + world_size - rank
-        with contextlib.suppress(RuntimeError):  # the others may be gone
-            highest = _all_reduce_max(code, timedelta(seconds=30))
-            dist.destroy_process_group()
-            if highest > code:
-                sys.exit(2)
+    except UserError:
+        if rank:
+            time.sleep(10)  # rank 0 prints the line, and torchrun ends this rank
         raise
-    except RuntimeError as error:
-        if local_rank and isinstance(error, Failure):
-            sys.exit(1)
-        failure = error
-        if lost_rank(error):
-            failure = Failure(f"rank {rank} lost another one, or waited longer than rank_timeout "
-                              f"for it ({str(error).splitlines()[0]})")
-        elif not isinstance(error, Failure):
-            raise  # with its cause
-        tell_torchrun(failure)
-        raise failure from None
-
-
-def tell_torchrun(error):
-    """Leave an error's line for torchrun, whose report of twenty lines then ends with it."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        line = f"error: {error}"
-        more = {"py_callstack": line, "timestamp": str(int(time.time()))}
-        Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": more}}))
-
-
-def lost_rank(error):
-    """Tell whether an error reports a rank that is gone, or too slow."""
-    return is_distributed() and (isinstance(error, dist.DistError) or "gloo" in str(error))
-
-
-def set_timeout(seconds):
-    """Make a rank fail if it waits longer than `seconds` for another. Every rank must call it."""
-    global GROUP
-    if is_distributed():
-        GROUP = dist.new_group(timeout=timedelta(seconds=seconds))
-
-
-def max_over_ranks(value=0):
-    """Return the maximum of an int over the ranks. All must call it, and wait for each other. Ends
-    this rank with status 2 if another one met a user's mistake."""
-    maximum = _all_reduce_max(value) if is_distributed() else value
-    if maximum >= MISTAKE:
-        dist.destroy_process_group()
-        sys.exit(2)
-    return maximum
-
-
-def any_signalled(signals):
-    """Tell whether any rank has a signal in its list; then every rank gets one."""
-    stop, _ = stop_or_save(signals, False)
-    return stop
-
-
-def stop_or_save(signals, save):
-    """Agree with the other ranks on what follows a step, in one exchange. Returns (any rank has a
-    signal in its list, any rank wants to save). If one has a signal, every rank gets it."""
-    signal, save = divmod(max_over_ranks(2 * max(signals, default=0) + save), 2)
-    if signal and not signals:
-        signals.append(signal)
-    return bool(signal), bool(save)
-
-
-def _all_reduce_max(value, timeout=None):
-    maximum = torch.tensor(value)
-    work = dist.all_reduce(maximum, dist.ReduceOp.MAX, group=GROUP, async_op=True)
-    work.wait(timeout) if timeout else work.wait()
-    return maximum.item()
-
-
-@contextlib.contextmanager
-def first_rank_first():
-    """Let the other ranks enter the block after the first one has left it."""
-    if get_rank():
-        max_over_ranks()
-    yield
-    if not get_rank():
-        max_over_ranks()
+    dist.destroy_process_group()
+    return status
 
 
 def sum_over_ranks(value):
@@ -165,37 +78,60 @@ def sum_over_ranks(value):
     if not is_distributed():
         return value
     tensor = torch.from_numpy(np.array(value))
-    dist.all_reduce(tensor, group=GROUP)
+    dist.all_reduce(tensor)
     return tensor.numpy() if isinstance(value, np.ndarray) else tensor.item()
 
 
+def barrier():
+    """Wait for the other ranks."""
+    sum_over_ranks(0)
+
+
+@contextlib.contextmanager
+def first_rank_first():
+    """Let the other ranks enter the block after the first one has left it."""
+    if get_rank():
+        barrier()
+    yield
+    if not get_rank():
+        barrier()
+
+
+def any_signalled(signals):
+    """Tell whether any rank has a signal in its list; then every rank gets one."""
+    if is_distributed():
+        signal = torch.tensor(max(signals, default=0))
+        dist.all_reduce(signal, dist.ReduceOp.MAX)
+        if signal and not signals:
+            signals.append(signal.item())
+    return bool(signals)
+
+
+def check_accumulation(config):
+    """Raise UserError if the ranks cannot share a step's micro-batches evenly."""
+    ranks, now = get_world_size(), config.accumulation
+    if now % ranks:
+        more = now + ranks - now % ranks
+        raise UserError(f"accumulation = {now} is not a multiple of the {ranks} ranks of torchrun: "
+                        f"--accumulation={more}, or another --nproc_per_node")
+
+
+def my_micro_batches(accumulation):
+    """List this rank's micro-batches of a step."""
+    return range(get_rank(), accumulation, get_world_size())
+
+
 def deal_batches(batches):
-    """Yield this rank's batches: every world_size-th. They are arrays or dicts of arrays. Ranks
-    with one batch fewer get an empty one at the end, because lookups are collective."""
-    number = -1
+    """Yield this rank's batches: every world_size-th. They are arrays or dicts of arrays.
+
+    Ranks with one batch fewer get an empty one at the end, because lookups are collective.
+    """
+    rank, world_size, number = get_rank(), get_world_size(), -1
     for number, batch in enumerate(batches):
-        if number % get_world_size() == get_rank():
+        if number % world_size == rank:
             yield batch
-    if number % get_world_size() < get_rank() and number >= 0:
+    if 0 <= number and number % world_size < rank:
         yield batch[:0] if isinstance(batch, np.ndarray) else {k: v[:0] for k, v in batch.items()}
-
-
-def my_micro_batches(accumulation, batch_size=0):
-    """List this rank's micro-batches of a step; UserError if the ranks cannot share them evenly.
-    With `batch_size`, the sequences of a micro-batch, the error names settings that work and keep
-    the sequences of a step."""
-    world_size = get_world_size()
-    if accumulation % world_size:
-        sequences = accumulation * batch_size
-        more = range(accumulation - accumulation % world_size + world_size, sequences + 1)
-        same = [n for n in more if n % world_size == 0 and sequences % n == 0]
-        flags = f"--accumulation={more.start}"
-        if same:
-            flags = (f"--batch_size={sequences // same[0]} --accumulation={same[0]}, which keep "
-                     f"{sequences} sequences a step")
-        raise UserError(f"accumulation = {accumulation} is not a multiple of the {world_size} "
-                        f"ranks that torchrun started: use {flags}")
-    return range(get_rank(), accumulation, world_size)
 
 
 def distribute(model):
@@ -204,11 +140,14 @@ def distribute(model):
     Each value table keeps only this rank's columns. Batch norms get another momentum: one process
     computes (1 - m) * running + m * new for each micro-batch; a rank sees every world_size-th one.
     """
-    if is_distributed():
-        shard_values(model)
-        for norm in batch_norms(model):
-            norm.one_process_momentum = norm.momentum
-            norm.momentum = 1 - (1 - norm.momentum) ** get_world_size()
+    if not is_distributed():
+        return
+    for module in model.modules():
+        if isinstance(module, PKM):
+            module.values = ShardedValueTable(module.values)
+    for norm in batch_norms(model):
+        norm.one_process_momentum = norm.momentum
+        norm.momentum = 1 - (1 - norm.momentum) ** get_world_size()
 
 
 def batch_norms(model):
@@ -234,7 +173,7 @@ def sum_gradients(model, loss, count):
     parameters = [p for p in model.parameters() if p.grad is not None]
     tensors = [*(p.grad for p in parameters), *statistics, loss]
     flat = torch.cat([tensor.flatten().to(tensors[0].dtype) for tensor in tensors])
-    dist.all_reduce(flat, group=GROUP)
+    dist.all_reduce(flat)
     pieces = flat.split([tensor.numel() for tensor in tensors])
     sums = iter([piece.view_as(tensor) for tensor, piece in zip(tensors, pieces, strict=True)])
     for parameter in parameters:
@@ -251,18 +190,11 @@ def columns(whole):
     return whole.chunk(get_world_size(), dim=1)[get_rank()]
 
 
-def shard_values(model):
-    """Replace each value table of a model by this rank's columns of it."""
-    for module in model.modules():
-        if isinstance(module, PKM):
-            module.values = ShardedValueTable(module.values)
-
-
 class ShardedValueTable(ValueTable):
     """This rank's columns of a ValueTable; all ranks answer a lookup together.
 
     Each rank sends all other ranks the slots that its tokens read. Each sums up its columns for the
-    tokens of all ranks and sends the sums back. Gradients go the other way. So every rank gets what
+    tokens of all ranks and sends the sums back. Gradients go the other way. Every rank gets what
     the update of its columns needs, exactly, and no gradient of values is ever reduced. LazyAdam's
     moments are cut like the values.
 
@@ -274,7 +206,7 @@ class ShardedValueTable(ValueTable):
     and T itself, 8 bytes to each rank. torch.compile has a graph break here.
 
     Under autocast the weights of reads are rounded to bfloat16 (1 part in 256) before they travel,
-    and so is each rank's part of their gradients. One process has them in float32.
+    and each rank's part of their gradients is rounded too. One process has them in float32.
     """
     replicated = False
 
@@ -285,15 +217,15 @@ class ShardedValueTable(ValueTable):
                             "equal parts, one for each rank: change d_model or --nproc_per_node")
         with torch.device("meta"):  # draws no random numbers
             super().__init__(n_slots, dim // world_size)
-        self.weight = nn.Parameter(columns(table.weight.detach()).clone(),
-                                   table.weight.requires_grad)
+        self.weight = nn.Parameter(columns(table.weight).clone(), requires_grad=False)
+        self.learns = table.learns
 
     @torch.compiler.disable
     def forward(self, slots, weights, dtype=None):
         world_size = get_world_size()
         own = torch.full((world_size,), len(slots))
         sizes = torch.empty_like(own)
-        dist.all_to_all_single(sizes, own, group=GROUP)
+        dist.all_to_all_single(sizes, own)
         own, sizes = own.tolist(), sizes.tolist()  # tokens of this rank, of each rank
         slots = Exchange.apply(slots.repeat(world_size, 1, 1), own, sizes)
         sent = weights.repeat(world_size, 1, 1).to(dtype or self.weight.dtype)
@@ -304,14 +236,16 @@ class ShardedValueTable(ValueTable):
 
 
 class Exchange(torch.autograd.Function):
-    """Send sizes[r] rows of x to each rank r, and receive received[r] rows from it. The rows are
-    in the order of the ranks. The gradient travels back the same way."""
+    """Send sizes[r] rows of x to each rank r, and receive received[r] rows from it.
+
+    The rows are in the order of the ranks. The gradient travels back the same way.
+    """
 
     @staticmethod
     def forward(ctx, x, sizes, received):
         ctx.sizes = sizes, received
         out = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), received, sizes, group=GROUP)
+        dist.all_to_all_single(out, x.contiguous(), received, sizes)
         return out
 
     @staticmethod
@@ -398,7 +332,7 @@ def leaves(content):
 def gather_columns(own, whole):
     """Copy the columns of all ranks into the tensor `whole` of the first rank."""
     parts = None if get_rank() else [torch.empty_like(own) for _ in range(get_world_size())]
-    dist.gather(own, parts, group=GROUP)
+    dist.gather(own, parts)
     if parts:
         for target, part in zip(whole.chunk(len(parts), dim=1), parts, strict=True):
             target.copy_(part)

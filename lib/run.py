@@ -24,10 +24,9 @@ import numpy as np
 import torch
 
 from lib.distributed import (
+    barrier,
     first_rank_first,
     get_world_size,
-    lost_rank,
-    max_over_ranks,
     save_whole,
 )
 from lib.errors import ROOT, Failure, UserError, need
@@ -64,10 +63,8 @@ def save_files(folder, files):
             temporary.mkdir()
             for name, content in files.items():
                 save_whole(content, temporary / f"{name}.pt")
-        max_over_ranks()  # all ranks wait until it is there
+        barrier()  # all ranks wait until it is there
     except RuntimeError as error:  # torch.save raises it if a write fails
-        if lost_rank(error):
-            raise
         reason = str(error).splitlines()[0]
         raise Failure(f"{folder}: not saved, is the disk full? ({reason})") from None
 
