@@ -1,0 +1,395 @@
+"""
+Train the memory in the modes that people use, beside eager mode in one process.
+
+The modes are masks, torch.compile, export, half precision, autocast, a GradScaler, activation
+checkpointing, threads, copies, saved states and DistributedDataParallel.
+"""
+import copy
+import io
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import values
+from pkm import PKM, LazyAdam
+from test_pkm import assert_near, small_memory
+from values import ValueTable
+
+MASK = torch.arange(6) < torch.tensor([[6], [2], [4], [1]])
+
+
+def deep(n_layers=3, dtype=torch.float64):
+    """Make a chain of memories with something before and after each."""
+    torch.manual_seed(0)
+    layers = []
+    for _ in range(n_layers):
+        memory = PKM(8, n_keys=16, heads=2, topk=4, key_dim=8)
+        layers += [nn.Linear(8, 8), memory, nn.LayerNorm(8)]
+    model = nn.Sequential(*layers).to(dtype)
+    tables = [module for module in model.modules() if isinstance(module, ValueTable)]
+    optimizers = torch.optim.Adam(model.parameters(), lr=0.01), LazyAdam(tables, lr=0.01)
+    return model, optimizers, tables
+
+
+def seeded(step, *shape):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def train(model, optimizers, steps=range(4), call=None, loss_scale=1.0):
+    """Train; return the weights at the end."""
+    for step in steps:
+        loss = (call or model)(seeded(step, 5, 8))[:, 0].sum()
+        (loss * loss_scale).backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad /= loss_scale
+        optimizers[0].step()
+        optimizers[1].step(grad_scale=loss_scale)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return [p.detach().clone() for p in model.state_dict().values()]
+
+
+def assert_all_near(ours, theirs, tolerance=1e-10):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def train_with_mask(call, memory):
+    """Train on padded batches; return all that padding could change, NaN included."""
+    optimizer, results = LazyAdam([memory.values], lr=0.1), []
+    memory(seeded(9, 400, 6)).square().sum().backward()  # gives every row a momentum
+    optimizer.step()
+    for step in range(3):
+        x, weight = seeded(step, 2, 4, 6, 6)
+        x[~MASK] = torch.nan if step == 2 else 50.0
+        memory.zero_grad()
+        out = call(x.requires_grad_(), MASK)
+        (out * weight).sum().backward()
+        results += [out, x.grad, *(p.grad.clone() for p in memory.parameters() if p.requires_grad)]
+        optimizer.step()
+    return [*results, *memory.buffers(), memory.values.weight]
+
+
+def test_compiled_training_with_masks_equals_eager():
+    torch.compiler.reset()
+    expected, memory = small_memory(), small_memory()
+    ours = train_with_mask(torch.compile(memory, backend="aot_eager"), memory)
+    assert_all_near(ours, train_with_mask(expected, expected), 1e-9)
+
+
+def test_compiled_training_of_a_chain_equals_eager():
+    """Inductor reuses buffers; a kept read must not be one of them."""
+    torch.compiler.reset()
+    model, optimizers, _ = deep(2)
+    ours = train(model, optimizers, call=torch.compile(model))
+    assert_all_near(ours, train(*deep(2)[:2]), 1e-7)
+
+
+@pytest.mark.parametrize("mask", [None, MASK])
+def test_compiled_evaluation_is_one_graph(mask):
+    torch.compiler.reset()
+    memory, x = small_memory().eval(), seeded(0, 4, 6, 6)
+    with torch.no_grad():
+        compiled = torch.compile(memory, fullgraph=True, backend="aot_eager")
+        assert_near(compiled(x, mask), memory(x, mask), 1e-12)
+
+
+def test_an_exported_memory_reads_other_slots_for_another_input():
+    memory = small_memory().eval()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exported = torch.export.export(memory, (seeded(0, 4, 6, 6), MASK)).module()
+        assert_near(exported(seeded(1, 4, 6, 6), ~MASK), memory(seeded(1, 4, 6, 6), ~MASK), 1e-12)
+
+
+def test_one_real_token_leaves_the_running_statistics():
+    memory = small_memory()
+    before = [buffer.clone() for buffer in memory.buffers()][:2]
+    out = memory(seeded(0, 1, 3, 6), torch.tensor([[True, False, False]]))
+    assert out.isfinite().all() and not out[:, 1:].any()
+    assert all(map(torch.equal, memory.buffers(), before))
+
+
+def test_a_mask_changes_no_real_token_in_evaluation():
+    memory, x = small_memory().eval(), seeded(0, 4, 6, 6)
+    assert_near(memory(x, MASK)[MASK], memory(x)[MASK], 1e-12)
+
+
+def test_a_batch_norm_in_evaluation_mode_stays():
+    memory, x = small_memory(), seeded(0, 5, 6)
+    expected = memory.eval()(x)
+    memory.train().query_norm.eval()
+    assert torch.equal(memory(x), expected)
+    assert not memory.query_norm.running_mean.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    """Convert the values alone, then a whole memory, and train it."""
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    memory = PKM(64, n_keys=32, heads=4, topk=8, key_dim=16).eval()
+    with torch.no_grad():
+        expected = memory(x)
+        memory.values.to(dtype)
+        assert memory(x).dtype == torch.float32
+        assert_near(memory(x), expected, 0.01)
+    memory = memory.to(dtype).train()
+    optimizer, before = LazyAdam([memory.values], lr=0.1), memory.values.weight.clone()
+    for mask in (None, torch.arange(50) < 40):
+        memory(x.to(dtype), mask).float().square().mean().backward()
+    optimizer.step()
+    assert memory.keys.grad.any() and not torch.equal(memory.values.weight, before)
+    state = optimizer.state[memory.values.weight]
+    assert state["exp_avg"].dtype == torch.float32  # float16 has no small squares
+    other = LazyAdam([memory.values])
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(other.state[memory.values.weight]["exp_avg_sq"], state["exp_avg_sq"])
+
+
+def test_scores_of_a_half_precision_memory_are_float32s():
+    """Find the slots and weights that the same numbers in float32 give, without ties."""
+    memory = small_memory(torch.bfloat16, n_keys=64, topk=8).eval()
+    query = torch.randn(200, 16, dtype=torch.bfloat16)
+    slots, weights = memory.search(query)
+    expected = memory.float().search(query.float())
+    assert torch.equal(slots, expected[0]) and torch.equal(weights, expected[1])
+
+
+def test_autocast():
+    """Keep grad_out in autocast's dtype, and scores and softmax in float32."""
+    memory, x = PKM(8, n_keys=16, heads=2, topk=4, key_dim=8).eval(), torch.randn(9, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        query = memory.query(x)
+        memory(x).sum().backward()
+    [(slots, weights, grad_out)] = memory.values.pending
+    assert (query.dtype, weights.dtype, grad_out.dtype) == (torch.bfloat16, torch.float32,
+                                                            torch.bfloat16)
+    expected = memory.search(memory.query_norm(query.float()))
+    assert torch.equal(slots, expected[0].flatten(1))
+    assert torch.equal(weights, expected[1].flatten(1))
+
+
+def test_a_gradient_scaler():
+    """Train as without scaling. A step that overflows moves no table and is counted."""
+    scaled, plain = deep(), deep()
+    for a, b in zip(train(*scaled[:2], loss_scale=1024.0), train(*plain[:2])):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    model, (_, optimizer), tables = scaled
+    before = [table.weight.clone() for table in tables]
+    hidden = model[:-3](seeded(0, 5, 8))  # without the last memory, whose gradient is finite
+    (hidden.sum() * torch.inf + model[-3:](hidden.detach())[:, 0].sum()).backward()
+    optimizer.step()
+    assert optimizer.skipped == 1
+    assert all(torch.equal(table.weight, old) for table, old in zip(tables, before))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant):
+    """Recompute two passes with masks of their own; each keeps one read."""
+    results = []
+    for recompute in (False, True):
+        memory, loss = small_memory(), 0.0
+        for step, mask in enumerate((MASK, MASK.flip(0))):
+            x = seeded(step, 4, 6, 6).requires_grad_()
+            out = (checkpoint(memory, x, mask, use_reentrant=use_reentrant) if recompute
+                   else memory(x, mask))
+            loss = loss + (out * seeded(7, 4, 6, 6)).sum()
+        loss.backward()
+        assert len(memory.values.pending) == 2
+        LazyAdam([memory.values], lr=0.1).step()
+        grads = [p.grad for p in memory.parameters() if p.requires_grad]
+        results.append([loss, *grads, memory.values.weight])
+    assert_all_near(*results)
+
+
+def test_only_backward_keeps_reads_and_zero_grad_drops_them():
+    memory, x = small_memory(), seeded(0, 5, 6).requires_grad_()
+    memory(x)
+    with torch.no_grad():
+        memory(x)
+    memory.values.learns = False
+    memory(x).sum().backward()
+    assert not memory.values.pending
+    memory.values.learns = True
+    memory(x).sum().backward()
+    memory(x).sum().backward()
+    assert len(memory.values.pending) == 2
+    optimizer, before = LazyAdam([memory.values]), memory.values.weight.clone()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(memory.values.weight, before)
+
+
+def test_reads_that_nobody_takes_warn(monkeypatch):
+    monkeypatch.setattr(values, "MANY", 3)
+    memory = small_memory()
+    for _ in range(2):
+        memory(seeded(0, 5, 6)).sum().backward()
+    loss = memory(seeded(0, 5, 6)).sum()
+    with pytest.warns(UserWarning, match="learns = False"):
+        loss.backward()
+
+
+def test_other_optimizers_and_requires_grad_do_not_reach_the_values():
+    """from_pretrained of transformers sets requires_grad on every float parameter."""
+    model, (_, optimizer), tables = deep()
+    model.requires_grad_(True)
+    dense = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    before = [table.weight.detach().clone() for table in tables]
+    model(seeded(0, 5, 8))[:, 0].sum().backward()
+    dense.step()
+    assert all(torch.equal(table.weight, old) for table, old in zip(tables, before))
+    assert all(table.weight.grad is None for table in tables)
+    optimizer.step()
+    assert not any(torch.equal(table.weight, old) for table, old in zip(tables, before))
+    LazyAdam(tables)
+    assert not any(table.weight.requires_grad for table in tables)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, "saved"])
+def test_a_copy_is_a_model_of_its_own(how):
+    model, optimizers, tables = deep()
+    train(model, optimizers)
+    if how == "saved":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    else:
+        other = how(model)
+    other(seeded(0, 5, 8))[:, 0].sum().backward()
+    copies = [module for module in other.modules() if isinstance(module, ValueTable)]
+    assert not any(table.pending for table in tables) and all(table.pending for table in copies)
+    before = tables[0].weight.clone()
+    LazyAdam(copies, lr=0.1).step()
+    assert torch.equal(tables[0].weight, before) and not torch.equal(copies[0].weight, before)
+
+
+def test_a_saved_state_goes_on_as_the_first():
+    model, optimizers, _ = deep()
+    train(model, optimizers, range(2))
+    other, their_optimizers, _ = deep()
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    for mine, theirs in zip(their_optimizers, optimizers, strict=True):
+        mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    steps = range(2, 5)
+    for a, b in zip(train(other, their_optimizers, steps), train(model, optimizers, steps)):
+        assert torch.equal(a, b)
+
+
+def test_a_table_with_another_tensor_needs_another_optimizer():
+    memory = small_memory()
+    optimizer = LazyAdam([memory.values])
+    memory.load_state_dict(copy.deepcopy(memory.state_dict()), assign=True)
+    with pytest.raises(AssertionError, match="new LazyAdam"):
+        optimizer.step()
+
+
+def test_tables_of_one_optimizer_move_as_alone():
+    """The settings of the group, which a scheduler may change, are used."""
+    results = []
+    for together in (True, False):
+        model, _, tables = deep()
+        optimizers = [LazyAdam(tables, lr=0.01)] if together else [
+            LazyAdam([table], lr=0.01) for table in tables]
+        for step in range(3):
+            model(seeded(step, 5, 8))[:, 0].sum().backward()
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = 0.01 * (step + 1)
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append([table.weight for table in tables])
+    assert all(map(torch.equal, *results))
+    assert not torch.equal(results[0][0], deep()[2][0].weight)
+
+
+def test_threads_with_masks_of_their_own():
+    memory, wrong = small_memory().eval(), []
+    x, masks = seeded(0, 8, 4, 6, 6), torch.rand(8, 4, 6) > 0.4
+
+    def serve(n):
+        with torch.no_grad():
+            for _ in range(30):
+                wrong.extend([n] * (not torch.equal(memory(x[n], masks[n]), expected[n])))
+    with torch.no_grad():
+        expected = [memory(*pair) for pair in zip(x, masks, strict=True)]
+    threads = [threading.Thread(target=serve, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# DistributedDataParallel
+
+def run_on_ranks(function, world, folder, *args):
+    """Call function(rank, world, *args) in forked processes with a gloo group."""
+    torch.multiprocessing.start_processes(join_group, nprocs=world, start_method="fork",
+                                          args=(world, str(folder / "store"), function, args))
+
+
+def join_group(rank, world, store, function, args):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    function(rank, world, *args)
+    dist.destroy_process_group()
+
+
+def train_ranks(model, tables, wrap, world, ranks):
+    """Make 3 steps of 2 micro-batches for each of `ranks`. The loss is the mean over ranks."""
+    dense, optimizer = torch.optim.SGD(model.parameters(), lr=0.01), LazyAdam(tables, lr=0.1)
+    for step in range(3):
+        for micro in range(2):
+            for rank in ranks:  # ranks have different numbers of tokens
+                x = seeded(100 * step + 10 * micro + rank, 3 + 2 * rank, 8)
+                loss = wrap(x).square()[:, :3].sum()
+                (loss if len(ranks) == 1 else loss / world).backward()
+        for each in (dense, optimizer):
+            each.step()
+            each.zero_grad()
+
+
+def ddp(rank, world, expected):
+    model, _, tables = deep()
+    for p in model.parameters():
+        p.data += rank  # DistributedDataParallel broadcasts rank 0's weights
+    train_ranks(model, tables, DistributedDataParallel(model), world, [rank])
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def test_distributed_data_parallel_trains_as_one_process(tmp_path):
+    model, _, tables = deep()
+    train_ranks(model, tables, model, 2, range(2))
+    run_on_ranks(ddp, 2, tmp_path, dict(model.named_parameters()))
+
+
+def unread(rank, world):
+    table = ValueTable(6, 4)
+    optimizer = LazyAdam([table], lr=0.1)
+    dist.broadcast(table.weight, 0)
+    before = table.weight.clone()
+    optimizer.step()
+    assert torch.equal(table.weight, before)
+    read = torch.tensor([[[1, 3]]]), torch.full((1, 1, 2), 0.5)
+    if rank:
+        table(*read).sum().backward()
+    optimizer.step()
+    assert torch.equal((table.weight != before).any(1), torch.tensor([0, 1, 0, 1, 0, 0]).bool())
+    before = table.weight.clone()
+    table(*read).sum().mul(torch.inf if rank else 1).backward()
+    optimizer.step()
+    assert torch.equal(table.weight, before) and optimizer.skipped == 1
+
+
+def test_a_rank_without_reads_or_with_an_inf(tmp_path):
+    run_on_ranks(unread, 2, tmp_path)
