@@ -112,7 +112,7 @@ def train_epochs(trainer, run, state, data, signals):
         best = state.best[metric] if state.best else np.nan
         if np.isnan(best) or results[metric] > best:
             state.best = state.last
-            run.save_best(epoch, checkpoint.model_file(trainer.model, task.labels))
+            run.save_best(checkpoint.model_file(trainer.model, task.labels))
 
     trainer.train(run, state, due, score_epoch, signals)
 
@@ -152,12 +152,11 @@ def fine_tune(config, run, data, sizes, initial, vocab, signals):
     batches = TrainingBatches(data.train, config)
     trainer = Trainer(config, model, batches, device, dtype, labels=task.labels)
     state = trainer.restore(newest) if newest else State()
-    run.begin(config, vocab, origin, known)
-    run.open(state.step, state.best and state.best["epoch"], config.tensorboard)
+    run.start(config, vocab, origin, known, state.step)
     train_epochs(trainer, run, state, data, signals)
     if any_signalled(signals):
         return
-    best = checkpoint.load_model(run.finish_best(state.best["epoch"])).to(device)
+    best = checkpoint.load_model(run.folder / "best").to(device)
     write_dev_predictions(run.folder, best, data, config.batch_size, dtype)
     write_submissions(run.folder / "submission", best, data, config.batch_size, dtype)
     results = {f"eval_{key}": number for key, number in state.best.items()}

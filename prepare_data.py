@@ -194,7 +194,7 @@ def prepare_glue(args):
         raise UserError(f"{path} has the files of one task: give one TASK")
     for name in names:
         folder = Path("data/glue", name)
-        with lock(folder, "fetches it", wait=True):
+        with lock(folder, "fetches it"):
             download.fetch_task(folder, GLUE_ARCHIVES[name], path, args.force)
 
 
@@ -202,7 +202,7 @@ def prepare_squad(args):
     """Fetch SQuAD's official files to data/squad/."""
     for file in sorted(args.path.glob("*-v1.1.json")) if args.path else ():
         read_squad(file)  # a UserError if it is damaged
-    with lock(Path("data/squad"), "fetches it", wait=True):
+    with lock(Path("data/squad"), "fetches it"):
         download.fetch_task(Path("data/squad"), SQUAD_FILES, args.path, args.force)
 
 
@@ -237,7 +237,7 @@ def main():
     if name in NO_CORPUS and name != args.command:
         raise UserError(f"{name}: data/{name} is for other things: give the corpus another name")
     args.name, folder = name, Path("data", name)
-    with lock(folder, "prepares it", wait=args.if_missing):
+    with lock(folder, "prepares it"):
         if folder.exists() and args.if_missing:
             return 0
         if folder.exists() and not args.force:

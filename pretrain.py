@@ -167,8 +167,7 @@ def train(config, run, argv):
               "--max_steps=N goes on, --out=out/NAME starts anew")
         return 0
 
-    run.open(state["step"], tensorboard=config.tensorboard)
-    run.begin(config, corpus.folder / "vocab.txt", origin, corpus.meta["sha256"])
+    run.start(config, corpus.folder / "vocab.txt", origin, corpus.meta["sha256"], state["step"])
     signals = catch_signals()
     micro_batches = my_micro_batches(config.accumulation)
     peak_share = share_of_peak(model, config.seq_len, device, dtype)

@@ -12,6 +12,8 @@ from tqdm import tqdm
 from lib.errors import UserError
 from lib.files import first_rank, under_torchrun
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
 
 def choose_device(device="auto", dtype="auto"):
     """Choose the device and the dtype of the matrix products.
@@ -20,21 +22,25 @@ def choose_device(device="auto", dtype="auto"):
     'bfloat16' or 'float16'; all but float32 are for torch.autocast, and float16 for a GradScaler.
     Returns (torch.device, torch.dtype, a line to print).
     """
-    if under_torchrun() and ":" in device:
-        raise UserError(f"device = {device!r}: each rank takes its own card: --device=cuda")
-    if under_torchrun() and device == "mps":
-        raise UserError("device = 'mps': ranks run on CUDA cards or CPUs: --device=cpu")
-    cuda = torch.cuda.is_available()
-    mps = torch.backends.mps.is_available() and not under_torchrun()
-    name = ("cuda" if cuda else "mps" if mps else "cpu") if device == "auto" else device
+    if dtype not in DTYPES:
+        raise UserError(f"dtype = {dtype!r}: expected one of {', '.join(DTYPES)}")
+    if under_torchrun() and device not in ("auto", "cuda", "cpu"):
+        raise UserError(f"device = {device!r}: under torchrun it is cuda, where each rank takes "
+                        "its own card, or cpu")
+    if device == "auto" and torch.cuda.is_available():
+        device = "cuda"
+    elif device == "auto" and torch.backends.mps.is_available() and not under_torchrun():
+        device = "mps"
+    elif device == "auto":
+        device = "cpu"
     try:
-        chosen = torch.device(name)
+        chosen = torch.device(device)
         torch.ones(1, device=chosen).item()
-    except (RuntimeError, AssertionError) as error:  # unknown, absent, or without memory ('meta')
-        raise UserError(f"device = {name!r}: {str(error).splitlines()[0]}") from None
-    on_cuda, reason = chosen.type == "cuda", "as asked"
-    if on_cuda:
-        prepare_card(chosen)
+    except (RuntimeError, AssertionError) as error:  # unknown or absent
+        raise UserError(f"device = {device!r}: {str(error).splitlines()[0]}") from None
+
+    on_cuda = chosen.type == "cuda"
+    reason = "as asked"
     if dtype == "float16" and not on_cuda:
         raise UserError("dtype = 'float16' needs CUDA: take bfloat16 or float32")
     if dtype == "auto" and not on_cuda:
@@ -43,7 +49,10 @@ def choose_device(device="auto", dtype="auto"):
         dtype, reason = "bfloat16", "the card computes in it: float32's range, no scaler"
     elif dtype == "auto":
         dtype, reason = "float16", "the card has no bfloat16: gradients are scaled"
-    card = f" ({torch.cuda.get_device_name(chosen)})" if on_cuda else ""
+    card = ""
+    if on_cuda:
+        prepare_card(chosen)
+        card = f" ({torch.cuda.get_device_name(chosen)})"
     line = f"device {chosen}{card}, torch {torch.__version__}, dtype {dtype}: {reason}"
     return chosen, getattr(torch, dtype), line
 
@@ -52,7 +61,8 @@ def prepare_card(device):
     """Make a card the current one, and leave out an attention that fails on it.
 
     Up to torch 2.14 the backward pass of cuDNN's attention can be NaN on an H100: with a mask, and
-    64 tokens more than a multiple of 128."""
+    64 tokens more than a multiple of 128.
+    """
     if device.index is not None:
         torch.cuda.set_device(device)
     if torch.__version__ < (2, 15):
@@ -68,10 +78,13 @@ def use_device(device, dtype):
 
 
 def keep_freed_memory(device):
-    """Keep the memory that a CPU process frees, for its next step. By default glibc gives large
-    blocks back to Linux, which has to clear every page anew."""
+    """Keep the memory that a CPU process frees, for its next step.
+
+    By default glibc gives large blocks back to Linux, which has to clear every page anew.
+    """
     if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
-        m_trim_threshold, m_mmap_max, libc = -1, -4, ctypes.CDLL(None)
+        m_trim_threshold, m_mmap_max = -1, -4
+        libc = ctypes.CDLL(None)
         libc.mallopt(m_mmap_max, 0)
         libc.mallopt(m_trim_threshold, 2**31 - 1)
 
@@ -97,7 +110,7 @@ def wants_compile(setting, device):
 
 
 class Progress(tqdm):
-    """A tqdm bar on a terminal; elsewhere a line every 10 seconds."""
+    """Show progress: a tqdm bar on a terminal, elsewhere a line every 10 seconds."""
 
     def __init__(self, *args, **settings):
         if not sys.stderr.isatty():
@@ -113,5 +126,5 @@ class Progress(tqdm):
 
 
 def duration(seconds):
-    """Format seconds as days, hours, minutes and seconds, up to a billion days."""
-    return str(timedelta(seconds=round(min(seconds, 8e13))))
+    """Format seconds as days, hours, minutes and seconds."""
+    return str(timedelta(seconds=round(seconds)))

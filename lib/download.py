@@ -19,11 +19,7 @@ from pathlib import Path
 from lib.device import Progress
 from lib.errors import ROOT, Failure, UserError, need
 from lib.files import atomic, discard, lock, read_json, write_text
-
-PRETRAINED = {  # weights that prepare_data.py fetches from the hub, all Apache-2.0
-    "bert-base-uncased": "google-bert/bert-base-uncased",
-    "bert-large-uncased": "google-bert/bert-large-uncased",
-    "distilbert-base-uncased": "distilbert/distilbert-base-uncased"}
+from lib.huggingface import PRETRAINED
 
 
 def unknown_weights(name):
@@ -90,7 +86,7 @@ def fetch(url, sha256="", folder=DOWNLOADS):
     path = folder / Path(url).name
     part = path.with_name(f"{path.name}.part")
     # lock() is for folders and refuses the path of a file, which `path` can be
-    with lock(path.with_name(f"{path.name}.lock"), "downloads it", wait=True):
+    with lock(path.with_name(f"{path.name}.lock"), "downloads it"):
         if path.exists():
             return path
         requests = need("requests", "a download")
@@ -196,7 +192,7 @@ def unpack_once(path):
     """Unpack an archive to data/downloads/, unless that was done; return the folder. Its name has
     the SHA-256 of the archive, because archives of one name can differ."""
     folder = DOWNLOADS / f"{path.name.split('.')[0]}_{file_sha256(path)[:12]}"
-    with lock(folder, "unpacks it", wait=True):
+    with lock(folder, "unpacks it"):
         return folder if folder.exists() else unpack(path, folder)
 
 

@@ -1,8 +1,7 @@
 """
-End a script: errors in one line, exit statuses, optional packages.
+End a script: a mistake is one line and an exit status, not a traceback.
 """
 import importlib
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,53 +20,26 @@ class Failure(RuntimeError):
 def run_main(main):
     """Call main() and end the process with its exit status.
 
-    An error becomes one line on stderr and a status: 2 for a UserError, 130 for Ctrl-C, 1 for a
-    Failure, an OSError (such as a full disk) or text that a terminal or a file cannot take. Other
-    errors keep their traceback.
+    A UserError is one line on stderr and status 2. A Failure, an OSError (such as a full disk) and
+    a lack of memory are one line and status 1. Ctrl-C is status 130. All else keeps its traceback.
     """
     try:
-        try:
-            status = main()
-        finally:
-            flush_stdout()
-        sys.exit(status)
-    except BrokenPipeError:  # `| head` has seen enough
-        sys.exit(141)
-    except (UserError, Failure, OSError, KeyboardInterrupt) as error:
-        print(f"error: {error}" if str(error) else "interrupted", file=sys.stderr)
-        sys.exit({UserError: 2, KeyboardInterrupt: 130}.get(type(error), 1))
-    except UnicodeError as error:
-        print(f"error: {error}: set PYTHONIOENCODING=utf-8 if the terminal or the file that you "
-              "write to is UTF-8", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(main())
+    except UserError as error:
+        status, line = 2, f"error: {error}"
+    except (Failure, OSError) as error:
+        status, line = 1, f"error: {error}"
+    except KeyboardInterrupt:
+        status, line = 130, "interrupted"
     except (RuntimeError, MemoryError) as error:
-        if not (advice := advise(error)):
+        text = str(error) or "out of memory"  # Python's own error has no text
+        if "out of memory" not in text and "can't allocate memory" not in text:
             raise
-        text = str(error).partition("\n")[0] or "out of memory."  # Python's own has no text
-        print(f"error: {text} {advice}", file=sys.stderr)
-        sys.exit(1)
-
-
-def flush_stdout():
-    """Write what was printed while an error can still be caught. Python would do it at its end.
-    After an error stdout is /dev/null, because Python would report the error again."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise
-
-
-def advise(error):
-    """Say what helps against an error of torch, or return None. Errors of memory have no own type
-    on a CPU and on MPS."""
-    if isinstance(error, MemoryError) or any(text in str(error) for text in (
-            "out of memory", "can't allocate memory")):
-        return ("Take a smaller batch_size (and more accumulation), fewer tokens or a smaller "
-                "model")
-    if isinstance(error, NotImplementedError) and "MPS device" in str(error):
-        return "Or take --device=cpu"
-    return None
+        first = text.splitlines()[0]
+        status, line = 1, (f"error: {first} Take a smaller batch_size (and more accumulation), "
+                           "fewer tokens or a smaller model")
+    print(line, file=sys.stderr)
+    sys.exit(status)
 
 
 def need(module, purpose):
@@ -83,5 +55,6 @@ def run_script(script, *args):
     """Run another script of this folder as a person would; Failure if it fails."""
     command = " ".join(["python", script, *args])
     print(f"$ {command}", flush=True)
-    if subprocess.run([sys.executable, ROOT / script, *args], check=False).returncode:
+    done = subprocess.run([sys.executable, ROOT / script, *args], check=False)
+    if done.returncode:
         raise Failure(f"{command} failed")

@@ -3,19 +3,21 @@ Hugging Face's BERT and DistilBERT: their weights under our names, ours under th
 
 >>> saved = read_folder(Path("data/weights/bert-base-uncased"))   # {"config": ..., "weights": ...}
 """
-import itertools
 import re
 from dataclasses import asdict
 
 import torch
 
-from lib.download import unknown_weights
 from lib.errors import UserError
 from lib.files import load_file, read_json
 from lib.tokenizer import read_vocab
 from model import BertConfig, build_model
 
 FILES = ("model.safetensors", "pytorch_model.bin")
+PRETRAINED = {  # weights that prepare_data.py fetches from the hub, all Apache-2.0
+    "bert-base-uncased": "google-bert/bert-base-uncased",
+    "bert-large-uncased": "google-bert/bert-large-uncased",
+    "distilbert-base-uncased": "distilbert/distilbert-base-uncased"}
 # Hugging Face's names for our modules: outside of layers, and in a layer of BERT
 NAMES = {
     "words": "embeddings.word_embeddings", "positions": "embeddings.position_embeddings",
@@ -49,6 +51,9 @@ SETTINGS["pkm-bert"] = {name: name for name in asdict(BertConfig())} | SETTINGS[
 # The hidden_act of a model with memory. transformers' own BERT would load the folder and leave the
 # memory out. It has no activation of this name, and its error shows the name.
 MEMORY_ACT = "gelu (this model has a memory: AutoModelFor..., trust_remote_code=True)"
+OUR_KIND = {"hidden_act": "gelu", "activation": "gelu", "layer_norm_eps": 1e-12,
+            "position_embedding_type": "absolute", "tie_word_embeddings": True}
+MULTI_LABEL = "multi_label_classification"
 HEAD_NAMES = {"classifier": "classifier", "span": "qa_outputs"}
 ARCHITECTURES = {None: "BertForMaskedLM", "classifier": "BertForSequenceClassification",
                  "span": "BertForQuestionAnswering"}
@@ -79,9 +84,10 @@ def to_huggingface(weights, head=None):
 
 def from_huggingface(weights, config, head=None, source="the weights"):
     """Rename the tensors of Hugging Face's BERT or DistilBERT as ours; their prefix is optional.
-    Tensors that only one side has are left out: our pooler where theirs has none, their tied
-    decoder, BERT's head for next-sentence prediction. UserError with `source` if a layer has a
-    tensor of theirs that we do not have, such as a memory's."""
+
+    Heads and pooler may be missing on either side. UserError with `source` if the encoder has other
+    tensors than `config` describes, such as more layers or a memory.
+    """
     theirs = {}
     for name, w in weights.items():
         name = re.sub(r"^(distil)?bert\.", "", name)
@@ -90,86 +96,68 @@ def from_huggingface(weights, config, head=None, source="the weights"):
         theirs[name] = w
     with torch.device("meta"):  # only its names are needed
         ours = build_model(config, head).state_dict()
-    names = {name: their_names(name, head) for name in ours}
-    unknown = theirs.keys() - set(itertools.chain.from_iterable(names.values()))
-    if unknown := sorted(name for name in unknown if name.startswith("encoder.layer.")):
-        raise UserError(f"{source}: {unknown[0]} is no part of the model that config.json "
-                        "describes")
-    found = {name: parts for name, parts in names.items() if all(n in theirs for n in parts)}
-    for name, parts in found.items():
-        expected = ours[name].chunk(len(parts))[0] if len(parts) > 1 else ours[name]
-        for n in parts if name.startswith("bert.") else ():
-            w = theirs[n]
-            if w.shape != expected.shape or w.is_floating_point() != expected.is_floating_point():
-                raise UserError(f"{source}: {n} has shape {tuple(w.shape)} and {w.dtype}: "
-                                f"config.json describes {tuple(expected.shape)}")
-    return {name: torch.cat([theirs[n] for n in parts]) if len(parts) > 1 else theirs[parts[0]]
-            for name, parts in found.items()}
+    renamed, encoder = {}, set()
+    for name in ours:
+        parts = their_names(name, head)
+        if name.startswith("bert.") and "pooler" not in name:
+            encoder.update(parts)
+        if all(part in theirs for part in parts):
+            tensors = [theirs[part] for part in parts]
+            renamed[name] = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+    layers = {name for name in theirs if name.startswith("encoder.layer.")}
+    wrong = sorted(encoder - theirs.keys()) + sorted(layers - encoder)
+    if wrong:
+        has = "no" if wrong[0] in encoder else "an unknown"
+        raise UserError(f"{source}: it has {has} {wrong[0]}: config.json describes another model")
+    return renamed
 
 
 def read_folder(folder):
     """Read a folder in Hugging Face's layout, theirs or an exported one.
 
-    Returns a dict like a checkpoint's: config, weights under our names, and if the model has one,
-    its head and a classifier's labels. UserError for a damaged folder or another kind of model.
+    Returns a dict like a checkpoint's: config, weights under our names, head and a classifier's
+    labels. UserError for a damaged folder or another kind of model.
     """
-    settings, config = read_config(folder / "config.json")
-    file = next(folder / name for name in FILES if (folder / name).is_file())
-    weights = load_file(file, hint="fetch it again")
-    if not is_state_dict(weights):
-        raise UserError(f"{file}: no state dict: expected names and tensors")
-    head = next((head for head, name in HEAD_NAMES.items() if f"{name}.weight" in weights), None)
+    file = folder / "config.json"
+    settings = read_json(file)
+    config = read_config(settings, file)
     vocab = folder / "vocab.txt"
     if vocab.is_file() or (folder / "tokenizer.json").is_file():
-        tokens, expected = len(read_vocab(vocab)), config.vocab_size
-        if tokens != expected:
-            raise UserError(f"{vocab}: {tokens:,} tokens do not fit weights for {expected:,}")
-    saved = {"config": config, "weights": from_huggingface(weights, config, head, file)}
-    if head:
-        saved["head"] = head
+        tokens = len(read_vocab(vocab))
+        if tokens != config.vocab_size:
+            raise UserError(f"{vocab}: {tokens:,} tokens do not fit weights for "
+                            f"{config.vocab_size:,}")
+    weights_file = next(folder / name for name in FILES if (folder / name).is_file())
+    weights = load_file(weights_file)
+    head = next((head for head, name in HEAD_NAMES.items() if f"{name}.weight" in weights), None)
+    saved = {"config": config, "head": head,
+             "weights": from_huggingface(weights, config, head, weights_file)}
     if head == "classifier":
-        count, names = len(saved["weights"]["head.weight"]), settings.get("id2label") or {}
-        check_classifier(folder, settings, count)
-        if not isinstance(names, dict) or not all(isinstance(x, str) for x in names.values()):
-            raise UserError(f"{folder}/config.json: id2label: expected the names of classes")
-        saved["labels"] = [names.get(str(n), f"LABEL_{n}") for n in range(count) if count > 1]
+        kind = settings.get("architectures") or ["BertForSequenceClassification"]
+        problem = settings.get("problem_type")
+        if not kind[0].endswith("ForSequenceClassification") or problem == MULTI_LABEL:
+            raise UserError(f"{file}: {kind[0]}, {problem}: expected a classifier that gives a "
+                            "text one class, or one number")
+        names, count = settings.get("id2label", {}), len(saved["weights"]["head.weight"])
+        saved["labels"] = []  # of a regression
+        if count > 1:
+            saved["labels"] = [names.get(str(n), f"LABEL_{n}") for n in range(count)]
     return saved
 
 
-def check_classifier(folder, settings, outputs):
-    """Raise UserError unless a classifier gives a text one class, or one number."""
-    kinds, problem = settings.get("architectures") or [], settings.get("problem_type")
-    for kind in map(str, kinds if isinstance(kinds, list) else [kinds]):
-        if not kind.endswith("ForSequenceClassification"):  # of tokens, or of several choices
-            raise UserError(f"{folder}: {kind}: expected a BertForSequenceClassification")
-    if problem == "multi_label_classification" or (problem == "regression" and outputs > 1):
-        raise UserError(f"{folder}: problem_type = {problem!r} with {outputs} outputs: expected "
-                        "one class of a text, or one number")
-
-
-def is_state_dict(content):
-    """Tell whether this is a dict of names and ordinary tensors, none of them sparse."""
-    return isinstance(content, dict) and all(
-        isinstance(name, str) and torch.is_tensor(w) and w.layout == torch.strided
-        for name, w in content.items())
-
-
-def read_config(file):
-    """Read a config.json: its content, and the BertConfig that it describes."""
-    settings = read_json(file)
-    kind = str(settings.get("model_type", "bert"))  # BERT's first folders have none
-    if "roberta" in kind:
-        raise unknown_weights(f"{file.parent}: {kind}")
+def read_config(settings, file):
+    """Return the BertConfig that the content of a config.json describes."""
+    kind = settings.get("model_type", "bert")  # BERT's first folders have none
     if kind not in SETTINGS:
         raise UserError(f"{file}: model_type = {kind!r}: expected bert or distilbert")
-    names = SETTINGS[kind]
-    unnamed = {name: value for name, value in asdict(BertConfig(type_vocab=0)).items()
-               if name not in names}
-    known = {name: settings[name] for name in names.values() if name in settings}
-    ours = {name: known[theirs] for name, theirs in names.items() if theirs in known}
-    config = BertConfig(**(unnamed | ours))
-    for key, ours in (("hidden_act", "gelu"), ("activation", "gelu"), ("layer_norm_eps", 1e-12),
-                      ("position_embedding_type", "absolute"), ("tie_word_embeddings", True)):
+    for key, ours in OUR_KIND.items():
         if settings.get(key, ours) not in (ours, MEMORY_ACT):
             raise UserError(f"{file}: {key} = {settings[key]!r}: this BERT has {ours!r}")
-    return settings, config
+    settings = {"is_decoder": False, **settings}
+    sizes = {"type_vocab": 0}  # DistilBERT has none
+    for name, theirs in SETTINGS[kind].items():
+        if theirs not in settings:
+            raise UserError(f"{file}: it has no setting {theirs}")
+        sizes[name] = settings[theirs]
+    return BertConfig(**sizes)
