@@ -11,8 +11,7 @@ from tqdm import tqdm
 
 from lib.errors import UserError
 from lib.files import first_rank, under_torchrun
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+from lib.settings import DTYPES, check_choice
 
 
 def choose_device(device="auto", dtype="auto"):
@@ -22,11 +21,7 @@ def choose_device(device="auto", dtype="auto"):
     'bfloat16' or 'float16'; all but float32 are for torch.autocast, and float16 for a GradScaler.
     Returns (torch.device, torch.dtype, a line to print).
     """
-    if dtype not in DTYPES:
-        raise UserError(f"dtype = {dtype!r}: expected one of {', '.join(DTYPES)}")
-    if under_torchrun() and device not in ("auto", "cuda", "cpu"):
-        raise UserError(f"device = {device!r}: under torchrun it is cuda, where each rank takes "
-                        "its own card, or cpu")
+    check_choice("dtype", dtype, DTYPES)
     if device == "auto" and torch.cuda.is_available():
         device = "cuda"
     elif device == "auto" and torch.backends.mps.is_available() and not under_torchrun():
@@ -39,21 +34,17 @@ def choose_device(device="auto", dtype="auto"):
     except (RuntimeError, AssertionError) as error:  # unknown or absent
         raise UserError(f"device = {device!r}: {str(error).splitlines()[0]}") from None
 
-    on_cuda = chosen.type == "cuda"
-    reason = "as asked"
-    if dtype == "float16" and not on_cuda:
-        raise UserError("dtype = 'float16' needs CUDA: take bfloat16 or float32")
-    if dtype == "auto" and not on_cuda:
+    name, card, reason = str(chosen), chosen.type == "cuda", "as asked"
+    if card:
+        prepare_card(chosen)
+        name += f" ({torch.cuda.get_device_name(chosen)})"
+    if dtype == "auto" and not card:
         dtype, reason = "float32", f"mixed precision is for CUDA, this is {chosen.type}"
     elif dtype == "auto" and torch.cuda.get_device_capability(chosen) >= (8, 0):
         dtype, reason = "bfloat16", "the card computes in it: float32's range, no scaler"
     elif dtype == "auto":
         dtype, reason = "float16", "the card has no bfloat16: gradients are scaled"
-    card = ""
-    if on_cuda:
-        prepare_card(chosen)
-        card = f" ({torch.cuda.get_device_name(chosen)})"
-    line = f"device {chosen}{card}, torch {torch.__version__}, dtype {dtype}: {reason}"
+    line = f"device {name}, torch {torch.__version__}, dtype {dtype}: {reason}"
     return chosen, getattr(torch, dtype), line
 
 
@@ -104,8 +95,7 @@ def to_device(batch, device):
 
 def wants_compile(setting, device):
     """Tell whether the setting "on", "off" or "auto" (on CUDA) asks for torch.compile."""
-    if setting not in ("auto", "on", "off"):
-        raise UserError(f"compile = {setting!r}: expected auto, on or off")
+    check_choice("compile", setting, ("auto", "on", "off"))
     return setting == "on" or setting == "auto" and device.type == "cuda"
 
 

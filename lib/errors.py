@@ -20,14 +20,15 @@ class Failure(RuntimeError):
 def run_main(main):
     """Call main() and end the process with its exit status.
 
-    A UserError is one line on stderr and status 2. A Failure, an OSError (such as a full disk) and
-    a lack of memory are one line and status 1. Ctrl-C is status 130. All else keeps its traceback.
+    A UserError is one line on stderr and status 2. A Failure, an OSError (such as a full disk), a
+    script that fails and a lack of memory are one line and status 1. Ctrl-C is status 130. Other
+    errors keep their traceback.
     """
     try:
         sys.exit(main())
     except UserError as error:
         status, line = 2, f"error: {error}"
-    except (Failure, OSError) as error:
+    except (Failure, OSError, subprocess.CalledProcessError) as error:
         status, line = 1, f"error: {error}"
     except KeyboardInterrupt:
         status, line = 130, "interrupted"
@@ -35,9 +36,8 @@ def run_main(main):
         text = str(error) or "out of memory"  # Python's own error has no text
         if "out of memory" not in text and "can't allocate memory" not in text:
             raise
-        first = text.splitlines()[0]
-        status, line = 1, (f"error: {first} Take a smaller batch_size (and more accumulation), "
-                           "fewer tokens or a smaller model")
+        status, line = 1, (f"error: {text.splitlines()[0]} Take a smaller batch_size (and more "
+                           "accumulation), fewer tokens or a smaller model")
     print(line, file=sys.stderr)
     sys.exit(status)
 
@@ -52,9 +52,7 @@ def need(module, purpose):
 
 
 def run_script(script, *args):
-    """Run another script of this folder as a person would; Failure if it fails."""
-    command = " ".join(["python", script, *args])
-    print(f"$ {command}", flush=True)
-    done = subprocess.run([sys.executable, ROOT / script, *args], check=False)
-    if done.returncode:
-        raise Failure(f"{command} failed")
+    """Run another script of this folder as a person would."""
+    command = [sys.executable, ROOT / script, *args]
+    print(f"$ python {script} {' '.join(args)}", flush=True)
+    subprocess.run(command, check=True)

@@ -51,9 +51,11 @@ SETTINGS["pkm-bert"] = {name: name for name in asdict(BertConfig())} | SETTINGS[
 # The hidden_act of a model with memory. transformers' own BERT would load the folder and leave the
 # memory out. It has no activation of this name, and its error shows the name.
 MEMORY_ACT = "gelu (this model has a memory: AutoModelFor..., trust_remote_code=True)"
-OUR_KIND = {"hidden_act": "gelu", "activation": "gelu", "layer_norm_eps": 1e-12,
-            "position_embedding_type": "absolute", "tie_word_embeddings": True}
-MULTI_LABEL = "multi_label_classification"
+KINDS = {  # what a config.json may have in a setting, if it has it
+    "model_type": ("bert", "distilbert", "pkm-bert"), "hidden_act": ("gelu", MEMORY_ACT),
+    "activation": ("gelu",), "layer_norm_eps": (1e-12,),
+    "position_embedding_type": ("absolute",), "tie_word_embeddings": (True,),
+    "problem_type": (None, "single_label_classification", "regression")}
 HEAD_NAMES = {"classifier": "classifier", "span": "qa_outputs"}
 ARCHITECTURES = {None: "BertForMaskedLM", "classifier": "BertForSequenceClassification",
                  "span": "BertForQuestionAnswering"}
@@ -85,8 +87,7 @@ def to_huggingface(weights, head=None):
 def from_huggingface(weights, config, head=None, source="the weights"):
     """Rename the tensors of Hugging Face's BERT or DistilBERT as ours; their prefix is optional.
 
-    Heads and pooler may be missing on either side. UserError with `source` if the encoder has other
-    tensors than `config` describes, such as more layers or a memory.
+    Heads and pooler may be missing. UserError with `source` if a tensor of the encoder is.
     """
     theirs = {}
     for name, w in weights.items():
@@ -96,20 +97,14 @@ def from_huggingface(weights, config, head=None, source="the weights"):
         theirs[name] = w
     with torch.device("meta"):  # only its names are needed
         ours = build_model(config, head).state_dict()
-    renamed, encoder = {}, set()
+    renamed = {}
     for name in ours:
-        parts = their_names(name, head)
-        if name.startswith("bert.") and "pooler" not in name:
-            encoder.update(parts)
-        if all(part in theirs for part in parts):
-            tensors = [theirs[part] for part in parts]
-            renamed[name] = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-
-    layers = {name for name in theirs if name.startswith("encoder.layer.")}
-    wrong = sorted(encoder - theirs.keys()) + sorted(layers - encoder)
-    if wrong:
-        has = "no" if wrong[0] in encoder else "an unknown"
-        raise UserError(f"{source}: it has {has} {wrong[0]}: config.json describes another model")
+        parts = [theirs.get(part) for part in their_names(name, head)]
+        if all(part is not None for part in parts):
+            renamed[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
+        elif name.startswith("bert.") and "pooler" not in name:
+            raise UserError(f"{source}: it has no {their_names(name)[0]}, which a model of its "
+                            "config.json has")
     return renamed
 
 
@@ -119,45 +114,36 @@ def read_folder(folder):
     Returns a dict like a checkpoint's: config, weights under our names, head and a classifier's
     labels. UserError for a damaged folder or another kind of model.
     """
-    file = folder / "config.json"
-    settings = read_json(file)
-    config = read_config(settings, file)
+    settings = read_json(folder / "config.json")
+    config = read_config(settings, folder / "config.json")
     vocab = folder / "vocab.txt"
     if vocab.is_file() or (folder / "tokenizer.json").is_file():
         tokens = len(read_vocab(vocab))
         if tokens != config.vocab_size:
             raise UserError(f"{vocab}: {tokens:,} tokens do not fit weights for "
                             f"{config.vocab_size:,}")
-    weights_file = next(folder / name for name in FILES if (folder / name).is_file())
-    weights = load_file(weights_file)
-    head = next((head for head, name in HEAD_NAMES.items() if f"{name}.weight" in weights), None)
-    saved = {"config": config, "head": head,
-             "weights": from_huggingface(weights, config, head, weights_file)}
+    file = next(folder / name for name in FILES if (folder / name).is_file())
+    theirs = load_file(file)
+    head = next((head for head, name in HEAD_NAMES.items() if f"{name}.weight" in theirs), None)
+    weights = from_huggingface(theirs, config, head, file)
+    saved = {"config": config, "weights": weights, "head": head}
     if head == "classifier":
-        kind = settings.get("architectures") or ["BertForSequenceClassification"]
-        problem = settings.get("problem_type")
-        if not kind[0].endswith("ForSequenceClassification") or problem == MULTI_LABEL:
-            raise UserError(f"{file}: {kind[0]}, {problem}: expected a classifier that gives a "
-                            "text one class, or one number")
-        names, count = settings.get("id2label", {}), len(saved["weights"]["head.weight"])
-        saved["labels"] = []  # of a regression
-        if count > 1:
-            saved["labels"] = [names.get(str(n), f"LABEL_{n}") for n in range(count)]
+        names, count = settings.get("id2label", {}), len(weights["head.weight"])
+        saved["labels"] = [names.get(str(n), f"LABEL_{n}") for n in range(count)]
+        if count == 1:  # a regression
+            saved["labels"] = []
     return saved
 
 
 def read_config(settings, file):
     """Return the BertConfig that the content of a config.json describes."""
-    kind = settings.get("model_type", "bert")  # BERT's first folders have none
-    if kind not in SETTINGS:
-        raise UserError(f"{file}: model_type = {kind!r}: expected bert or distilbert")
-    for key, ours in OUR_KIND.items():
-        if settings.get(key, ours) not in (ours, MEMORY_ACT):
-            raise UserError(f"{file}: {key} = {settings[key]!r}: this BERT has {ours!r}")
-    settings = {"is_decoder": False, **settings}
-    sizes = {"type_vocab": 0}  # DistilBERT has none
-    for name, theirs in SETTINGS[kind].items():
+    settings = {"model_type": "bert", "is_decoder": False, **settings}  # old folders have none
+    for key, choices in KINDS.items():
+        if settings.get(key, choices[0]) not in choices:
+            raise UserError(f"{file}: {key} = {settings[key]!r}: expected {choices[0]!r}")
+    names = SETTINGS[settings["model_type"]]
+    for theirs in names.values():
         if theirs not in settings:
             raise UserError(f"{file}: it has no setting {theirs}")
-        sizes[name] = settings[theirs]
-    return BertConfig(**sizes)
+    sizes = {ours: settings[theirs] for ours, theirs in names.items()}
+    return BertConfig(**{"type_vocab": 0, **sizes})  # DistilBERT has no token types

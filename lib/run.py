@@ -131,11 +131,8 @@ class Run:
         """Read the log's evaluations, up to a checkpoint. Steps include the initial model's."""
         first = self.settings(["first_step"])["first_step"]
         last = read_state(checkpoint)["step"] if checkpoint else np.inf
-        evaluations = [{**record, "step": first + record["step"]} for record in self.records()
-                       if "perplexity" in record and record["step"] <= last]
-        if not evaluations:
-            raise UserError(f"{self.folder}/log.jsonl: no evaluation in it yet")
-        return evaluations
+        return [{**record, "step": first + record["step"]} for record in self.records()
+                if "perplexity" in record and record["step"] <= last]
 
     def newest_checkpoint(self):
         """Return the path of the newest checkpoint, or None. It is whole."""

@@ -5,6 +5,7 @@ Save and load trained weights: checkpoints of runs, and folders in Hugging Face 
 """
 import collections
 import re
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
@@ -44,13 +45,13 @@ def find_weights(path):
     for folder in (Path(path), Path("data/weights", path)):
         if (folder / "config.json").is_file() and any((folder / name).is_file() for name in FILES):
             return folder, folder / "vocab.txt"
-    if path in PRETRAINED:
-        raise UserError(f"{path}: not there yet: python prepare_data.py weights {path}")
     recipe = f"configs/{Path(path).name}.py"
-    if (ROOT / recipe).is_file():
-        raise UserError(f"{path}: no weights there yet: python pretrain.py {recipe} makes them")
-    raise UserError(f"{path}: no weights there: expected a run, a checkpoint, a folder in Hugging "
-                    "Face layout, or a name: python prepare_data.py weights NAME")
+    way = "python prepare_data.py weights NAME fetches some"
+    if path in PRETRAINED:
+        way = f"python prepare_data.py weights {path}"
+    elif (ROOT / recipe).is_file():
+        way = f"python pretrain.py {recipe}"
+    raise UserError(f"{path}: no weights there: {way}")
 
 
 def read_weights(path):
@@ -73,15 +74,12 @@ def load_model(path):
     change the file.
     """
     saved = read_weights(path)
-    head, weights = saved["head"], saved["weights"]
-    model = build_model(saved["config"], head, saved.get("labels", ()))
-    if not head and "bias" not in weights:
-        raise UserError(f"{path}: an encoder without a masked-LM head, which cannot predict words: "
-                        "fine-tune it, or pretrain with --init_from, which makes a random head")
-    if head != "classifier":  # Hugging Face leaves the pooler out if the head does not need it
+    weights = saved["weights"]
+    model = build_model(saved["config"], saved["head"], saved.get("labels", ()))
+    if saved["head"] != "classifier":  # Hugging Face leaves out a pooler that the head needs not
         pooler = {name: w for name, w in model.state_dict().items() if "pooler" in name}
         weights = pooler | weights
-    model.load_state_dict(weights, assign=True)
+    load_weights(model, weights, path, assign=True)
     return model
 
 
@@ -100,20 +98,16 @@ def check_objective(path, config, causal):
         raise UserError(f"{path} is a {found} language model, expected a {expected} one")
 
 
-def load_weights(model, weights, source):
-    """Copy those weights of a state dict that the model has. Returns their names.
+def load_weights(model, weights, source, strict=True, assign=False):
+    """Copy a state dict into a model, or let the model take its tensors if `assign`.
 
-    UserError for another shape, which names `source`.
+    UserError with `source` for other shapes, and if `strict` for other names.
     """
-    own = model.state_dict()
-    shared = own.keys() & weights.keys()
-    for name in sorted(shared):
-        if weights[name].shape != own[name].shape:
-            raise UserError(f"{source}: {name} has shape {tuple(weights[name].shape)}, here it is "
-                            f"{tuple(own[name].shape)}: use the sizes that these weights were "
-                            "trained with")
-    model.load_state_dict({name: weights[name] for name in shared}, strict=False)
-    return shared
+    try:
+        model.load_state_dict(weights, strict, assign)
+    except RuntimeError as error:
+        reason = textwrap.shorten(str(error).splitlines()[1], 300)
+        raise UserError(f"{source} has weights of another model: {reason}") from None
 
 
 def init_from(model, path, reinit_ffn=False):
@@ -139,8 +133,10 @@ def init_from(model, path, reinit_ffn=False):
         random |= {("FFN", layer) for layer in config.memory_layers}
     if isinstance(model, Classifier) and not pooler_trained:
         random.add(("pooler", None))
-    chosen = {name: w for name, w in saved["weights"].items() if part_of_model(name) not in random}
-    loaded = load_weights(model, chosen, source)
+    own = model.state_dict()
+    loaded = {name: w for name, w in saved["weights"].items()
+              if name in own and part_of_model(name) not in random}
+    load_weights(model, loaded, source, strict=False)
     print(f"init_from {source}:")
     print_loaded(model, saved["weights"], loaded)
 
