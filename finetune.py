@@ -13,36 +13,57 @@ run left off.
 
 out/<run>/seed0/                 config.json, log.jsonl, vocab.txt and step_000500/ as in a run of
                                  pretrain.py; only the newest checkpoint stays
-out/<run>/seed0/best_epoch_2/    the best epoch's weights; renamed best/ at the end
-out/<run>/seed0/{eval_results.json,predictions_dev.tsv,submission/} of the weights in best/
+out/<run>/seed0/eval_results.json, predictions_dev.tsv: of the weights in best/
 out/<run>/eval_results.json      the medians over the seeds, and the scores of each seed
 """
+import math
 import shlex
 import sys
-from dataclasses import asdict, dataclass, replace
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from lib import weights as checkpoint
-from lib.device import use_device
+from lib.device import autocast, to_device, use_device, wants_compile
 from lib.distributed import (
     any_signalled,
+    check_accumulation,
+    distribute,
     first_rank_first,
-    max_over_ranks,
     my_micro_batches,
     run_ranks,
+    sum_gradients,
 )
 from lib.download import file_sha256
-from lib.errors import UserError, need
-from lib.files import lock
-from lib.predict import score_dev, write_dev_predictions, write_submissions
-from lib.run import Run, recipe_differences
+from lib.errors import UserError
+from lib.files import first_rank, lock
+from lib.predict import score_dev, write_dev_predictions
+from lib.run import Run
 from lib.settings import load_settings
-from lib.tasks import TaskData, TrainingBatches, find_task
+from lib.tasks import TrainingBatches, find_task, load_examples
 from lib.tokenizer import text_tokenizer
-from lib.training import State, Trainer, catch_signals, status_after
+from lib.training import (
+    catch_signals,
+    check_finite,
+    checkpoint_files,
+    learning_rate,
+    log_training,
+    make_optimizers,
+    restore,
+    seed_dropout,
+    set_rate,
+    status_after,
+)
+from lib.weights import (
+    check_objective,
+    find_weights,
+    init_from,
+    load_model,
+    model_file,
+    read_weights,
+)
 from model import build_model, value_tables
 
 
@@ -81,107 +102,184 @@ class Config:
     compile: str = "auto"  # on, off, or auto: on CUDA
 
     # what may be another when a run goes on
-    MAY_CHANGE = ("out", "seeds", "log_interval", "checkpoint_interval", "tensorboard", "device",
-                  "compile")
+    MAY_CHANGE = ("out", "init_from", "seeds", "log_interval", "checkpoint_interval", "tensorboard",
+                  "device", "compile")
 
     @property
     def warmup_steps(self):
         return round(self.warmup * self.max_steps)
 
 
-def train_epochs(trainer, run, state, data, signals):
-    """Train to the end, and score the dev splits after each epoch.
+def main(argv):
+    config = load_settings(Config, argv)
+    if not config.init_from:
+        raise UserError("init_from is empty, which model? --init_from=RUN, or a recipe: "
+                        "python finetune.py configs/demo_finetune.py starts from out/demo")
+    if config.warmup > 1:
+        raise UserError(f"warmup = {config.warmup}: expected a share of the steps, 0 to 1")
+    check_accumulation(config)
+    device, dtype = use_device(config.device, config.dtype)
 
-    The weights of the best epoch so far are on disk before a checkpoint names it.
-    """
-    config, batches, task = trainer.config, trainer.batches, data.task
-    metric = task.metrics[0]
+    initial, vocab = find_weights(config.init_from)
+    sizes = read_weights(initial)["config"]
+    check_objective(initial, sizes, causal=False)
+    if config.max_len > sizes.max_len:
+        raise UserError(f"max_len = {config.max_len}: there are {sizes.max_len} positions")
+    with first_rank_first():
+        task = find_task(config.task)
+    encoding = text_tokenizer(vocab), config.max_len, config.doc_stride
+    train = load_examples(task, "train", *encoding)
+    dev = {suffix: load_examples(task, split, *encoding) for suffix, split in task.dev.items()}
+    steps = len(TrainingBatches(train, config).steps)
+    config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."),
+                     max_steps=steps)
+    print(f"{steps:,} steps of {config.batch_size}, {config.warmup_steps:,} of them warm-up")
 
-    def due(step):
-        if step % batches.steps_per_epoch == 0 or step == config.max_steps:
-            return {"log", "evaluate", "save"}
-        every = {"log": config.log_interval, "save": config.checkpoint_interval}
-        return {what for what, n in every.items() if step % n == 0}
-
-    def score_epoch(step):
-        epoch = batches.epochs(step)
-        results = score_dev(trainer.model, data, config.batch_size, trainer.dtype)
-        state.last = {"epoch": epoch, **results}
-        run.log({"step": step, **state.last})
-        print(f"epoch {epoch:g}: {in_percent(task, results)}", flush=True)
-        best = state.best[metric] if state.best else np.nan
-        if np.isnan(best) or results[metric] > best:
-            state.best = state.last
-            run.save_best(checkpoint.model_file(trainer.model, task.labels))
-
-    trainer.train(run, state, due, score_epoch, signals)
-
-
-def in_percent(task, results, prefix=""):
-    """Show the metrics of the dev splits in percent."""
-    return ", ".join(f"{metric}{suffix} {task.scale * results[prefix + metric + suffix]:.2f}"
-                     for suffix in task.dev for metric in task.metrics)
+    run = vocab.parent.parent if vocab.parent.name.startswith("seed") else vocab.parent
+    fixed = "" if config.update_memory else "_fixed"
+    out = Path(config.out or f"out/{run.name}_{task.name}{fixed}")
+    with lock(out, "trains there"):
+        data = identify_data(task)
+        for run in Run(out).seeds():
+            before = run.settings()
+            run.check_settings(replace(config, seed=before["seed"]), data)
+            if before["init_checkpoint"] != str(initial):
+                raise UserError(f"{run.folder} started from {before['init_checkpoint']}, not from "
+                                f"{initial}: give --init_from, or another --out=out/NAME")
+        signals = catch_signals()
+        for seed in range(config.seed, config.seed + config.seeds):
+            run = Run(out / f"seed{seed}")
+            fine_tune(replace(config, seed=seed), run, task, data, train, dev, signals)
+            if any_signalled(signals):
+                print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
+                return status_after(signals)
+        if first_rank():
+            write_medians(task, out)
+    return 0
 
 
-def fine_tune(config, run, data, sizes, initial, vocab, signals):
-    """Fine-tune with one seed, or resume. Afterwards `run` has results, unless a signal stopped it.
-
-    sizes: the BertConfig of the weights `initial`; vocab: the path of their vocab.txt.
-    """
-    known = identify_data(data.task)
-    if settings := run.settings():
-        run.check_settings(config, known)
-        check_seeds(run, settings)
+def fine_tune(config, run, task, data, train, dev, signals):
+    """Fine-tune with one seed, or go on. Afterwards `run` has results, unless a signal came."""
     if run.results():
         print(f"{run.folder} is done: --out=out/NAME starts anew")
         return
-    torch.compiler.reset()  # torch limits recompilations; those of earlier seeds would count
-    torch.manual_seed(config.seed)  # of the head
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
-    task = data.task
+    batches = TrainingBatches(train, config)
+
+    # the model
+    initial, vocab = find_weights(config.init_from)
+    sizes = replace(read_weights(initial)["config"], dropout=config.dropout)
+    torch.manual_seed(config.seed)  # of the head
     model = build_model(sizes, "span" if task.reads_spans else "classifier", task.labels)
-    for values in value_tables(model).values():
-        values.weight.requires_grad_(config.update_memory)
-    newest = run.newest_checkpoint()
-    if newest:
-        checkpoint.load_weights(model, checkpoint.read_weights(newest)["weights"], newest)
-        origin = settings
+    for table in value_tables(model).values():
+        table.learns = config.update_memory
+    checkpoint = run.newest_checkpoint()
+    if checkpoint:
+        origin = run.settings()
+        model.load_state_dict(read_weights(checkpoint)["weights"])
     else:
-        origin = checkpoint.init_from(model, initial)
-        check_seeds(run, {**origin, **asdict(config), "data": known})
-    batches = TrainingBatches(data.train, config)
-    trainer = Trainer(config, model, batches, device, dtype, labels=task.labels)
-    state = trainer.restore(newest) if newest else State()
-    run.start(config, vocab, origin, known, state.step)
-    train_epochs(trainer, run, state, data, signals)
-    if any_signalled(signals):
+        origin = init_from(model, initial)
+    distribute(model)  # over the ranks, if torchrun started several
+    model.to(device)
+    torch.compiler.reset()  # torch limits recompilations; those of earlier seeds would count
+    compiled = torch.compile(model) if wants_compile(config.compile, device) else model
+
+    # the optimizers
+    dense, values = make_optimizers(model, config, device)
+    dense_parameters = [p for group in dense.param_groups for p in group["params"]]
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    state = {"step": 0, "elapsed": 0.0, "seconds": 0.0, "losses": [], "scores": []}
+    if checkpoint:
+        state = restore(checkpoint, dense, values, scaler)
+    run.start(config, vocab, origin, data, state["step"])
+
+    micro_batches = my_micro_batches(config.accumulation)
+    model.train()
+    new = []  # (loss, norm) of the steps since the last look, still on the device
+    start = time.perf_counter()
+    for step in range(state["step"], config.max_steps):
+        set_rate(dense, learning_rate(config, step))
+        loss = 0.0
+        for micro in micro_batches:
+            seed_dropout(config.seed, step, micro)
+            batch, weight = batches.get(step, micro)
+            with autocast(device, dtype):
+                part = compiled(**to_device(batch, device)) * weight
+            scaler.scale(part).backward()
+            loss += part.detach()
+        loss = sum_gradients(model, loss, len(micro_batches))
+
+        scaler.unscale_(dense)
+        norm = torch.nn.utils.clip_grad_norm_(dense_parameters, config.grad_clip)
+        scale = scaler.get_scale()
+        scaler.step(dense)
+        scaler.update()
+        if scaler.get_scale() >= scale:  # else a gradient had an inf: the dense step was left out
+            values.step(grad_scale=scale)
+        dense.zero_grad()
+        values.zero_grad()
+
+        new.append((loss, norm))
+        done = step + 1  # updates
+        stopped = any_signalled(signals)
+        epoch_ends = done % batches.steps_per_epoch == 0 or done == config.max_steps
+        log = epoch_ends or done % config.log_interval == 0
+        save = epoch_ends or stopped or done % config.checkpoint_interval == 0
+        if not (log or save):
+            continue
+
+        new = [(loss.item(), norm.item()) for loss, norm in new]  # waits for the device
+        check_finite(new, config, done)
+        state["step"] = done
+        state["seconds"] += time.perf_counter() - start
+        state["losses"] += [loss for loss, _ in new]
+        if log:
+            log_training(run, state, config, batches, new[-1][1])
+        if epoch_ends:
+            scores = score_dev(model, task, dev, config.batch_size, dtype)
+            state["scores"].append({"epoch": batches.epochs(done), **scores})
+            run.log({"step": done, **state["scores"][-1]})
+            print(f"epoch {batches.epochs(done):g}: {in_percent(task, scores)}", flush=True)
+            if best_epoch(task, state["scores"]) is state["scores"][-1]:
+                run.save_best(model_file(model, task.labels))
+        if save:
+            files = checkpoint_files(model, task.labels, dense, values, scaler, state)
+            run.save_checkpoint(done, files, keep=1)
+        if stopped:
+            break
+        new = []
+        start = time.perf_counter()
+
+    if state["step"] < config.max_steps:
         return
-    best = checkpoint.load_model(run.folder / "best").to(device)
-    write_dev_predictions(run.folder, best, data, config.batch_size, dtype)
-    write_submissions(run.folder / "submission", best, data, config.batch_size, dtype)
-    results = {f"eval_{key}": number for key, number in state.best.items()}
-    results |= {f"last_{key}": number for key, number in state.last.items()}
+    best = load_model(run.folder / "best").to(device)
+    write_dev_predictions(run.folder, best, task, dev, config.batch_size, dtype)
+    results = {f"eval_{key}": score for key, score in best_epoch(task, state["scores"]).items()}
+    results |= {f"last_{key}": score for key, score in state["scores"][-1].items()}
     run.write_results(results)  # last: now the seed is done
 
 
-def check_seeds(run, settings):
-    """Raise UserError if other seeds differ in more than the seed: their median means nothing."""
-    for other in Run(run.folder.parent).seeds():
-        before = other.settings()
-        if other.folder != run.folder and (names := recipe_differences(settings, [before])):
-            found = f"{names[0]} = {before[names[0]]}, not {settings[names[0]]}"
-            if names[0] == "data":
-                found = "other texts or labels of the task"
-            raise UserError(f"{other.folder} was trained with {found}: give {run.folder.name} its "
-                            "own --out=out/NAME, or move the other seed away")
+def best_epoch(task, scores):
+    """Return the first of the epochs with the best dev score. nan is worse than any number."""
+    def of_epoch(score):
+        number = score[task.metrics[0]]
+        return -math.inf if math.isnan(number) else number
+
+    return max(scores, key=of_epoch)
+
+
+def in_percent(task, scores, prefix=""):
+    """Show the metrics of the dev splits in percent."""
+    return ", ".join(f"{metric}{suffix} {task.scale * scores[prefix + metric + suffix]:.2f}"
+                     for suffix in task.dev for metric in task.metrics)
 
 
 def identify_data(task):
     """Identify a task's data: the SHA-256 of the files of train and dev, and the labels."""
     files = {task.file(split) for split in ("train", *task.dev.values())}
     files |= {task.folder / name for name in task.archives}  # MRPC's dev split is a list of ids
-    return {file.name: file_sha256(file) for file in files if file.is_file()} | {
-        "labels": list(task.labels)}
+    hashes = {file.name: file_sha256(file) for file in files if file.is_file()}
+    return {**hashes, "labels": list(task.labels)}
 
 
 def write_medians(task, out):
@@ -192,50 +290,6 @@ def write_medians(task, out):
     Run(out).write_results({**medians, "seeds": results})
     print(f"median of {len(results)}: {in_percent(task, medians, 'eval_')}; "
           f"{out}/eval_results.json")
-
-
-def main(argv):
-    config = load_settings(Config, argv)
-    if config.tensorboard:
-        need("tensorboard", "tensorboard = True")
-    if not config.init_from:
-        raise UserError("init_from is empty, which model? --init_from=RUN, or a recipe: "
-                        "python finetune.py configs/demo_finetune.py starts from out/demo")
-    if config.warmup > 1:
-        raise UserError(f"warmup = {config.warmup}: expected a share of the steps, 0 to 1")
-    my_micro_batches(config.accumulation)  # raises before anything is read
-    initial, vocab = checkpoint.find_weights(config.init_from)
-    sizes = replace(checkpoint.read_weights(initial)["config"], dropout=config.dropout)
-    checkpoint.check_objective(initial, sizes, causal=False)
-    if config.max_len > sizes.max_len:
-        raise UserError(f"max_len = {config.max_len}: there are {sizes.max_len} positions")
-
-    device, dtype = use_device(config.device, config.dtype)
-    with first_rank_first():
-        task = find_task(config.task)
-    data = TaskData(task, text_tokenizer(vocab), config.max_len, config.doc_stride)
-    batches = TrainingBatches(data.train, config)
-    max_steps = config.max_steps or config.epochs * batches.steps_per_epoch
-    config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."),
-                     max_steps=max_steps)
-    print(f"{len(batches.chosen):,} training examples, {config.max_steps:,} steps of "
-          f"{batches.size}, {config.warmup_steps:,} of them warm-up")
-
-    run = vocab.parent.parent if vocab.parent.name.startswith("seed") else vocab.parent
-    fixed = "" if config.update_memory else "_fixed"
-    out = Path(config.out or f"out/{run.name}_{task.name}{fixed}")
-    with lock(out, "trains there"):
-        max_over_ranks()  # wait until the first rank has the lock
-        signals = catch_signals()
-        for seed in range(config.seed, config.seed + config.seeds):
-            run = Run(out / f"seed{seed}")
-            fine_tune(replace(config, seed=seed), run, data, sizes, initial, vocab, signals)
-            if any_signalled(signals):
-                print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
-                return status_after(signals)
-            max_over_ranks()  # wait until the first rank has written the results
-        write_medians(task, out)
-    return 0
 
 
 if __name__ == "__main__":

@@ -13,42 +13,41 @@ from lib.distributed import deal_batches, sum_over_ranks
 from lib.errors import UserError
 from lib.files import write_text
 from lib.run import Run
-from lib.squad import Question, best_answers, make_windows, read_squad
+from lib.squad import Question, best_answers, read_squad
 from lib.tasks import (
-    TEXTS,
     batches_by_length,
     encode_examples,
-    pick_columns,
+    encode_questions,
+    pick_texts,
     read_split,
     read_table,
-    row_names,
     score,
     tsv_text,
 )
 from lib.tokenizer import text_tokenizer
-from lib.weights import check_objective, find_weights, load_model, read_weights
+from lib.weights import find_weights, load_model, read_weights
 from model import SpanReader
 
 
 @torch.no_grad()
 def predict_examples(model, examples, batch_size=32, dtype=torch.float32):
-    """Predict for Examples with a Classifier, or for Windows with a SpanReader.
+    """Predict for Examples with a Classifier or a SpanReader.
 
-    Returns an array (n, columns): the probabilities of the classes, or a score if there are no
-    classes. A SpanReader gives what best_spans returns."""
-    was_training, device = model.training, model.head.weight.device
+    A Classifier gives an array (n, classes) of probabilities, or (n, 1) of scores if there are no
+    classes. A SpanReader gives (n, 3), see best_spans.
+    """
+    was_training = model.training
+    device = model.head.weight.device
     reads_spans = isinstance(model, SpanReader)
     columns = 3 if reads_spans else model.head.out_features
     predictions = np.zeros((len(examples.ids), columns))
     model.eval()  # not the compiled model, which would be compiled again
     for index in deal_batches(batches_by_length(examples.lengths, batch_size)):
-        batch = to_device(examples.pad(index, device), device)
+        batch = to_device(examples.pad(index), device)
         with autocast(device, dtype):
             output = model(**batch).float().cpu()
         if reads_spans:
-            end = examples.lengths[index] - 1  # a [SEP]
-            first = examples.first_length[index]
-            output = best_spans(output, examples.starts[index], first, end)
+            output = best_spans(output, [examples.windows[n] for n in index])
         elif columns > 1:
             output = output.softmax(1)
         predictions[index] = output
@@ -56,69 +55,52 @@ def predict_examples(model, examples, batch_size=32, dtype=torch.float32):
     return sum_over_ranks(predictions)
 
 
-def best_spans(logits, starts, first, end, n=20, longest=30):
-    """Choose each window's span with the highest sum of two logits, as Devlin et al. do.
+def best_spans(logits, windows, longest=30):
+    """Choose each window's span with the highest sum of two logits, of at most `longest` tokens.
 
-    It joins one of the n best starts to one of the n best ends, in at most `longest` tokens.
-
-    logits: (batch, time, 2). starts: (batch, 2), see Windows. first, end: (batch,): the paragraph
-    is in positions first to end - 1. Returns (batch, 3): score, first and last position. A window
-    without a span scores -inf."""
-    position = np.arange(logits.shape[1])
-    is_start = (starts[:, :1] <= position) & (position < starts[:, 1:])  # (batch, time)
-    is_end = (first[:, None] <= position) & (position < end[:, None])
-    allowed = torch.from_numpy(np.stack([is_start, is_end], 2))
-    logits = logits.masked_fill(~allowed, -torch.inf)
-    best, positions = logits.topk(min(n, logits.shape[1]), 1)  # (batch, n, 2)
-    scores = best[:, :, None, 0] + best[:, None, :, 1]  # (batch, n starts, n ends)
-    length = positions[:, None, :, 1] - positions[:, :, None, 0] + 1
-    scores = scores.masked_fill((length < 1) | (length > longest), -torch.inf)
-    highest, pair = scores.flatten(1).max(1)
-    at = torch.stack(torch.unravel_index(pair, scores.shape[1:]), 1)  # (batch, 2)
-    return torch.column_stack([highest, positions.gather(1, at[:, None])[:, 0]])
+    logits: (batch, time, 2), of the start and the end. Returns (batch, 3): the score, the first and
+    the last position. A window without a span scores -inf.
+    """
+    spans = np.full((len(windows), 3), -np.inf)
+    for span, (start, end), window in zip(spans, logits.mT, windows):
+        scores = start[:, None] + end  # (time, time)
+        allowed = torch.ones_like(scores, dtype=torch.bool).triu().tril(longest - 1)
+        allowed[:window.starts[0]] = allowed[window.starts[1]:] = False
+        allowed[:, len(window.ids) - 1:] = False  # the [SEP] and padding
+        scores = scores.where(allowed, -torch.inf)
+        first, last = divmod(scores.argmax().item(), len(start))
+        span[:] = scores[first, last], first, last
+    return spans
 
 
-def score_dev(model, data, batch_size, dtype):
-    """Score the dev splits of a TaskData: {metric: number}."""
+def score_dev(model, task, dev, batch_size, dtype):
+    """Score the dev splits: {metric: number}. dev: {suffix of metrics: Examples}."""
     results = {}
-    for suffix, examples in data.dev.items():
+    for suffix, examples in dev.items():
         predictions = predict_examples(model, examples, batch_size, dtype)
-        for metric, number in score(data.task, examples, predictions).items():
+        for metric, number in score(task, examples, predictions).items():
             results[metric + suffix] = number
     return results
 
 
-def write_dev_predictions(folder, model, data, batch_size, dtype):
+def write_dev_predictions(folder, model, task, dev, batch_size, dtype):
     """Write predictions_DEV.tsv with texts and labels, or for SQuAD its official .json."""
-    task = data.task
     for suffix, split in task.dev.items():
-        path = folder / f"predictions_{split}"
-        predictions = predict_examples(model, data.dev[suffix], batch_size, dtype)
+        examples = dev[suffix]
+        predictions = predict_examples(model, examples, batch_size, dtype)
         if task.reads_spans:
-            answers, _ = best_answers(data.dev[suffix], predictions)
-            write_text(path.with_suffix(".json"), json.dumps(answers, indent=1))
+            answers, _ = best_answers(examples.questions, examples.windows, predictions)
+            ids = [question.id for question in examples.questions]
+            text = json.dumps(dict(zip(ids, answers)), indent=1)
+            write_text(folder / f"predictions_{split}.json", text)
             continue
         texts, labels = read_split(task, split)
         columns = ["sentence"] if len(texts[0]) == 1 else ["sentence1", "sentence2"]
-        labels = [task.labels[n] for n in labels] if task.labels else labels.astype(str)
-        header, rows = prediction_table(predictions, task.labels)
+        header, cells = prediction_table(predictions, task.labels)
         table = [["index", *columns, "label", *header]]
-        for n, row in enumerate(rows):
-            table.append([n, *texts[n], labels[n], *row])
-        write_text(path.with_suffix(".tsv"), tsv_text(table))
-
-
-def write_submissions(folder, model, data, batch_size, dtype):
-    """Predict the test splits, and write <folder>/NAME.tsv in the form that GLUE wants."""
-    task = data.task
-    for name, examples in data.test.items():
-        predictions = predict_examples(model, examples, batch_size, dtype)
-        if not task.labels:  # GLUE wants scores in the range of the labels
-            predictions = predictions.clip(data.train.labels.min(), data.train.labels.max())
-        _, rows = prediction_table(predictions, task.labels)
-        names = row_names(task, task.test[name])
-        table = [[row_name, row[0]] for row_name, row in zip(names, rows, strict=True)]
-        write_text(folder / f"{name}.tsv", tsv_text([["index", "prediction"], *table]))
+        for n, (text, label, row) in enumerate(zip(texts, labels, cells)):
+            table.append([n, *text, task.labels[label] if task.labels else label, *row])
+        write_text(folder / f"predictions_{split}.tsv", tsv_text(table))
 
 
 def prediction_table(predictions, labels):
@@ -134,39 +116,40 @@ def predict_file(run, file, device):
 
     file: a TSV file with the columns of training; for SQuAD with question and context, or a .json
     as SQuAD's. Other columns may be there. Returns header and rows of a table: the file's columns,
-    the prediction, and the probability of a class or the score of an answer."""
+    the prediction, and the probability of a class or the score of an answer.
+    """
     folder, vocab = find_weights(run)
     saved = read_weights(folder)
-    check_objective(run, saved["config"], causal=False)
-    if not saved.get("head"):
+    if not saved["head"]:
         raise UserError(f"{run}: not a fine-tuned model: python finetune.py makes one")
-    model, tokenizer = load_model(folder).to(device), text_tokenizer(vocab)
-    settings = Run(folder.parent).settings() if (folder / "model.pt").is_file() else {}
-    most = model.bert.config.max_len
-    max_len = settings.get("max_len", min(384, most))
-    if not 8 <= max_len <= most:
-        raise UserError(f"{folder.parent}/config.json: max_len = {max_len}: expected 8 to {most}")
+    model = load_model(folder).to(device)
+    tokenizer = text_tokenizer(vocab)
+    settings = {"max_len": min(384, saved["config"].max_len), "doc_stride": 128}
+    if (folder / "model.pt").is_file():  # not in Hugging Face layout
+        settings = Run(folder.parent).settings()
+    max_len = settings["max_len"]
 
     if saved["head"] == "span":
-        header, rows, questions = read_questions(file)
-        windows = make_windows(tokenizer, questions, max_len, settings.get("doc_stride", 128))
-        answers, scores = best_answers(windows, predict_examples(model, windows))
+        rows, questions = read_questions(file)
+        examples = encode_questions(tokenizer, questions, max_len, settings["doc_stride"])
+        spans = predict_examples(model, examples)
+        answers, scores = best_answers(questions, examples.windows, spans)
         more = ["prediction", "score"]
-        predicted = [[answers[q.id], f"{scores[q.id]:.3f}"] for q in questions]
+        cells = [[answer, f"{score:.3f}"] for answer, score in zip(answers, scores)]
     else:
-        header, rows = read_table(file)
-        texts = pick_columns(file, header, rows, TEXTS)
-        examples = encode_examples(tokenizer, texts, None, max_len)
-        predictions = predict_examples(model, examples)
-        more, predicted = prediction_table(predictions, saved.get("labels"))
-    return [*header, *more], [row + cells for row, cells in zip(rows, predicted, strict=True)]
+        rows = read_table(file)
+        examples = encode_examples(tokenizer, pick_texts(file, rows), None, max_len)
+        more, cells = prediction_table(predict_examples(model, examples), saved["labels"])
+    table = [[*row.values(), *new] for row, new in zip(rows, cells, strict=True)]
+    return [*rows[0], *more], table
 
 
 def read_questions(file):
-    """Read new questions. Returns the header and rows of a table, and the Questions."""
+    """Read new questions: the rows of a table, dicts by column, and the Questions."""
     if file.suffix == ".json":
         questions = read_squad(file, answered=False)
-        return ["id", "question"], [[q.id, q.text] for q in questions], questions
-    header, rows = read_table(file)
-    texts = pick_columns(file, header, rows, [("question", "context")])
-    return header, rows, [Question(str(n), *text, []) for n, text in enumerate(texts)]
+        return [{"id": q.id, "question": q.text} for q in questions], questions
+    rows = read_table(file)
+    if not rows[0].keys() >= {"question", "context"}:
+        raise UserError(f"{file}:1: columns {list(rows[0])}: expected question and context")
+    return rows, [Question("", row["question"], row["context"], []) for row in rows]

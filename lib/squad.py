@@ -1,7 +1,9 @@
 """
-Read SQuAD 1.1, cut its paragraphs into windows, and turn predicted spans into answers.
+Read SQuAD 1.1, cut its paragraphs into windows, turn spans into answers and score them.
 """
-import collections
+import re
+import string
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,57 +11,6 @@ import numpy as np
 from lib.errors import UserError
 from lib.files import read_json
 from lib.tokenizer import special_ids, tokenize
-
-
-@dataclass
-class Examples:
-    """Inputs of a model: [CLS] a [SEP], or [CLS] a [SEP] b [SEP]."""
-    ids: list  # token ids of each example, uint16 (length,)
-    first_length: np.ndarray  # (n,) length of [CLS] a [SEP], which has token type 0
-    labels: np.ndarray | None  # (n,) classes or scores; (n, 2) first and last token for SQuAD
-    pad_id: int
-
-    def __post_init__(self):
-        self.lengths = np.array([len(ids) for ids in self.ids])
-
-    def pad(self, index, device="cpu"):
-        """Pad the examples `index` to the longest. Returns arrays (batch, time): ids, token_types
-        and, if anything is padded, a mask that is True at real tokens."""
-        multiple = 8 if str(device).startswith("cuda") else 1  # for tensor cores
-        lengths = self.lengths[index][:, None]
-        position = np.arange(-(-lengths.max(initial=1) // multiple) * multiple)
-        mask = position < lengths
-        ids = np.full(mask.shape, self.pad_id, np.int64)
-        ids[mask] = np.concatenate([ids[:0, 0], *(self.ids[n] for n in index)])
-        after = position >= self.first_length[index][:, None]
-        batch = {"ids": ids, "token_types": after.astype(np.int64)}
-        return batch if mask.all() else {**batch, "mask": mask}  # faster without a mask
-
-
-def encode_examples(tokenizer, texts, labels, max_len, what="encoding"):
-    """Encode tuples of one or two texts as Examples. The longer of two texts loses its last token
-    until there are max_len tokens (Devlin et al.)."""
-    special = special_ids(tokenizer)
-    encodings = tokenize(tokenizer, [text for row in texts for text in row], what)
-    ids, first_length = [], []
-    for row in texts:
-        pieces = [next(encodings).ids for _ in row]
-        while sum(map(len, pieces)) > max_len - 1 - len(pieces):
-            max(reversed(pieces), key=len).pop()  # the second, if both are equally long
-        joined = [token for piece in pieces for token in [*piece, special.sep]]
-        ids.append(np.array([special.cls, *joined], np.uint16))
-        first_length.append(len(pieces[0]) + 2)
-    return Examples(ids, np.array(first_length), labels, special.pad)
-
-
-def batches_by_length(lengths, size, rng=None):
-    """Group examples of similar lengths into batches, as arrays of indices. Without a numpy
-    Generator they are sorted. With one they are in random order, sorted within 64 at a time."""
-    n = len(lengths)
-    order, bucket = (np.arange(n), n) if rng is None else (rng.permutation(n), 64 * size)
-    order = order[np.lexsort((lengths[order], np.arange(n) // bucket))]
-    batches = np.split(order, range(size, n, size))
-    return batches if rng is None else [batches[i] for i in rng.permutation(len(batches))]
 
 
 @dataclass
@@ -71,63 +22,53 @@ class Question:
 
 
 def read_squad(path, answered=True):
-    """Read the Questions of a SQuAD 1.1 file; UserError if it is none. With `answered` each has
-    answers, at their places in the paragraph. No two have the same id."""
-    articles = read_json(path).get("data")
+    """Read the Questions of a SQuAD 1.1 file. With `answered`, each has its answers."""
+    questions = []
     try:
-        questions = [Question(qa["id"], qa["question"], paragraph["context"],
-                              [(answer["answer_start"], answer["text"])
-                               for answer in (qa["answers"] if answered else ())])
-                     for article in articles for paragraph in article["paragraphs"]
-                     for qa in paragraph["qas"]]
-        for question in questions:
-            check_question(question, answered)
-    except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path}: not a file of SQuAD 1.1: {type(error).__name__}: "
-                        f"{error}") from None
-    if not questions:
-        raise UserError(f"{path}: no question in it")
-    [(shared, count)] = collections.Counter(question.id for question in questions).most_common(1)
-    if count > 1:
-        raise UserError(f"{path}: {count} questions have the id {shared!r}: predictions are "
-                        "told apart by id, give each question its own")
+        for article in read_json(path)["data"]:
+            for paragraph in article["paragraphs"]:
+                for qa in paragraph["qas"]:
+                    answers = qa["answers"] if answered else []
+                    places = [(answer["answer_start"], answer["text"]) for answer in answers]
+                    question = Question(qa["id"], qa["question"], paragraph["context"], places)
+                    questions.append(question)
+    except (LookupError, TypeError) as error:
+        raise UserError(f"{path}: not a file of SQuAD 1.1 ({error!r})") from None
+    for question in questions if answered else ():
+        places = question.answers
+        if not places or not all(question.context.startswith(text, at) for at, text in places):
+            raise UserError(f"{path}: question {question.id} has no answer in its paragraph, or at "
+                            "another place than it says: SQuAD 1.1 has no such question")
     return questions
 
 
-def check_question(question, answered):
-    """Raise an error unless all parts are text and the paragraph has the answer."""
-    for text in (question.id, question.text, question.context):
-        if not isinstance(text, str):
-            raise TypeError(f"question {question.id!a}: {text!a:.40} is no text")
-        text.encode()  # raises if there is half a character in it
-    found = [type(start) is int and start >= 0 and text and question.context.startswith(text, start)
-             for start, text in question.answers]
-    if answered and not (found and all(found)):
-        raise ValueError(f"question {question.id} has no answer in its paragraph")
-
-
 @dataclass
-class Windows(Examples):
-    """Overlapping windows of paragraphs: [CLS] question [SEP] tokens of the paragraph [SEP]."""
-    questions: list  # all Questions of the split
-    question_of_window: list  # the Question of each window
-    offsets: list  # characters of each window's tokens: (tokens, 2), begin and end
-    starts: np.ndarray  # (n, 2) an answer may start at starts[n, 0] to starts[n, 1] - 1
+class Window:
+    """One of the overlapping parts of a paragraph: [CLS] question [SEP] tokens [SEP]."""
+    question: int  # its number in the list of Questions
+    ids: np.ndarray  # (length,) token ids, uint16
+    first: int  # position of the first token of the paragraph
+    offsets: np.ndarray  # (tokens, 2) characters where each token of the paragraph begins, ends
+    starts: tuple  # an answer may start at positions starts[0] to starts[1] - 1
+    label: tuple  # positions of the answer's first and last token; (0, 0) if it is not inside
 
 
 def make_windows(tokenizer, questions, max_len, stride, what="encoding"):
-    """Cut paragraphs into Windows of up to max_len tokens that begin `stride` tokens apart. A
-    window's label is the first answer, or (0, 0), which is [CLS], if not all of it is inside
-    (Devlin et al.)."""
+    """Cut paragraphs into Windows of at most max_len tokens, as Devlin et al. do.
+
+    They begin `stride` tokens apart. A window's label is the question's first answer. An answer of
+    which a part lies outside is labelled (0, 0), the position of [CLS].
+    """
     special = special_ids(tokenizer)
-    heads = tokenize(tokenizer, [question.text for question in questions], what)
     contexts = list(dict.fromkeys(question.context for question in questions))
     paragraphs = {}
     for context, encoding in zip(contexts, tokenize(tokenizer, contexts, what)):
         offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
         paragraphs[context] = encoding.ids, offsets
-    rows = []
-    for question, encoding in zip(questions, heads):
+
+    windows = []
+    heads = tokenize(tokenizer, [question.text for question in questions], what)
+    for number, (question, encoding) in enumerate(zip(questions, heads)):
         head = [special.cls, *encoding.ids[:min(64, max_len // 2)], special.sep]
         tokens, offsets = paragraphs[question.context]
         character, answer = question.answers[0] if question.answers else (0, "")
@@ -140,40 +81,67 @@ def make_windows(tokenizer, questions, max_len, stride, what="encoding"):
         best = max_context(begins, room, len(tokens))
         for n, begin in enumerate(begins):
             end = begin + room
-            shift = len(head) - begin  # from a paragraph's token to its position
+            shift = len(head) - begin  # from a token's place in the paragraph to its position
             ids = np.array([*head, *tokens[begin:end], special.sep], np.uint16)
-            is_whole = begin <= first <= last < end
-            label = [first + shift, last + shift] if is_whole else [0, 0]
-            starts = np.searchsorted(best, [n, n + 1]) + shift
-            rows.append((ids, len(head), label, question, offsets[begin:end], starts))
-    ids, first_length, labels, question_of_window, offsets, starts = zip(*rows)
-    return Windows(ids, np.array(first_length), np.array(labels), special.pad, questions,
-                   question_of_window, offsets, np.array(starts))
+            starts = tuple(np.searchsorted(best, [n, n + 1]) + shift)
+            is_inside = begin <= first <= last < end
+            label = (first + shift, last + shift) if is_inside else (0, 0)
+            windows.append(Window(number, ids, len(head), offsets[begin:end], starts, label))
+    return windows
 
 
 def max_context(begins, room, total):
     """Choose the window that has most context for each of `total` tokens.
 
     The context is min(tokens to the left, tokens to the right) + 0.01 * length, as in Devlin et
-    al.'s run_squad.py. Windows hold `room` tokens from each of `begins`. Returns the windows'
-    numbers (total,), in ascending order."""
-    position, begin = np.arange(total), np.array(begins)[:, None]
+    al.'s run_squad.py. A window holds `room` tokens from one of `begins`. Returns the numbers of
+    the windows (total,), in ascending order.
+    """
+    position = np.arange(total)
+    begin = np.array(begins)[:, None]
     end = np.minimum(begin + room, total)
     context = np.minimum(position - begin, end - 1 - position) + 0.01 * (end - begin)
     inside = (begin <= position) & (position < end)
     return np.where(inside, context, -np.inf).argmax(0)
 
 
-def best_answers(windows, predictions):
-    """Answer each question with the best span over its windows. predictions: of their spans.
-    Returns {question id: text} and {question id: score}. Without a span the text is empty."""
-    ids = [question.id for question in windows.questions]
-    texts, best = dict.fromkeys(ids, ""), dict.fromkeys(ids, -np.inf)
-    scores, spans = predictions[:, 0], predictions[:, 1:].astype(int)
-    for n in np.argsort(scores, kind="stable"):  # the best one comes last
-        if scores[n] > -np.inf:
-            question = windows.question_of_window[n]
-            (start, _), (_, end) = windows.offsets[n][spans[n] - windows.first_length[n]]
-            texts[question.id] = question.context[start:end].strip()
-            best[question.id] = scores[n]
-    return texts, best
+def best_answers(questions, windows, spans):
+    """Answer each question with the best span of its windows.
+
+    spans: (windows, 3), see predict.best_spans. Returns the texts and the scores of the questions.
+    Without a span the text is empty and the score -inf.
+    """
+    texts = [""] * len(questions)
+    scores = [-np.inf] * len(questions)
+    for window, (score, first, last) in zip(windows, spans):
+        if score > scores[window.question]:
+            start, _ = window.offsets[int(first) - window.first]
+            _, end = window.offsets[int(last) - window.first]
+            texts[window.question] = questions[window.question].context[start:end].strip()
+            scores[window.question] = score
+    return texts, scores
+
+
+def score_squad(questions, texts):
+    """Compute F1 and exact match in percent, as the official evaluate-v1.1.py does.
+
+    Each counts the reference answer that fits best. texts: the answers to the questions.
+    """
+    exact = f1 = 0.0
+    for question, text in zip(questions, texts, strict=True):
+        predicted = normalized_words(text)
+        references = [normalized_words(answer) for _, answer in question.answers]
+        exact += predicted in references
+        f1 += max(words_f1(predicted, words) for words in references)
+    return {"exact_match": 100 * exact / len(questions), "f1": 100 * f1 / len(questions)}
+
+
+def words_f1(predicted, words):
+    common = Counter(predicted) & Counter(words)
+    return 2 * common.total() / max(1, len(predicted) + len(words))
+
+
+def normalized_words(answer):
+    """Split an answer into words in lower case, without ASCII punctuation and articles."""
+    text = "".join(c for c in answer.lower() if c not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
