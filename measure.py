@@ -2,291 +2,412 @@
 Measure trained models: the memory tables and figures of Kim & Jung (2020).
 
 $ python measure.py table out/demo_more out/demo_resm_init --data docs --out results/table2
+$ python measure.py table out/base_resm_init_sst2               # Table 6
+$ python measure.py glue out/base_sst2 out/base_resm_init_sst2  # Tables 4, 5, 7: fine-tuned runs
+$ python measure.py by_class out/base_pkm_sst2 out/base_resm_init_sst2 --out results/figure4
 $ python measure.py staleness out/demo_pkm out/demo_resm_init --out results/figure2
 $ python measure.py curves out/demo_more out/demo_resm_init --out results/figure3
-$ python measure.py slots out/demo_resm_init --layer 2           # what reads its most read slots
+$ python measure.py slots out/demo_resm_init --layer 2          # what reads its most read slots
 $ python measure.py fill out/demo_resm_init "Return a new [MASK] of the given shape."
 $ python measure.py sample out/demo_causal_memory "Returns a new"   # a causal language model
 $ python measure.py browse out/demo_resm_init --out memory      # memory.html: what a slot knows
-$ python measure.py predict out/base_sst2 new.tsv --out said     # a fine-tuned run on new text
-$ python measure.py glue out/base_sst2 out/base_resm_init_sst2  # Tables 4, 5, 7: fine-tuned runs
-$ python measure.py table out/base_resm_init_sst2               # Table 6
-$ python measure.py by_class out/base_pkm_sst2 out/base_resm_init_sst2 --out results/figure4
+$ python measure.py predict out/base_sst2 new.tsv --out said    # a fine-tuned run on new text
 
 --out NAME writes a table to NAME.md and NAME.json, a figure to NAME.png and NAME.svg. For browse it
-writes NAME.html, for predict NAME.tsv, for prune a run; there --curve NAME writes the table.
+writes NAME.html, for predict NAME.tsv. A command's options: python measure.py COMMAND --help
 """
-import re
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from lib.browse import page_data, page_html
-from lib.device import choose_device
-from lib.distributed import is_distributed, run_ranks
+from lib.browse import CorpusReads, page_data, page_html, print_guess
+from lib.corpus import causal_heldout, masked_heldout
+from lib.device import Progress, choose_device, to_device
+from lib.distributed import deal_batches, first_rank_first, run_ranks
 from lib.errors import UserError, need
 from lib.figures import (
-    USAGE,
-    class_table,
-    curves_table,
     draw_class_distances,
     draw_curves,
     draw_staleness,
     perplexity_cell,
-    run_names,
-    staleness_table,
     usage_cells,
     write_table,
 )
 from lib.files import write_text
 from lib.predict import predict_file
 from lib.run import Run
-from lib.settings import DTYPES, Parser, whole_number
-from lib.tasks import score_table, tsv_text
-from lib.tokenizer import load_tokenizer, special_ids, special_tokens
+from lib.settings import Parser
+from lib.tasks import batches_by_length, find_task, load_examples, score_table, tsv_text
+from lib.tokenizer import load_tokenizer, special_tokens, text_tokenizer
 from lib.usage import (
-    CorpusReads,
     check_language_model,
+    class_distances,
     comparable_evaluations,
-    compare_classes,
-    evaluate_runs,
-    print_guess,
+    count_reads,
+    evaluate_language_model,
+    open_corpus,
     slot_staleness,
-    task_usage,
     times_read,
     training_text,
+    usage_metrics,
 )
-from lib.weights import find_weights, load_model
+from lib.weights import find_weights, load_model, read_weights
 from model import value_tables
 
 
 def table(args):
     """Print Table 2 (perplexity and slot usage, with --data) or 6 (usage of fine-tuned runs)."""
-    (table_2 if args.data else table_6)(args)
-
-
-def table_2(args):
-    """Evaluate language models on test splits, with the same batches for all."""
     device, dtype, line = choose_device(args.device, args.dtype)
     print(line)
-    args.data = list(dict.fromkeys(args.data))  # each once
-    seq_len, runs = evaluate_runs(args.runs, args.data, device, dtype, args.batch_size,
-                                  args.sequences, args.repeats)
-    rows = []
-    for run in runs:
-        results = list(run["results"].values())
-        rows.append([run["run"], run["steps"], run["seed"], *map(perplexity_cell, results),
-                     *usage_cells([result["layers"] for result in results[0]])])
+    if args.data:
+        table_2(args, device, dtype)
+    else:
+        table_6(args, device)
+
+
+def table_2(args, device, dtype):
+    """Evaluate language models on test splits, with the same batches for all."""
+    causal = read_weights(args.runs[0])["config"].causal
+    for path in args.runs:  # report mistakes before the long work starts
+        check_language_model(path, causal)
+    seq_len = min(training_text(path)[0] for path in args.runs)
+    heldout = {}
+    for name in args.data:
+        text = open_corpus(name, *args.runs), "test", seq_len, args.batch_size, args.sequences
+        if causal:  # windows overlap by half, and each token is predicted once
+            heldout[name] = [causal_heldout(*text, stride=seq_len // 2)]
+        else:
+            heldout[name] = [masked_heldout(*text, masking) for masking in range(args.repeats)]
+    rows, records = [], []
+    for path in args.runs:
+        checkpoint, _ = find_weights(path)
+        print(f"{path}: weights of {checkpoint}")
+        model = load_model(checkpoint).to(device)
+        results = {name: [] for name in heldout}
+        for name, maskings in heldout.items():
+            for batches in maskings:
+                batches = Progress(batches, f"{path}, data/{name}")
+                evaluation, _ = evaluate_language_model(model, batches, device, dtype)
+                results[name].append(evaluation)
+        trained = Run(checkpoint.parent).steps_and_seed(checkpoint)
+        perplexities = {f"{name} ppl": perplexity_cell(results[name]) for name in results}
+        usages = [evaluation["layers"] for evaluation in results[args.data[0]]]
+        rows.append({"run": path, **trained, **perplexities, **usage_cells(usages)})
+        records.append({"run": path, "checkpoint": str(checkpoint), **trained, "results": results})
     note = (f"Test splits, {args.sequences or 'all'} sequences of {seq_len}. Sequences of a "
             "causal model overlap by half, and its usage counts a token in both. Usage on "
             f"data/{args.data[0]}. Several maskings: mean [lowest, highest]. Steps: those of the "
             "initial model + the run's own. Only rows with the same number of steps show what the "
             "memory does. Each is one run of one seed, and another seed alone changes the "
-            "perplexity: run several before you trust a small difference."
-            f"")
-    header = ["run", "steps", "seed", *(f"{name} ppl" for name in args.data), *USAGE]
-    write_table(args.out, header, rows, note, {"note": note, "runs": runs})
+            "perplexity: run several before you trust a small difference.")
+    write_table(args.out, rows, note, {"note": note, "runs": records})
 
 
-def table_6(args):
+def table_6(args, device):
     """Count what each fine-tuned model reads in the training examples of its task."""
-    device = open_device(args)
-    records = [task_usage(path, args.sequences, device) for path in args.runs]
-    rows = [[r["run"], r["task"], f"{r['examples']:,}", *usage_cells([r["layers"]])]
-            for r in records]
-    write_table(args.out, ["run", "task", "examples", *USAGE], rows,
-                       "The best epoch so far, train split, nothing masked, padding not counted."
-                       "", records)
+    rows, records = [], []
+    for path in args.runs:
+        task, examples, chosen = training_examples(path, args.sequences)
+        counts = count_task_reads(path, examples, chosen, device)
+        layers = {layer: usage_metrics(**sums) for layer, sums in counts.items()}
+        facts = {"run": path, "task": task, "examples": len(chosen)}
+        rows.append({**facts, **usage_cells([layers])})
+        records.append({**facts, "layers": layers})
+    note = "The best epoch so far, train split, nothing masked, padding not counted."
+    write_table(args.out, rows, note, records)
+
+
+def training_examples(path, sequences):
+    """Load a fine-tuned run's training examples.
+
+    Returns the task's name, the Examples, and the indices of `sequences` of them, evenly spread.
+    None stands for all.
+    """
+    checkpoint, vocab = find_weights(path)
+    settings = Run(checkpoint.parent).settings()
+    if "task" not in settings:
+        raise UserError(f"{path}: not a fine-tuned run; table takes others with --data NAME")
+    print(f"{path}: weights of {checkpoint}")
+    with first_rank_first():
+        task = find_task(settings["task"])
+    tokenizer = text_tokenizer(vocab)
+    limits = settings["max_len"], settings["doc_stride"]
+    examples = load_examples(task, "train", tokenizer, *limits)
+    total = len(examples.ids)
+    chosen = np.linspace(0, total - 1, min(sequences or total, total)).astype(int)
+    return task.name, examples, chosen
+
+
+@torch.no_grad()
+def count_task_reads(path, examples, chosen, device):
+    """Count what the model at `path` reads in the examples `chosen` (see count_reads)."""
+    model = load_model(path).to(device).eval()
+    batches = batches_by_length(examples.lengths[chosen], 32)
+    with count_reads(model) as counts:
+        for batch in deal_batches(Progress(batches, path)):
+            model.bert(**to_device(examples.pad(chosen[batch]), device))
+    return counts
 
 
 def glue(args):
     """Print Tables 4, 5 and 7: dev scores of fine-tuned runs, medians over their seeds."""
     header, rows, records = score_table(args.runs)
-    write_table(args.out, header, rows,
-                       "Dev splits, median over the seeds of each seed's best epoch; -: not run. "
-                       "Avg: of the six columns from MNLI-m to CoLA, once all are there.", records)
+    rows = [dict(zip(header, row, strict=True)) for row in rows]
+    write_table(args.out, rows,
+                "Dev splits, median over the seeds of each seed's best epoch; -: not run. "
+                "Avg: of the six columns from MNLI-m to CoLA, once all are there.", records)
 
 
 def by_class(args):
     """Draw Figure 4: how far apart two classes' slots are, before and after fine-tuning."""
-    names = run_names(args.runs, args.names)
+    if args.out:
+        need("matplotlib", "a figure")  # which is drawn after long work
     device = open_device(args)
-    records = [record for path in args.runs
-               for record in compare_classes(path, args.sequences, device)]
-    write_table(args.out, *class_table(records), records,
-                       lambda data: draw_class_distances(data, names))
+    records = []
+    for path in args.runs:
+        _, examples, chosen = training_examples(path, args.sequences)
+        halves = draw_halves(path, examples.labels[chosen], chosen)
+        start = Run(find_weights(path)[0].parent).settings()["init_checkpoint"]
+        for when, weights in (("before", start), ("after", path)):
+            counts = [count_task_reads(weights, examples, half, device) for half in halves]
+            for layer in counts[0]:
+                top1 = np.array([half[layer]["top1"] for half in counts])  # (4, n_slots)
+                records.append({"run": path, "when": when, "layer": layer,
+                                **class_distances(top1[2:], top1[:2]),
+                                "accesses": int(top1.sum()) // 4})
+    figure = draw_class_distances(records, run_names(args)) if args.out else None
+    write_table(args.out, records,
+                "Top-1 slots, train split: KL(class 1 || 0.9 class 0 + 0.1 class 1) in nats, at "
+                "most 2.30, and IOU of the shares of the slots. Floor: the same between two random "
+                "halves of one class. kl and iou are corrected for it: a KL of 0 and an IOU of 1 "
+                "mean no more difference than that. Accesses: of each half.", records, figure)
+
+
+def draw_halves(path, labels, chosen):
+    """Draw two halves of class 0, then two of class 1, all of one size: indices, (4, size)."""
+    rng = np.random.default_rng(0)
+    classes = [chosen[labels == label] for label in np.unique(labels)]
+    size = min(map(len, classes)) // 2
+    if len(classes) != 2 or not size:
+        raise UserError(f"{path}: expected two classes with two examples or more, found "
+                        f"{list(map(len, classes))} examples")
+    drawn = [rng.permutation(members)[:2 * size] for members in classes]
+    return np.concatenate(drawn).reshape(4, size)
 
 
 def staleness(args):
     """Draw Figure 2: how many slots were last top-1 at which usage snapshot of a run."""
-    names = run_names(args.runs, args.names)
     records = [record for path in args.runs for record in slot_staleness(path)]
-    write_table(args.out, *staleness_table(records), records,
-                       lambda data: draw_staleness(data, names))
+    rows = []
+    for record in records:
+        shares = {step: f"{share:.1%}" for step, share in record["slots"].items()}
+        rows.append({name: record[name] for name in ("run", "layer", "accesses")} | shares)
+    figure = draw_staleness(records, run_names(args)) if args.out else None
+    write_table(args.out, rows,
+                "Share of the slots by the step of the last snapshot at which they were top-1. "
+                "Accesses: in a snapshot.", records, figure)
 
 
 def curves(args):
     """Draw Figure 3: perplexity and top-1 usage against the step, for several runs."""
-    names = run_names(args.runs, args.names)
-    corpus, runs = comparable_evaluations(args.runs)
-    write_table(args.out, *curves_table(runs, corpus), runs,
-                       lambda data: draw_curves(data, names))
+    runs = comparable_evaluations(args.runs)
+    rows = []
+    for path, evaluations in runs.items():
+        first, last = evaluations[0], evaluations[-1]
+        usage = [f"{metrics['top1_mu']:.1%}" for metrics in last["layers"].values()]
+        rows.append({"run": path, "steps": last["step"], "first ppl": first["perplexity"],
+                     "last ppl": last["perplexity"], "accuracy": last["accuracy"],
+                     "layers": "/".join(last["layers"]), "top-1 MU": "/".join(usage)})
+    figure = draw_curves(runs, run_names(args)) if args.out else None
+    write_table(args.out, rows, "Held-out text; the steps of the initial model count.", runs,
+                figure)
+
+
+def run_names(args):
+    """Return {path of a run: its name in a figure}: those of --names, or the paths."""
+    return dict(zip(args.runs, args.names or args.runs, strict=True))
 
 
 def slots(args):
     """Show the most read slots of a layer, or given ones, with contexts."""
-    checkpoint, corpus = read_corpus(args)
+    model, checkpoint = open_model(args)
+    corpus = CorpusReads(model, args.run, args.data, args.sequences)
     if args.layer not in corpus.layers:
         raise UserError(f"{args.run}: no memory in layer {args.layer}; its memory layers: "
                         f"{', '.join(map(str, corpus.layers))}")
-    (reads, _), n_slots = corpus.layers[args.layer], corpus.n_slots[args.layer]
-    if bad := [slot for slot in args.slot if not 0 <= slot < n_slots]:
-        raise UserError(f"slot {bad[0]}: layer {args.layer} has slots 0 to {n_slots - 1}")
-    read, top1 = times_read(reads, n_slots)
-    records = [{"slot": slot, "reads": int(read[slot]), "top1": int(top1[slot]),
-                "contexts": corpus.contexts(args.layer, slot, args.contexts)}
-               for slot in args.slot or np.argsort(-read, kind="stable")[:args.most].tolist()]
-    rows = [[r["slot"], r["reads"], r["top1"], *context] for r in records
-            for context in r["contexts"] or [(0.0, "(never read)")]]
+    reads, _ = corpus.layers[args.layer]
+    read, top1 = times_read(reads, corpus.n_keys**2)
+    rows, records = [], []
+    for slot in args.slot or np.argsort(-read, kind="stable")[:args.most].tolist():
+        contexts = corpus.contexts(args.layer, slot, args.contexts)
+        facts = {"slot": slot, "reads": int(read[slot]), "top1": int(top1[slot])}
+        records.append({**facts, "contexts": contexts})
+        for weight, context in contexts or [(0.0, "(never read)")]:
+            rows.append({**facts, "weight": weight, "context": context})
     note = (f"Layer {args.layer} of {checkpoint}; {len(reads):,} tokens of data/{corpus.name} x "
             f"{reads.shape[1]} heads; weights are summed over the heads.")
-    header = "slot", "reads", "top-1", "weight", "context"
-    write_table(args.out, header, rows, note, records)
+    write_table(args.out, rows, note, records)
 
 
-def browse(args):
-    """Write an HTML page of what slots know: usage, contexts, a search for words."""
-    checkpoint, corpus = read_corpus(args)
-    snapshots = {}
-    if any(Path(args.run, "usage").glob("step_*.npz")):  # a folder of weights has none
-        snapshots = Run(args.run).usage_snapshots()
-    data = page_data(corpus, snapshots, args.contexts)
-    note = (f"{checkpoint.name}: what {corpus.ids.size:,} tokens of data/{corpus.name}'s test text "
-            "read, nothing masked")
-    file = Path(f"{args.out}.html")
-    write_text(file, page_html({"title": args.run, "note": note, **data}))
-    print(f"wrote {file}, {file.stat().st_size / 1e6:.1f} MB: open it in a browser")
+def open_device(args):
+    """Choose the device of --device, and print it."""
+    device, _, line = choose_device(args.device, "float32")
+    print(line)
+    return device
+
+
+def open_model(args):
+    """Load the model of args.run. Returns (model, folder of its weights)."""
+    checkpoint, _ = find_weights(args.run)
+    return load_model(checkpoint).eval().to(open_device(args)), checkpoint
+
+
+def open_language_model(args, causal):
+    """Load the language model of args.run, to ask it.
+
+    Returns (model, its tokenizer, folder of its weights, CorpusReads). The last is None for a
+    model without memory.
+    """
+    check_language_model(args.run, causal)
+    model, checkpoint = open_model(args)
+    corpus = None
+    if value_tables(model):
+        corpus = CorpusReads(model, args.run, args.data, args.sequences)
+    return model, load_tokenizer(find_weights(checkpoint)[1]), checkpoint, corpus
 
 
 def fill(args):
     """Guess each [MASK]; show the slots read there, and what else reads those."""
     model, tokenizer, checkpoint, corpus = open_language_model(args, causal=False)
-    special, mask_id = special_tokens(tokenizer.get_vocab()), special_ids(tokenizer).mask
+    special = special_tokens(tokenizer.get_vocab())
+    mask_id = tokenizer.token_to_id(special.mask)
     for text in args.texts:
         masked = text.replace("[MASK]", special.mask)
         ids = tokenizer.encode(special.cls + masked + special.sep).ids
         if mask_id not in ids:
             raise UserError(f"no [MASK] in {text!r}: write one where a word is to be guessed")
         print(f"{checkpoint}: {text}")
-        for position in [n for n, token in enumerate(ids) if token == mask_id]:
+        for position in np.flatnonzero(np.equal(ids, mask_id)):
             print(f"[MASK] at token {position}:")
             print_guess(model, tokenizer, ids, position, corpus, args.contexts)
 
 
 def sample(args):
     """Continue a text; show first the likeliest next tokens and the slots read for them."""
-    if not 0 <= args.temperature < float("inf"):
-        raise UserError(f"--temperature {args.temperature}: expected a number, 0 or more")
     model, tokenizer, checkpoint, corpus = open_language_model(args, causal=True)
     start = special_tokens(tokenizer.get_vocab()).sep  # a document begins
-    ids, window = tokenizer.encode(start + args.text).ids, training_text(args.run)[0]
-    seen = ids[-window:]
+    ids = tokenizer.encode(start + args.text).ids
+    window, _ = training_text(args.run)
     print(f"{checkpoint}: {args.text}\nnext:")
-    print_guess(model, tokenizer, seen, len(seen) - 1, corpus, args.contexts)
+    print_guess(model, tokenizer, ids[-window:], -1, corpus, args.contexts)
     generator = torch.Generator().manual_seed(args.seed)
     for number in range(1, args.samples + 1):
         new = model.generate(ids, args.tokens, window, args.temperature, args.top_k, generator)
         print(f"sample {number}: {tokenizer.decode(new[1:], skip_special_tokens=False)}")
 
 
+def browse(args):
+    """Write an HTML page of what slots know: usage, contexts, a search for words."""
+    model, checkpoint = open_model(args)
+    corpus = CorpusReads(model, args.run, args.data, args.sequences)
+    snapshots = {}
+    if Path(args.run, "usage").exists():  # a folder of weights has none
+        snapshots = Run(args.run).usage_snapshots()
+    note = (f"{checkpoint.name}: what {corpus.ids.size:,} tokens of data/{corpus.name}'s test text "
+            "read, nothing masked")
+    data = page_data(corpus, snapshots, args.contexts)
+    write_text(f"{args.out}.html", page_html({"title": args.run, "note": note, **data}))
+    print(f"wrote {args.out}.html: open it in a browser")
+
+
 def predict(args):
     """Predict for new texts with a fine-tuned model; print or write a TSV table."""
-    device, _, _ = choose_device(args.device, "float32")  # the table is alone on stdout
-    file, out = Path("/dev/stdin" if args.file == "-" else args.file), Path(f"{args.out}.tsv")
-    if args.out and out.resolve() == file.resolve():
-        raise UserError(f"--out {args.out}: it would replace {file}: name a new table")
+    device, _, _ = choose_device(args.device)  # the table is alone on stdout
+    file = Path("/dev/stdin" if args.file == "-" else args.file)
     header, rows = predict_file(args.run, file, device)
     text = tsv_text([header, *rows])
     if args.out:
-        write_text(out, text)
-        text = f"wrote {out}: {len(rows):,} rows\n"
-    print(text, end="")
+        write_text(f"{args.out}.tsv", text)
+    else:
+        print(text, end="")
 
 
-def open_device(args):
-    """Choose the device of --device and print it."""
-    device, _, line = choose_device(args.device, "float32")
-    print(line)
-    return device
+def command_line():
+    """Make the parser: a section for each command, in the order of the docstring above."""
+    parser = Parser(description=__doc__)
+    sections = parser.add_subparsers(required=True, metavar="COMMAND")
 
+    def begin(command, *parents):
+        section = sections.add_parser(command.__name__, help=command.__doc__, parents=parents)
+        section.set_defaults(call=command)
+        return section.add_argument
 
-def read_corpus(args):
-    """Read a corpus with the model of args.run: (folder of its weights, CorpusReads)."""
-    checkpoint, _ = find_weights(args.run)
-    model = load_model(checkpoint).eval().to(open_device(args))
-    return checkpoint, CorpusReads(model, args.run, args.data, args.sequences)
+    runs = Parser(add_help=False)
+    runs.add_argument("runs", nargs="+", metavar="out/RUN")
+    runs.add_argument("--out", metavar="NAME", help="write NAME.md and NAME.json")
 
+    option = begin(table, runs)
+    option("--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it (Table 2)")
+    option("--sequences", type=int, help="a quick look at N, spread evenly")
+    option("--repeats", type=int, default=1, help="maskings (1)")
+    option("--batch_size", type=int, default=8, help="sequences (8)")
+    option("--dtype", default="float32", help="auto, float32, bfloat16 or float16")
+    option("--device", default="auto", help="auto, cuda, mps or cpu")
 
-def open_language_model(args, causal):
-    """Load the language model of args.run: (model, tokenizer, folder of its weights, CorpusReads).
-    The last is None for a model without memory, or if the run's corpus is not there."""
-    check_language_model(args.run, causal)
-    checkpoint, vocab = find_weights(args.run)
-    model, corpus = load_model(checkpoint).eval().to(open_device(args)), None
-    try:
-        if value_tables(model):
-            corpus = CorpusReads(model, args.run, args.data, args.sequences)
-    except UserError as error:
-        if args.data:
-            raise
-        print(f"what else reads the slots is not shown: {error}")
-    return model, load_tokenizer(vocab), checkpoint, corpus
+    begin(glue, runs)
+
+    figure = Parser(add_help=False, parents=[runs])
+    figure.add_argument("--names", nargs="+", help="of the runs, in the figure")
+
+    option = begin(by_class, figure)
+    option("--sequences", type=int, help="a quick look at N, spread evenly")
+    option("--device", default="auto", help="auto, cuda, mps or cpu")
+
+    begin(staleness, figure)
+    begin(curves, figure)
+
+    reader = Parser(add_help=False)
+    reader.add_argument("run", metavar="RUN", help="out/RUN, or one of its checkpoints")
+    reader.add_argument("--data", metavar="NAME", help="data/NAME, not the run's corpus")
+    reader.add_argument("--sequences", type=int, default=512,
+                        help="of its test text (512)")
+    reader.add_argument("--device", default="auto", help="auto, cuda, mps or cpu")
+
+    option = begin(slots, reader)
+    option("--layer", type=int, required=True, help="counted from 1")
+    option("--slot", type=int, nargs="+", help="these slots")
+    option("--most", type=int, default=10, help="or the N most read (10)")
+    option("--contexts", type=int, default=3, help="for a slot (3)")
+    option("--out", metavar="NAME", help="write NAME.md and NAME.json")
+
+    option = begin(fill, reader)
+    option("texts", nargs="+", metavar="TEXT", help="a text with [MASK] in it, in quotes")
+    option("--contexts", type=int, default=3, help="for a slot (3)")
+
+    option = begin(sample, reader)
+    option("text", help="the prompt, or '' for none; [SEP] ends a document")
+    option("--tokens", type=int, default=40, help="to add (40)")
+    option("--samples", type=int, default=1, help="how many continuations (1)")
+    option("--temperature", type=float, default=0.8, help="0: the likeliest token (0.8)")
+    option("--top_k", type=int, default=50, help="draw from the N likeliest (50)")
+    option("--seed", type=int, default=0, help="of the draws (0)")
+    option("--contexts", type=int, default=3, help="for a slot (3)")
+
+    option = begin(browse, reader)
+    option("--contexts", type=int, default=8, help="for a slot (8)")
+    option("--out", required=True, metavar="NAME", help="write NAME.html")
+
+    option = begin(predict)
+    option("run", metavar="RUN", help="a fine-tuned out/RUN, or one of its seeds")
+    option("file", metavar="FILE", help="TSV with a header, SQuAD's JSON, or - (stdin)")
+    option("--device", default="auto", help="auto, cuda, mps or cpu")
+    option("--out", metavar="NAME", help="write NAME.tsv")
+    return parser
 
 
 def main(argv=None):
-    parser = Parser(description=__doc__)
-    option = parser.commands(table, glue, by_class, staleness, curves, slots, fill, sample,
-                             browse, predict)
-    number = {"type": whole_number, "metavar": "N"}
-    readers = "slots fill sample browse"  # commands that read a corpus with one model
-    option("table glue by_class staleness curves", "runs", nargs="+", metavar="out/RUN")
-    option(f"{readers} predict", "run", metavar="RUN", help="out/<run>, a seed or a checkpoint")
-    option("by_class staleness curves", "--names", nargs="+", help="of runs, in the figure")
-    option("predict", "file", metavar="FILE", help="TSV with a header, SQuAD's JSON, or - (stdin)")
-    option("fill", "texts", nargs="+", metavar="TEXT", help="a text with [MASK] in it, in quotes")
-    option("sample", "text", help="the prompt, or '' for none; [SEP] ends a document")
-    option("sample", "--tokens", **number, default=40, help="to add (40)")
-    option("sample", "--samples", **number, default=1, help="(1)")
-    option("sample", "--temperature", type=float, default=0.8, help="0: the likeliest token (0.8)")
-    option("sample", "--top_k", **number, default=50, help="draw from the N likeliest (50)")
-    option("sample", "--seed", type=partial(whole_number, least=0), default=0, help="(0)")
-    option("table", "--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it")
-    option(f"{readers}", "--data", metavar="NAME", help="data/NAME, not the run's corpus")
-    option("table by_class", "--sequences", **number, help="a quick look at N, spread evenly")
-    option(readers, "--sequences", **number, default=512, help="of its test text (512)")
-    option("table", "--repeats", **number, default=1, help="maskings (1)")
-    option("table", "--batch_size", **number, default=8, help="sequences (8)")
-    option("slots", "--layer", type=int, required=True, help="counted from 1")
-    option("slots", "--slot", type=int, nargs="+", default=[], metavar="N", help="these slots")
-    option("slots", "--most", **number, default=10, help="or the N most read (10)")
-    option("slots fill sample", "--contexts", **number, default=3, help="for a slot (3)")
-    option("browse", "--contexts", **number, default=8, help="for a slot (8)")
-    option(f"table by_class {readers} predict", "--device", default="auto",
-           help="cuda, mps, cpu")
-    option("table", "--dtype", choices=DTYPES, default="float32", help="(float32)")
-    out = {"metavar": "NAME",
-           "type": lambda name: re.sub(r"(\.(md|json|png|svg|html|tsv))?/*$", "", name)}
-    option("table glue by_class staleness curves slots predict", "--out", **out,
-           help="write NAME.md, NAME.json, ...; predict: NAME.tsv")
-    option("browse", "--out", **out, required=True, help="write NAME.html")
-    args = parser.parse_args(argv)
-    if args.command == "by_class" and args.out:
-        need("matplotlib", "a figure")  # which is drawn after long work
-    if is_distributed() and args.command != "table":
-        raise UserError(f"{args.command}: one process does it: python measure.py; torchrun is for "
-                        "table")
+    args = command_line().parse_args(argv)
     args.call(args)
 
 
