@@ -1,5 +1,5 @@
 """
-Make small random models of transformers with a memory, and copies that compute it by hand.
+Small random models of transformers with a memory, and models that compute it by hand.
 """
 import copy
 
@@ -32,8 +32,8 @@ DECODERS = {
                        "word_embed_proj_dim": 16, "dropout": 0.0},
 }
 ENCODERS = {
-    "ModernBertForMaskedLM": {**SIZES, "local_attention": 4, "layer_types": [
-        "full_attention", "sliding_attention"]},
+    "ModernBertForMaskedLM": {**SIZES, "local_attention": 4,
+                              "layer_types": ["full_attention", "sliding_attention"]},
     "BertForMaskedLM": BERT,
     "RobertaForMaskedLM": BERT,
     "XLMRobertaForMaskedLM": BERT,
@@ -70,7 +70,7 @@ def with_memory(kind, layers=(1, 2), alpha=0.6, beta=1.5, dtype=torch.double, **
     model = small_model(kind, **more).to(dtype)
     add_memory(model, layers, alpha, beta, **MEMORY)
     spread(model)
-    for n in layers if beta else ():
+    for n in layers:
         norm = find_layers(model)[n - 1].memory.query_norm
         norm.running_mean.normal_()
         norm.running_var.uniform_(0.5, 2)
@@ -86,34 +86,32 @@ def batch(padding="right"):
 
 
 def logits(model, ids, mask):
-    return model(ids, attention_mask=mask, **no_cache(model)).logits
-
-
-def no_cache(model):
-    model = getattr(model, "_orig_mod", model)  # of a compiled one
-    return {"use_cache": False} if type(model).__name__ in DECODERS else {}
-
-
-def loss_of(model, ids, mask):
-    """Compute a loss of all real tokens and of no padding."""
-    return logits(model, ids, mask)[mask.bool()].double().square().mean()
+    """Compute the logits of the real tokens."""
+    plain = getattr(model, "_orig_mod", model)  # of a compiled one
+    cache = {"use_cache": False} if type(plain).__name__ in DECODERS else {}
+    return model(ids, attention_mask=mask, **cache).logits[mask.bool()]
 
 
 def gradients(model, *batches):
     """Run all batches, then go backward. Returns {name: gradient}; of values: by their reads."""
     model.zero_grad()
-    sum(loss_of(model, ids, mask) for ids, mask in batches).backward()
-    model = getattr(model, "_orig_mod", model)
+    sum(logits(model, *b).square().mean() for b in batches).backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for name, module in model.named_modules():
-        if hasattr(module, "reads"):
-            grad = torch.zeros_like(module.weight)
-            for slots, weights, grad_out in module.reads:
+        if hasattr(module, "pending"):
+            found[f"{name}.weight"] = grad = torch.zeros_like(module.weight)
+            for slots, weights, grad_out in module.pending:
                 products = weights[..., None] * grad_out[:, None]
-                grad.index_add_(0, slots.flatten(), products.flatten(0, 1).to(grad))
-            module.reads.clear()
-            found[f"{name}.weight"] = grad
+                grad.index_add_(0, slots.flatten(), products.flatten(0, 1))
+            module.pending.clear()
     return found
+
+
+def assert_same_gradients(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        size = max(grad.norm().item(), 1e-3)  # some have a gradient of 0, such as a query's bias
+        assert (found[name] - grad).norm() <= tolerance * size, name
 
 
 class ByHand(nn.Module):
@@ -147,30 +145,27 @@ class ByHand(nn.Module):
         return torch.zeros_like(x).index_put((real,), read)
 
 
-def by_hand(model, alpha=0.6, beta=1.5, layers=(1, 2)):
-    """Make a plain model whose FFNs are replaced by hand. Returns it and {name: parameter}, with
-    the names of `model`, a model with memory."""
-    plain = small_model(type(model).__name__).to(next(model.parameters()).dtype)
+def by_hand(model, mask, alpha=0.6, beta=1.5):
+    """Make a plain model whose two FFNs are replaced by hand. Returns it and {name: parameter},
+    with the names of `model`, a model with two memories."""
+    plain = small_model(type(model).__name__).double()
     plain.load_state_dict(model.state_dict(), strict=False)
     parameters = dict(plain.named_parameters())
-    for n in layers:
-        memory = copy.deepcopy(find_layers(model)[n - 1].memory)
-        layer = find_layers(plain)[n - 1]
+    modules = {module: name for name, module in model.named_modules()}
+    for layer, original in zip(find_layers(plain), find_layers(model), strict=True):
+        memory = copy.deepcopy(original.memory).requires_grad_(True)
         if hasattr(layer, "fc1"):
             ffn = nn.Sequential(layer.fc1, layer.activation_fn, layer.fc2)
             layer.fc1 = layer.activation_fn = nn.Identity()
-            layer.fc2 = ByHand(ffn, memory, alpha, beta)
+            layer.fc2 = ours = ByHand(ffn, memory, alpha, beta)
         elif hasattr(layer, "intermediate"):
-            layer.output = ByHand(layer.output.dense, memory, alpha, beta, layer.output.LayerNorm)
+            ours = ByHand(layer.output.dense, memory, alpha, beta, layer.output.LayerNorm)
+            layer.output = ours
         else:
             name = "mlp" if hasattr(layer, "mlp") else "ffn"
-            setattr(layer, name, ByHand(getattr(layer, name), memory, alpha, beta))
-        where = next(name for name, m in model.named_modules() if m is find_layers(model)[n - 1])
-        parameters |= {f"{where}.memory.{name}": p for name, p in memory.named_parameters()}
+            ours = ByHand(getattr(layer, name), memory, alpha, beta)
+            setattr(layer, name, ours)
+        ours.real = mask.bool()
+        prefix = f"{modules[original]}.memory."
+        parameters |= {prefix + name: p for name, p in memory.named_parameters()}
     return plain.train(model.training), parameters
-
-
-def tell_padding(plain, mask):
-    for module in plain.modules():
-        if isinstance(module, ByHand):
-            module.real = mask.bool()

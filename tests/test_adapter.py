@@ -1,0 +1,145 @@
+"""
+A memory alone, saved and loaded: beside its model, beside an adapter of PEFT.
+"""
+import pytest
+import torch
+
+from for_transformers.adapter import find_memories, load_memory, save_memory, train_memory
+from for_transformers.add_memory import add_memory
+from lib.errors import UserError
+from tests.helpers import assert_near, assert_same
+from tests.small_models import MEMORY, batch, logits, small_model, transformers, with_memory
+from values import LazyAdam
+
+
+def base(kind="BertForMaskedLM", **more):
+    """Make a random model of three layers. The same arguments give the same weights."""
+    return small_model(kind, **{"num_hidden_layers": 3, **more}).eval()
+
+
+def model_with_memory(seed=1):
+    """Make a model with two memories, whose batch norms have statistics."""
+    model = base()
+    torch.manual_seed(seed)
+    add_memory(model, (1, 3), alpha=0.6, beta=1.5, **MEMORY)
+    with torch.no_grad():
+        logits(model.train(), *batch())
+    return model.eval()
+
+
+def test_a_memory_comes_back_bit_for_bit(tmp_path):
+    model, (ids, mask) = model_with_memory(), batch()
+    save_memory(model, tmp_path)
+    again = base()
+    tables = load_memory(again, tmp_path)
+    assert list(tables) == [1, 3] and tables[3] is find_memories(again)["3"].values
+    assert_same(dict(model.state_dict()), dict(again.state_dict()))
+    assert torch.equal(logits(again, ids, mask), logits(model, ids, mask))
+    values = LazyAdam(tables.values())  # and it can be trained on
+    logits(again.train(), ids, mask).square().mean().backward()
+    values.step()
+    assert not torch.equal(tables[1].weight, find_memories(model)["1"].values.weight)
+
+
+def test_a_whole_model_is_saved_with_its_memory_beside(tmp_path):
+    """transformers reports the memory as unexpected. load_memory adds it, also to other classes."""
+    model = model_with_memory()
+    model.save_pretrained(tmp_path)
+    save_memory(model, tmp_path)
+    again = transformers.BertForMaskedLM.from_pretrained(tmp_path)
+    load_memory(again, tmp_path)
+    assert_near(logits(again, *batch()), logits(model, *batch()), 1e-6)
+    other = transformers.BertForSequenceClassification.from_pretrained(tmp_path)
+    load_memory(other, tmp_path)
+    assert torch.equal(find_memories(other)["3"].keys, find_memories(model)["3"].keys)
+
+
+@pytest.mark.parametrize("kind", ["DistilBertForMaskedLM", "GPT2LMHeadModel"])
+def test_other_names_in_the_config(tmp_path, kind):
+    model = with_memory(kind)
+    save_memory(model, tmp_path)
+    again = small_model(kind).double().eval()
+    state = {name: w for name, w in model.state_dict().items() if ".memory." not in name}
+    again.load_state_dict(state)
+    load_memory(again, tmp_path)
+    assert_near(logits(again, *batch()), logits(model, *batch()), 1e-12)
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    with pytest.raises(UserError, match="BertForMaskedLM has no memory to save"):
+        save_memory(base(), tmp_path)
+    with pytest.raises(UserError, match="memory.safetensors is missing"):
+        load_memory(base(), tmp_path)
+    save_memory(model_with_memory(), tmp_path)
+    for other in (base(hidden_size=32), base("RobertaForMaskedLM"), base(num_hidden_layers=4)):
+        with pytest.raises(UserError, match="has the memory of .*'bert'.*, not of"):
+            load_memory(other, tmp_path)
+        assert not find_memories(other)
+    with pytest.raises(ValueError, match="without a memory"):
+        load_memory(model_with_memory(), tmp_path)
+
+
+# PEFT
+
+
+def lora(model, **more):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(2)
+    return peft.get_peft_model(model, peft.LoraConfig(**{
+        "r": 2, "target_modules": ["query", "value"], "exclude_modules": ["memory.query"],
+        "init_lora_weights": False, **more}))
+
+
+@pytest.mark.parametrize("adapter_first", [False, True])
+def test_an_adapter_and_a_memory(tmp_path, adapter_first):
+    """Both are trained, saved and loaded, in either order."""
+    peft = pytest.importorskip("peft")
+    if adapter_first:
+        model = lora(base())
+        tables = add_memory(model.get_base_model(), (1, 3), **MEMORY)
+    else:
+        model = base()
+        tables = add_memory(model, (1, 3), **MEMORY)
+        model = lora(model)
+    train_memory(model)
+    before = {name: w.clone() for name, w in model.state_dict().items()}
+    dense = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    values = LazyAdam(tables.values())
+    logits(model.train(), *batch()).square().mean().backward()
+    for optimizer in (dense, values):
+        optimizer.step()
+    moved = {name for name, w in model.state_dict().items() if not torch.equal(w, before[name])}
+    assert moved == {name for name in before if ".memory." in name or "lora_" in name}
+
+    model.save_pretrained(tmp_path)
+    save_memory(model, tmp_path)
+    again = base()
+    if adapter_first:
+        again = peft.PeftModel.from_pretrained(again, tmp_path)
+        load_memory(again.get_base_model(), tmp_path)
+    else:
+        load_memory(again, tmp_path)
+        again = peft.PeftModel.from_pretrained(again, tmp_path)
+    assert_same(dict(model.state_dict()), dict(again.state_dict()))
+    assert torch.equal(logits(model.eval(), *batch()), logits(again.eval(), *batch()))
+
+
+@pytest.mark.parametrize("config", [{"exclude_modules": None}, {"modules_to_save": ["memory"]}])
+def test_an_adapter_in_the_memory_is_refused(tmp_path, config):
+    model = lora(model_with_memory(), **config)
+    for work in (train_memory, lambda model: save_memory(model, tmp_path)):
+        with pytest.raises(UserError, match="PEFT changes 1..* of the memories: .*exclude_modules"):
+            work(model)
+
+
+@pytest.mark.parametrize("kind, target", [
+    ("BertForMaskedLM", "output.dense"), ("LlamaForCausalLM", "down_proj"),
+    ("OPTForCausalLM", "fc2")])
+def test_a_merged_adapter_changes_no_output(kind, target):
+    """alpha scales the adapter with the FFN, and the memory stays."""
+    model = with_memory(kind, alpha=1.0 if kind.startswith("OPT") else 0.5)
+    model = lora(model, target_modules=[target]).eval()
+    expected = logits(model, *batch())
+    merged = model.merge_and_unload()
+    assert len(find_memories(merged)) == 2
+    assert_near(logits(merged, *batch()), expected, 1e-6)

@@ -1,0 +1,200 @@
+"""
+Memories trained by transformers' Trainer, and by accelerate, in one process and in two.
+"""
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from for_transformers.adapter import find_memories, load_memory, train_memory
+from for_transformers.add_memory import add_memory
+from lib.errors import UserError
+from tests.helpers import ROOT, assert_near, assert_same
+from tests.small_models import MEMORY, transformers
+from tests.test_adapter import base, lora
+from values import LazyAdam
+
+accelerate = pytest.importorskip("accelerate")
+
+from for_transformers.trainer import StepValues
+
+EPS = 1e-3  # not so small that Adam makes updates of gradients that are rounding
+
+
+def examples(count=24):
+    """Draw padded sentences with labels at their real tokens."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(count):
+        length = int(torch.randint(5, 21, (), generator=generator))
+        ids = torch.randint(1, 40, (20,), generator=generator)
+        mask = (torch.arange(20) < length).long()
+        rows.append({"input_ids": ids * mask, "attention_mask": mask,
+                     "labels": torch.where(mask.bool(), ids, -100)})
+    return rows
+
+
+def model_with_memory(seed=1, dropout=0.1, adapter=False):
+    """Make a model with two memories. Returns it and the optimizer of their values."""
+    model = base(hidden_dropout_prob=dropout)
+    torch.manual_seed(seed)
+    tables = add_memory(model, (1, 3), **MEMORY)
+    if adapter:
+        model = lora(model)
+        train_memory(model)
+    return model, LazyAdam(tables.values(), lr=1e-2, eps=EPS)
+
+
+def trainer(folder, model, callback, rows=None, kind=transformers.Trainer, **more):
+    arguments = transformers.TrainingArguments(**{
+        "output_dir": str(folder), "max_steps": 6, "save_steps": 3, "learning_rate": 1e-3,
+        "adam_epsilon": EPS, "per_device_train_batch_size": 4, "report_to": "none",
+        "disable_tqdm": True, "use_cpu": True, "logging_steps": 100, **more})
+    return kind(model, arguments, train_dataset=rows or examples(), eval_dataset=examples(4),
+                callbacks=[callback])
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_resumed_training_is_the_uninterrupted_one(tmp_path, adapter):
+    """Bit for bit, with dropout and accumulation; a checkpoint of PEFT's adapter has the memory."""
+    def train(folder, seed=1, resume=None):
+        model, values = model_with_memory(seed, adapter=adapter)
+        work = trainer(folder, model, StepValues(values), gradient_accumulation_steps=2)
+        work.train(resume_from_checkpoint=resume)
+        return dict(model.state_dict()), values.state_dict()["state"]
+
+    weights, moments = train(tmp_path / "a")
+    before = model_with_memory(adapter=adapter)[0].state_dict()
+    assert all(not torch.equal(weights[n], before[n]) for n in weights if "values.weight" in n)
+    shutil.copytree(tmp_path / "a/checkpoint-3", tmp_path / "b/checkpoint-3")
+    resumed = train(tmp_path / "b", seed=2, resume=True)
+    assert_same(weights, resumed[0])
+    assert_same(moments, resumed[1])
+    assert moments[0]["step"] == 6
+
+
+def test_the_best_checkpoint_of_an_adapter_comes_back_with_its_memory(tmp_path):
+    model, values = model_with_memory(adapter=True)
+    work = trainer(tmp_path, model, StepValues(values), eval_strategy="steps", eval_steps=2,
+                   save_steps=2, load_best_model_at_end=True, metric_for_best_model="loss",
+                   greater_is_better=True)
+    work.train()  # the "best" has the highest loss: it is the first
+    best = Path(work.state.best_model_checkpoint)
+    assert best.name == "checkpoint-2"
+    load_memory(again := base(), best)
+    assert_same(dict(find_memories(again).state_dict()), dict(find_memories(model).state_dict()))
+
+
+def test_wrong_tables_and_checkpoints_are_refused(tmp_path):
+    model, values = model_with_memory()
+    with pytest.raises(UserError, match="has other tables"):
+        trainer(tmp_path, model, StepValues(model_with_memory()[1])).train()
+    trainer(tmp_path / "a", model, StepValues(values), max_steps=3).train()
+    with pytest.raises(UserError, match="values.pt is missing: resume from a checkpoint in the"):
+        trainer(tmp_path / "b", model, StepValues(values)).train(
+            resume_from_checkpoint=str(tmp_path / "a/checkpoint-3"))
+
+
+class Overflows(transformers.Trainer):
+    """Its second batch has an infinite loss."""
+
+    def compute_loss(self, model, inputs, **kwargs):
+        loss = super().compute_loss(model, inputs, **kwargs)
+        return loss * float("inf") if self.state.global_step == 1 else loss
+
+
+def test_a_step_that_the_scaler_skips_moves_no_row(tmp_path):
+    """The scale is a power of 2: dividing by it leaves no trace."""
+    rows, ends = examples(16), []
+    for overflow in (True, False):
+        model, values = model_with_memory(dropout=0.0)
+        kept = rows if overflow else rows[:4] + rows[8:]
+        work = trainer(tmp_path, model, StepValues(values), kept,
+                       Overflows if overflow else transformers.Trainer, max_steps=len(kept) // 4,
+                       train_sampling_strategy="sequential", save_strategy="no",
+                       lr_scheduler_type="constant", max_grad_norm=0)
+        if overflow:
+            work.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        work.train()
+        assert values.state_dict()["state"][0]["step"] == 3
+        ends.append(dict(model.named_parameters()))
+    for name, w in ends[1].items():
+        assert_near(ends[0][name], w, 1e-5)
+
+
+# the same batches in as many processes as torchrun starts
+
+BATCH, STEPS = 8, 4
+
+
+def make():
+    """Make a model in float64 without dropout, and rows without padding. Its batch norms have the
+    statistics of evaluation: those of a batch would be those of each rank's own."""
+    model, _ = model_with_memory(dropout=0.0)
+    model = model.double()
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm1d):
+            module.train = lambda mode=True: None
+            module.training = False
+    tables = [m for m in model.modules() if hasattr(m, "pending")]
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 40, (BATCH * STEPS, 9), generator=generator)
+    return model, LazyAdam(tables, lr=1e-2, eps=EPS), [{"input_ids": x, "labels": x} for x in ids]
+
+
+def by_trainer(folder, ranks):
+    model, values, rows = make()
+    trainer(folder / "trainer", model, StepValues(values), rows, max_steps=STEPS,
+            per_device_train_batch_size=BATCH // ranks, train_sampling_strategy="sequential",
+            lr_scheduler_type="constant", save_strategy="no",
+            average_tokens_across_devices=False).train()  # else the loss is doubled
+    return model
+
+
+def by_accelerate(folder, ranks):
+    model, values, rows = make()
+    dense = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=EPS, weight_decay=0)
+    loader = torch.utils.data.DataLoader(rows, batch_size=BATCH // ranks)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, dense, values, loader = accelerator.prepare(model, dense, values, loader)
+    for batch in loader:
+        accelerator.backward(model(**batch).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)  # as Trainer does
+        for optimizer in (dense, values):
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.unwrap_model(model)
+
+
+def train_both(folder):
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0")
+    for recipe in (by_trainer, by_accelerate):
+        weights = dict(recipe(folder, ranks).named_parameters())
+        torch.save(weights, folder / f"{recipe.__name__}_{ranks}_{rank}.pt")
+
+
+def test_two_ranks_train_the_model_of_one(tmp_path):
+    """Trainer and accelerate train the same model, and so do two processes."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         "-m", "tests.test_hf_trainer", tmp_path], cwd=ROOT, capture_output=True, text=True,
+        check=False)
+    assert ended.returncode == 0, ended.stderr
+    train_both(tmp_path)
+    names = [f"{recipe}_{run}.pt" for recipe in ("by_trainer", "by_accelerate")
+             for run in ("1_0", "2_0", "2_1")]
+    alone, *others = [torch.load(tmp_path / name) for name in names]
+    before = make()[0].state_dict()
+    assert not torch.equal(alone["bert.encoder.layer.0.memory.values.weight"],
+                           before["bert.encoder.layer.0.memory.values.weight"])
+    for other in others:
+        for name, w in alone.items():
+            assert_near(other[name], w, 1e-9)
+
+
+if __name__ == "__main__":
+    train_both(Path(sys.argv[1]))
