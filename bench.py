@@ -12,10 +12,11 @@ $ python bench.py causal --slots            # the last model by number of slots
 A table shows the median time with [lowest, highest], and its ratio to a baseline: the median over
 the rounds. The last line is JSON. All weights and tokens are random.
 
-`train` times a config's whole step: `accumulation` micro-batches and one update. It takes settings
-as pretrain.py does: --accumulation=1 --batch_size=2 is for a CPU. "What" is micro-batches x
-sequences x tokens, and "hours" are those of max_steps such steps, without evaluations. On a CPU
-"peak bytes" are the most so far. Under torchrun the ranks share the micro-batches of a step.
+`train` times whole steps of a config: `accumulation` micro-batches and one update. Settings can
+follow, as for pretrain.py: on a CPU take --accumulation=1 --batch_size=2. "What" shows
+micro-batches x sequences x tokens. "Hours" are the time of max_steps steps, without evaluations.
+"Peak bytes" are the memory of the first rank's process; on a CPU they never fall. Under torchrun
+the ranks share the micro-batches of a step.
 """
 import json
 import sys
@@ -81,7 +82,7 @@ def read_config(path):
 
 
 def build(args, config, head=None):
-    """Build a model with random weights."""
+    """Build the model of a BertConfig, with random weights."""
     with torch.device(args.device):
         return build_model(config, head, labels=("no", "yes"))
 
@@ -179,7 +180,7 @@ def train(args):
 
 
 def time_config(args, path):
-    """Time a training step of a config: that of pretrain.py's loop, with random tokens."""
+    """Time a training step of a config, as in pretrain.py, on random tokens."""
     config = load_settings(Config, [path, *args.settings])
     check_accumulation(config)
     model = build(args, BertConfig(**model_sizes(config)))
@@ -194,7 +195,8 @@ def time_config(args, path):
         batches.append({"ids": ids, "positions": positions, "labels": ids[:, :predicted]})
 
     torch.compiler.reset()  # it compiles only so many versions
-    compiled = torch.compile(model.train()) if args.compile else model.train()
+    model.train()
+    compiled = torch.compile(model) if args.compile else model
     dense, values = make_optimizers(model, config, args.device)
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype == torch.float16)
 

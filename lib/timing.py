@@ -15,7 +15,7 @@ from lib.device import Progress
 from lib.figures import markdown
 
 
-def time_in_turn(what, functions, device, rounds, warmup=3, bases=1):
+def time_in_turn(what, functions, device, rounds, warmup=2, bases=1):
     """Time {name: function} in turn: a busy moment of the machine slows every function.
 
     Returns a record for each name. "seconds" has the time of each round. "times_NAME" compares with
@@ -73,7 +73,7 @@ def machine_facts(device):
 
 
 def peak_bytes(device):
-    """Return the most memory that was used: on CUDA since the last call, else by this process."""
+    """Return the highest memory use of this process; on CUDA, since the last call."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
