@@ -130,10 +130,13 @@ def main(argv):
     encoding = text_tokenizer(vocab), config.max_len, config.doc_stride
     train = load_examples(task, "train", *encoding)
     dev = {suffix: load_examples(task, split, *encoding) for suffix, split in task.dev.items()}
-    steps = len(TrainingBatches(train, config).steps)
+    order = np.random.default_rng(0).permutation(len(train))  # for all seeds
+    train = [train[n] for n in sorted(order[:config.train_examples or None])]
+    steps = config.max_steps or config.epochs * math.ceil(len(train) / config.batch_size)
     config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."),
                      max_steps=steps)
-    print(f"{steps:,} steps of {config.batch_size}, {config.warmup_steps:,} of them warm-up")
+    print(f"{len(train):,} training examples, {steps:,} steps of {config.batch_size}, "
+          f"{config.warmup_steps:,} of them warm-up")
 
     run = vocab.parent.parent if vocab.parent.name.startswith("seed") else vocab.parent
     fixed = "" if config.update_memory else "_fixed"

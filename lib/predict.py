@@ -13,11 +13,11 @@ from lib.distributed import deal_batches, sum_over_ranks
 from lib.errors import UserError
 from lib.files import write_text
 from lib.run import Run
-from lib.squad import Question, best_answers, read_squad
+from lib.squad import Question, Window, best_answers, make_windows, read_squad
 from lib.tasks import (
     batches_by_length,
     encode_examples,
-    encode_questions,
+    pad,
     pick_texts,
     read_split,
     read_table,
@@ -31,7 +31,7 @@ from model import SpanReader
 
 @torch.no_grad()
 def predict_examples(model, examples, batch_size=32, dtype=torch.float32):
-    """Predict for Examples with a Classifier or a SpanReader.
+    """Predict for Examples with a Classifier, or for Windows with a SpanReader.
 
     A Classifier gives an array (n, classes) of probabilities, or (n, 1) of scores if there are no
     classes. A SpanReader gives (n, 3), see best_spans.
@@ -39,16 +39,16 @@ def predict_examples(model, examples, batch_size=32, dtype=torch.float32):
     was_training = model.training
     device = model.head.weight.device
     reads_spans = isinstance(model, SpanReader)
-    columns = 3 if reads_spans else model.head.out_features
-    predictions = np.zeros((len(examples.ids), columns))
+    predictions = np.zeros((len(examples), 3 if reads_spans else model.head.out_features))
+    lengths = np.array([len(example.ids) for example in examples])
     model.eval()  # not the compiled model, which would be compiled again
-    for index in deal_batches(batches_by_length(examples.lengths, batch_size)):
-        batch = to_device(examples.pad(index), device)
+    for index in deal_batches(batches_by_length(lengths, batch_size)):
+        batch = [examples[n] for n in index]
         with autocast(device, dtype):
-            output = model(**batch).float().cpu()
+            output = model(**to_device(pad(batch), device)).float().cpu()
         if reads_spans:
-            output = best_spans(output, [examples.windows[n] for n in index])
-        elif columns > 1:
+            output = best_spans(output, batch)
+        elif output.shape[1] > 1:
             output = output.softmax(1)
         predictions[index] = output
     model.train(was_training)
@@ -78,33 +78,37 @@ def score_dev(model, task, dev, batch_size, dtype):
     results = {}
     for suffix, examples in dev.items():
         predictions = predict_examples(model, examples, batch_size, dtype)
-        for metric, number in score(task, examples, predictions).items():
-            results[metric + suffix] = number
+        scores = score(task, examples, predictions)
+        results |= {metric + suffix: number for metric, number in scores.items()}
     return results
 
 
 def write_dev_predictions(folder, model, task, dev, batch_size, dtype):
     """Write predictions_DEV.tsv with texts and labels, or for SQuAD its official .json."""
     for suffix, split in task.dev.items():
-        examples = dev[suffix]
-        predictions = predict_examples(model, examples, batch_size, dtype)
+        predictions = predict_examples(model, dev[suffix], batch_size, dtype)
+        header, cells = prediction_table(dev[suffix], predictions, task.labels)
         if task.reads_spans:
-            answers, _ = best_answers(examples.questions, examples.windows, predictions)
-            ids = [question.id for question in examples.questions]
-            text = json.dumps(dict(zip(ids, answers)), indent=1)
-            write_text(folder / f"predictions_{split}.json", text)
+            questions = dict.fromkeys(window.question for window in dev[suffix])
+            answers = {question.id: text for question, (text, _) in zip(questions, cells)}
+            write_text(folder / f"predictions_{split}.json", json.dumps(answers, indent=1))
             continue
         texts, labels = read_split(task, split)
         columns = ["sentence"] if len(texts[0]) == 1 else ["sentence1", "sentence2"]
-        header, cells = prediction_table(predictions, task.labels)
         table = [["index", *columns, "label", *header]]
         for n, (text, label, row) in enumerate(zip(texts, labels, cells)):
             table.append([n, *text, task.labels[label] if task.labels else label, *row])
         write_text(folder / f"predictions_{split}.tsv", tsv_text(table))
 
 
-def prediction_table(predictions, labels):
-    """Return header and rows: classes with probabilities, or scores."""
+def prediction_table(examples, predictions, labels):
+    """Return header and rows: answers or scores, or classes with probabilities.
+
+    labels: the classes, if there are any.
+    """
+    if isinstance(examples[0], Window):
+        answers = best_answers(examples, predictions).values()
+        return ["prediction", "score"], [[text, f"{score:.3f}"] for text, score in answers]
     if not labels:
         return ["prediction"], [[f"{score:.3f}"] for [score] in predictions]
     rows = [[labels[row.argmax()], f"{row.max():.4f}"] for row in predictions]
@@ -127,19 +131,16 @@ def predict_file(run, file, device):
     settings = {"max_len": min(384, saved["config"].max_len), "doc_stride": 128}
     if (folder / "model.pt").is_file():  # not in Hugging Face layout
         settings = Run(folder.parent).settings()
-    max_len = settings["max_len"]
-
     if saved["head"] == "span":
         rows, questions = read_questions(file)
-        examples = encode_questions(tokenizer, questions, max_len, settings["doc_stride"])
-        spans = predict_examples(model, examples)
-        answers, scores = best_answers(questions, examples.windows, spans)
-        more = ["prediction", "score"]
-        cells = [[answer, f"{score:.3f}"] for answer, score in zip(answers, scores)]
+        limits = settings["max_len"], settings["doc_stride"]
+        examples = make_windows(tokenizer, questions, *limits)
     else:
         rows = read_table(file)
-        examples = encode_examples(tokenizer, pick_texts(file, rows), None, max_len)
-        more, cells = prediction_table(predict_examples(model, examples), saved["labels"])
+        texts = pick_texts(file, rows)
+        examples = encode_examples(tokenizer, texts, [None] * len(rows), settings["max_len"])
+    predictions = predict_examples(model, examples)
+    more, cells = prediction_table(examples, predictions, saved.get("labels"))
     table = [[*row.values(), *new] for row, new in zip(rows, cells, strict=True)]
     return [*rows[0], *more], table
 

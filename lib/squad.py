@@ -13,12 +13,23 @@ from lib.files import read_json
 from lib.tokenizer import special_ids, tokenize
 
 
-@dataclass
+@dataclass(eq=False)
 class Question:
     id: str
     text: str
     context: str  # the paragraph
     answers: list  # (index of the first character, text)
+
+
+@dataclass
+class Window:
+    """One of the overlapping parts of a paragraph: [CLS] question [SEP] tokens [SEP]."""
+    question: Question
+    ids: np.ndarray  # (length,) token ids
+    first_length: int  # tokens of [CLS] question [SEP]
+    offsets: np.ndarray  # (tokens, 2) characters where each token of the paragraph begins, ends
+    starts: np.ndarray  # an answer may start at positions starts[0] to starts[1] - 1
+    label: tuple  # positions of the answer's first and last token; (0, 0) if it is not inside
 
 
 def read_squad(path, answered=True):
@@ -27,37 +38,25 @@ def read_squad(path, answered=True):
     try:
         for article in read_json(path)["data"]:
             for paragraph in article["paragraphs"]:
+                context = paragraph["context"]
                 for qa in paragraph["qas"]:
                     answers = qa["answers"] if answered else []
-                    places = [(answer["answer_start"], answer["text"]) for answer in answers]
-                    question = Question(qa["id"], qa["question"], paragraph["context"], places)
-                    questions.append(question)
+                    answers = [(answer["answer_start"], answer["text"]) for answer in answers]
+                    questions.append(Question(qa["id"], qa["question"], context, answers))
     except (LookupError, TypeError) as error:
         raise UserError(f"{path}: not a file of SQuAD 1.1 ({error!r})") from None
     for question in questions if answered else ():
-        places = question.answers
-        if not places or not all(question.context.startswith(text, at) for at, text in places):
-            raise UserError(f"{path}: question {question.id} has no answer in its paragraph, or at "
-                            "another place than it says: SQuAD 1.1 has no such question")
+        found = [question.context.startswith(text, at) for at, text in question.answers]
+        if not found or not all(found):
+            raise UserError(f"{path}: question {question.id}: the paragraph has no answer where "
+                            "the file says")
     return questions
-
-
-@dataclass
-class Window:
-    """One of the overlapping parts of a paragraph: [CLS] question [SEP] tokens [SEP]."""
-    question: int  # its number in the list of Questions
-    ids: np.ndarray  # (length,) token ids, uint16
-    first: int  # position of the first token of the paragraph
-    offsets: np.ndarray  # (tokens, 2) characters where each token of the paragraph begins, ends
-    starts: tuple  # an answer may start at positions starts[0] to starts[1] - 1
-    label: tuple  # positions of the answer's first and last token; (0, 0) if it is not inside
 
 
 def make_windows(tokenizer, questions, max_len, stride, what="encoding"):
     """Cut paragraphs into Windows of at most max_len tokens, as Devlin et al. do.
 
-    They begin `stride` tokens apart. A window's label is the question's first answer. An answer of
-    which a part lies outside is labelled (0, 0), the position of [CLS].
+    They begin `stride` tokens apart. The label is the question's first answer.
     """
     special = special_ids(tokenizer)
     contexts = list(dict.fromkeys(question.context for question in questions))
@@ -68,7 +67,7 @@ def make_windows(tokenizer, questions, max_len, stride, what="encoding"):
 
     windows = []
     heads = tokenize(tokenizer, [question.text for question in questions], what)
-    for number, (question, encoding) in enumerate(zip(questions, heads)):
+    for question, encoding in zip(questions, heads):
         head = [special.cls, *encoding.ids[:min(64, max_len // 2)], special.sep]
         tokens, offsets = paragraphs[question.context]
         character, answer = question.answers[0] if question.answers else (0, "")
@@ -83,10 +82,10 @@ def make_windows(tokenizer, questions, max_len, stride, what="encoding"):
             end = begin + room
             shift = len(head) - begin  # from a token's place in the paragraph to its position
             ids = np.array([*head, *tokens[begin:end], special.sep], np.uint16)
-            starts = tuple(np.searchsorted(best, [n, n + 1]) + shift)
+            starts = np.searchsorted(best, [n, n + 1]) + shift
             is_inside = begin <= first <= last < end
             label = (first + shift, last + shift) if is_inside else (0, 0)
-            windows.append(Window(number, ids, len(head), offsets[begin:end], starts, label))
+            windows.append(Window(question, ids, len(head), offsets[begin:end], starts, label))
     return windows
 
 
@@ -105,35 +104,34 @@ def max_context(begins, room, total):
     return np.where(inside, context, -np.inf).argmax(0)
 
 
-def best_answers(questions, windows, spans):
-    """Answer each question with the best span of its windows.
+def best_answers(windows, spans):
+    """Answer each question with the best span of its windows: {Question: (text, score)}.
 
-    spans: (windows, 3), see predict.best_spans. Returns the texts and the scores of the questions.
-    Without a span the text is empty and the score -inf.
+    spans: (windows, 3), see predict.best_spans. Without a span the text is empty and the score
+    -inf.
     """
-    texts = [""] * len(questions)
-    scores = [-np.inf] * len(questions)
+    answers = {window.question: ("", -np.inf) for window in windows}
     for window, (score, first, last) in zip(windows, spans):
-        if score > scores[window.question]:
-            start, _ = window.offsets[int(first) - window.first]
-            _, end = window.offsets[int(last) - window.first]
-            texts[window.question] = questions[window.question].context[start:end].strip()
-            scores[window.question] = score
-    return texts, scores
+        question = window.question
+        if score > answers[question][1]:
+            start = window.offsets[int(first) - window.first_length, 0]
+            end = window.offsets[int(last) - window.first_length, 1]
+            answers[question] = question.context[start:end].strip(), score
+    return answers
 
 
-def score_squad(questions, texts):
+def score_squad(answers):
     """Compute F1 and exact match in percent, as the official evaluate-v1.1.py does.
 
-    Each counts the reference answer that fits best. texts: the answers to the questions.
+    Each counts the reference answer that fits best. answers: {Question: (text, score)}.
     """
     exact = f1 = 0.0
-    for question, text in zip(questions, texts, strict=True):
+    for question, (text, _) in answers.items():
         predicted = normalized_words(text)
-        references = [normalized_words(answer) for _, answer in question.answers]
+        references = [normalized_words(reference) for _, reference in question.answers]
         exact += predicted in references
         f1 += max(words_f1(predicted, words) for words in references)
-    return {"exact_match": 100 * exact / len(questions), "f1": 100 * f1 / len(questions)}
+    return {"exact_match": 100 * exact / len(answers), "f1": 100 * f1 / len(answers)}
 
 
 def words_f1(predicted, words):

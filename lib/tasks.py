@@ -182,32 +182,11 @@ def tsv_text(rows):
 
 
 @dataclass
-class Examples:
-    """Inputs of a model: [CLS] a [SEP], or [CLS] a [SEP] b [SEP]."""
-    ids: list  # token ids of each example, uint16 (length,)
-    first_length: np.ndarray  # (n,) length of [CLS] a [SEP], which has token type 0
-    labels: np.ndarray | None  # (n,) classes or scores; (n, 2) first and last token for SQuAD
-    pad_id: int
-    questions: list = ()  # of SQuAD
-    windows: list = ()  # the Window of each example of SQuAD
-
-    def __post_init__(self):
-        self.lengths = np.array([len(ids) for ids in self.ids])
-
-    def pad(self, index):
-        """Pad the examples `index` to the longest. Returns arrays (batch, time) by name.
-
-        They are ids, token_types and, if anything is padded, a mask that is True at real tokens.
-        """
-        lengths = self.lengths[index][:, None]
-        position = np.arange(lengths.max(initial=1))
-        ids = np.full((len(index), len(position)), self.pad_id)
-        for row, n in zip(ids, index):
-            row[:self.lengths[n]] = self.ids[n]
-        is_second = position >= self.first_length[index][:, None]
-        batch = {"ids": ids, "token_types": is_second.astype(np.int64)}
-        mask = position < lengths
-        return batch if mask.all() else {**batch, "mask": mask}  # faster without a mask
+class Example:
+    """An input of a model: [CLS] a [SEP], or [CLS] a [SEP] b [SEP]."""
+    ids: np.ndarray  # (length,) token ids
+    first_length: int  # tokens of [CLS] a [SEP], which have token type 0
+    label: float | None  # a class or a score
 
 
 def encode_examples(tokenizer, texts, labels, max_len, what="encoding"):
@@ -217,39 +196,45 @@ def encode_examples(tokenizer, texts, labels, max_len, what="encoding"):
     """
     special = special_ids(tokenizer)
     encodings = tokenize(tokenizer, [text for row in texts for text in row], what)
-    ids, first_length = [], []
-    for row in texts:
+    examples = []
+    for row, label in zip(texts, labels):
         pieces = [next(encodings).ids for _ in row]
         while sum(map(len, pieces)) > max_len - 1 - len(pieces):
             longest = max(reversed(pieces), key=len)  # the second, if both are equally long
             longest.pop()
-        joined = [special.cls]
+        ids = [special.cls]
         for piece in pieces:
-            joined += [*piece, special.sep]
-        ids.append(np.array(joined, np.uint16))
-        first_length.append(len(pieces[0]) + 2)
-    return Examples(ids, np.array(first_length), labels, special.pad)
-
-
-def encode_questions(tokenizer, questions, max_len, stride, what="encoding"):
-    """Encode SQuAD's Questions as Examples, one for each window of their paragraphs."""
-    windows = make_windows(tokenizer, questions, max_len, stride, what)
-    ids = [window.ids for window in windows]
-    first_length = np.array([window.first for window in windows])
-    labels = np.array([window.label for window in windows])
-    return Examples(ids, first_length, labels, special_ids(tokenizer).pad, questions, windows)
+            ids += [*piece, special.sep]
+        examples.append(Example(np.array(ids, np.uint16), len(pieces[0]) + 2, label))
+    return examples
 
 
 def load_examples(task, split, tokenizer, max_len, stride):
-    """Read and encode a split as Examples, and print its size."""
+    """Read and encode a split: a list of Examples, or of SQuAD's Windows. Print its size."""
     path = task.file(split)
     if task.reads_spans:
-        examples = encode_questions(tokenizer, read_squad(path), max_len, stride, str(path))
+        examples = make_windows(tokenizer, read_squad(path), max_len, stride, str(path))
     else:
-        texts, labels = read_split(task, split)
-        examples = encode_examples(tokenizer, texts, labels, max_len, str(path))
-    print(f"{path}: {len(examples.ids):,} examples, {examples.lengths.mean():.1f} tokens each")
+        examples = encode_examples(tokenizer, *read_split(task, split), max_len, str(path))
+    mean = np.mean([len(example.ids) for example in examples])
+    print(f"{path}: {len(examples):,} examples, {mean:.1f} tokens each")
     return examples
+
+
+def pad(examples):
+    """Pad Examples or Windows to the longest. Returns arguments of a model, arrays (batch, time).
+
+    They are ids, token_types and, if anything is padded, a mask that is True at real tokens.
+    """
+    lengths = np.array([len(example.ids) for example in examples], int)[:, None]
+    first_length = np.array([example.first_length for example in examples], int)[:, None]
+    position = np.arange(lengths.max(initial=1))
+    ids = np.zeros((len(examples), len(position)), int)
+    for row, example in zip(ids, examples):
+        row[:len(example.ids)] = example.ids
+    batch = {"ids": ids, "token_types": (position >= first_length).astype(int)}
+    mask = position < lengths
+    return batch if mask.all() else {**batch, "mask": mask}  # faster without a mask
 
 
 def batches_by_length(lengths, size, rng=None):
@@ -275,37 +260,34 @@ class TrainingBatches:
         self.examples = examples
         self.size = config.batch_size
         self.accumulation = config.accumulation
-        order = np.random.default_rng(0).permutation(len(examples.ids))  # for all seeds
-        chosen = np.sort(order[:config.train_examples or None])
-        self.steps_per_epoch = math.ceil(len(chosen) / self.size)
-        self.steps = []  # the examples of each step
-        while len(self.steps) < (config.max_steps or config.epochs * self.steps_per_epoch):
-            epoch = len(self.steps) // self.steps_per_epoch
+        self.steps_per_epoch = math.ceil(len(examples) / self.size)
+        self.steps = []  # the examples of each step, by index
+        lengths = np.array([len(example.ids) for example in examples])
+        for epoch in range(math.ceil(config.max_steps / self.steps_per_epoch)):
             rng = np.random.default_rng([config.seed, ORDER, epoch])
-            batches = batches_by_length(examples.lengths[chosen], self.size, rng)
-            self.steps += [chosen[batch] for batch in batches]
+            self.steps += batches_by_length(lengths, self.size, rng)
 
     def epochs(self, steps):
         """Return how often `steps` steps go through the examples."""
         return steps / self.steps_per_epoch
 
     def get(self, step, micro):
-        """Return a micro-batch, arrays by argument of a model, and its weight in the loss."""
-        batch = self.steps[step]
-        index = np.array_split(batch, self.accumulation)[micro]
-        weight = len(index) / len(batch)
+        """Return a micro-batch, arguments of a model as arrays, and its weight in the loss."""
+        index = np.array_split(self.steps[step], self.accumulation)[micro]
+        weight = len(index) / len(self.steps[step])
         if weight == 0:  # fewer examples than micro-batches, but each rank must compute something
-            index = batch[:1]
-        return {**self.examples.pad(index), "labels": self.examples.labels[index]}, weight
+            index = self.steps[step][:1]
+        chosen = [self.examples[n] for n in index]
+        return {**pad(chosen), "labels": np.array([example.label for example in chosen])}, weight
 
 
 def score(task, examples, predictions):
     """Score predictions for a dev split (see predict_examples): {metric: number}."""
     if task.reads_spans:
-        texts, _ = best_answers(examples.questions, examples.windows, predictions)
-        return score_squad(examples.questions, texts)
+        return score_squad(best_answers(examples, predictions))
+    labels = np.array([example.label for example in examples])
     predicted = predictions.argmax(1) if task.labels else predictions[:, 0]
-    return {metric: float(METRICS[metric](examples.labels, predicted)) for metric in task.metrics}
+    return {metric: float(METRICS[metric](labels, predicted)) for metric in task.metrics}
 
 
 def pearson(x, y):
@@ -331,7 +313,7 @@ TABLE_4 = list(TASKS)[:6]  # its columns; its average leaves SQuAD out
 
 
 def score_table(paths):
-    """Make the table of fine-tuned runs: (header, rows, records for JSON).
+    """Make the table of fine-tuned runs: rows, dicts by column, and records for JSON.
 
     A row has the medians over the seeds of one initial model. Runs on one task that differ in
     more than the seed have rows of their own, named by their settings: "lr=2e-05".
@@ -348,7 +330,6 @@ def score_table(paths):
 
     scored = {task for tasks in systems.values() for task in tasks}
     columns = [*TABLE_4, "Avg", *sorted(scored - set(TABLE_4))]
-    titles = [TASKS[task].table_title if task in TASKS else task for task in columns]
     rows, records = [], []
     for (initial, updated, recipe), tasks in systems.items():
         medians = {task: median_scores(task, seeds.values()) for task, seeds in tasks.items()}
@@ -358,12 +339,13 @@ def score_table(paths):
         records.append({"init_from": initial, "update_memory": updated, "recipe": recipe,
                         "median": medians, "seeds": tasks})
         counts = sorted({len(seeds) for seeds in tasks.values()})
-        row = [f"{initial} {recipe}", "Y" if updated else "N", "-".join(map(str, counts))]
+        row = {"initial model": f"{initial} {recipe}".strip(),
+               "memory update": "Y" if updated else "N", "seeds": "-".join(map(str, counts))}
         for column in columns:
-            cell = "/".join(f"{value:.1f}" for value in medians.get(column, []))
-            row.append(cell or "-")
+            title = TASKS[column].table_title if column in TASKS else column
+            row[title] = "/".join(f"{value:.1f}" for value in medians.get(column, [])) or "-"
         rows.append(row)
-    return ["initial model", "memory update", "seeds", *titles], rows, records
+    return rows, records
 
 
 def median_scores(task, seeds):
