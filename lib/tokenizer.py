@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from lib.device import Progress
-from lib.errors import Failure, UserError, need
+from lib.errors import UserError, need
 from lib.files import write_text
 
 
@@ -31,7 +31,7 @@ class Specials(NamedTuple):
 
 
 SPECIALS = Specials("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-# Byte-level BPE knows every text, and its <|endoftext|> stands where [UNK] does.
+# byte-level BPE knows every text; its <|endoftext|> stands where [UNK] does
 GPT2_SPECIALS = Specials("<pad>", "<|endoftext|>", "<s>", "</s>", "<mask>")
 
 
@@ -46,33 +46,27 @@ def special_ids(tokenizer):
 
 
 def read_vocab(path):
-    """Read the tokens of a vocab.txt, or of a folder that has it: a list of str, by id. A folder
-    that has only a tokenizer.json, as transformers 5 saves it, is read too."""
-    path = Path(path, "vocab.txt") if Path(path).is_dir() else Path(path)
-    saved = path.with_name("tokenizer.json")
-    try:
-        if path.name == "vocab.txt" and saved.exists() and not path.exists():
-            ids = tokenizers.Tokenizer.from_file(str(saved)).get_vocab()
-            tokens = sorted(ids, key=ids.get)
-        else:
-            tokens = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
-    except Exception as error:  # noqa: BLE001 - tokenizers raises plain Exceptions
-        raise UserError(f"{path}: no vocabulary of UTF-8 text ({error})") from None
-    specials, letters = special_tokens(tokens), set(pre_tokenizers.ByteLevel.alphabet())
-    missing = [token for token in specials if token not in tokens]
-    repeated = [token for token, n in collections.Counter(tokens).items() if n > 1]
-    others = set(tokens).difference(specials)
-    flaws = {
-        f"no {', '.join(missing)}": missing,
-        f"{repeated[:3]} more than once": repeated,
-        "no token but the special ones": not others,
-        f"{len(tokens):,} tokens, but ids of 16 bits allow 65,536": len(tokens) > 2**16,
-        "byte-level BPE has a token for each of the 256 bytes, and all its other tokens are made "
-        "of them": specials is GPT2_SPECIALS and not set("".join(others)) == letters <= others}
-    for flaw, is_there in flaws.items():
-        if is_there:
-            raise UserError(f"{path}: not a vocabulary: {flaw}")
+    """Read the tokens of a vocab.txt, or of a folder that has it: a list of str, by id.
+
+    A folder with only a tokenizer.json, as transformers 5 saves it, is read too.
+    """
+    path = Path(path)
+    file = path / "vocab.txt" if path.is_dir() else path
+    saved = file.with_name("tokenizer.json")
+    if saved.exists() and not file.exists():
+        tokens = tokens_by_id(tokenizers.Tokenizer.from_file(str(saved)))
+    else:
+        tokens = file.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    missing = set(special_tokens(tokens)).difference(tokens)
+    if missing:
+        raise UserError(f"{file}: not a vocabulary: no {', '.join(sorted(missing))} in it")
     return tokens
+
+
+def tokens_by_id(tokenizer):
+    """Return the tokens of a tokenizer, in the order of their ids."""
+    ids = tokenizer.get_vocab()
+    return sorted(ids, key=ids.get)
 
 
 def write_vocab(folder, vocab):
@@ -87,25 +81,17 @@ def vocab_hash(vocab):
     return hashlib.sha256("\n".join(vocab).encode()).hexdigest()
 
 
-def vocab_facts(vocab):
-    """Return what meta.json holds about a vocabulary: its size, special ids and hash."""
-    specials = special_tokens(vocab)._asdict()
-    ids = {f"{use}_id": vocab.index(token) for use, token in specials.items()}
-    return {"vocab_size": len(vocab), **ids, "tokenizer_hash": vocab_hash(vocab)}
-
-
 def load_tokenizer(path):
-    """Load the tokenizers.Tokenizer of a vocab.txt, or of the folder that has it. A byte-level BPE
-    is read from the tokenizer.json beside its vocab.txt. The tokenizer adds no special tokens. It
-    encodes the name of a special token in a text as that token."""
+    """Load the tokenizers.Tokenizer of a vocab.txt, or of the folder that has it.
+
+    The tokenizer adds no special tokens. It encodes the name of a special token in a text as that
+    token. A byte-level BPE is read from the tokenizer.json beside its vocab.txt.
+    """
     vocab = read_vocab(path)
     if special_tokens(vocab) is SPECIALS:
         return wordpiece_tokenizer(vocab)
-    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "tokenizer.json"
-    try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001 - tokenizers raises plain Exceptions
-        raise UserError(f"{file}: no tokenizer ({error}): prepare the corpus again") from None
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def text_tokenizer(path):
@@ -116,10 +102,13 @@ def text_tokenizer(path):
 
 
 def full_tokenizer(path):
-    """Load a tokenizer (see load_tokenizer) that adds special tokens and pads: [CLS] and [SEP] are
-    put around a text or a pair of texts, and [PAD] fills up the texts of a batch."""
+    """Load a tokenizer (see load_tokenizer) that adds special tokens and pads.
+
+    [CLS] and [SEP] are put around a text or a pair of texts. [PAD] fills up the texts of a batch.
+    """
     tokenizer = load_tokenizer(path)
-    tokens, ids = special_tokens(tokenizer.get_vocab()), special_ids(tokenizer)
+    tokens = special_tokens(tokenizer.get_vocab())
+    ids = special_ids(tokenizer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{tokens.cls} $A {tokens.sep}",
         pair=f"{tokens.cls} $A {tokens.sep} $B:1 {tokens.sep}:1",
@@ -148,37 +137,31 @@ def wordpiece_tokenizer(vocab):
 def train_vocab(read, size, vocab_size):
     """Learn a vocabulary of WordPieces; the special tokens come first.
 
-    read: returns an iterator over the lines of the text, whose number is `size`; called twice. The
-    same text gives the same vocabulary. `tokenizers` would number the pieces "##a" at random, and
-    break ties by these numbers. As special tokens they have fixed numbers.
+    read: returns an iterator over the lines of the text, whose number is `size`; called twice.
+    The same text gives the same vocabulary. `tokenizers` alone would number the pieces "##a" at
+    random, and break ties by these numbers. Declared as special tokens they have fixed numbers.
     """
     tokenizer = wordpiece_tokenizer(list(SPECIALS))
-    normalize, split = tokenizer.normalizer, tokenizer.pre_tokenizer
+    normalize, split = tokenizer.normalizer.normalize_str, tokenizer.pre_tokenizer.pre_tokenize_str
     characters = collections.Counter()
     for character, count in collections.Counter(itertools.chain.from_iterable(read())).items():
-        for normal in normalize.normalize_str(character).strip():
+        for normal in normalize(character).strip():
             characters[normal] += count
     # every character costs two tokens, "a" and "##a": rare ones would fill a small vocabulary
-    alphabet = sorted(characters, key=lambda c: (-characters[c], c))[:vocab_size // 16]
-    inside = [c for c in sorted(alphabet)
-              if len(split.pre_tokenize_str(normalize.normalize_str(f"a{c}"))) == 1]
+    by_count = sorted(characters, key=lambda character: (-characters[character], character))
+    alphabet = by_count[:vocab_size // 16]
+    inside = [f"##{c}" for c in sorted(alphabet) if len(split(normalize(f"a{c}"))) == 1]
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=[*SPECIALS, *(f"##{c}" for c in inside)],
+        vocab_size=vocab_size, special_tokens=[*SPECIALS, *inside],
         initial_alphabet=alphabet, limit_alphabet=len(alphabet), show_progress=False)
-    tokenizer.train_from_iterator(Progress(
-        read(), desc=f"learning {vocab_size:,} WordPieces", total=size, unit=" lines"), trainer)
-    ids = tokenizer.get_vocab()
-    return sorted(ids, key=ids.get)
+    lines = Progress(read(), desc=f"learning {vocab_size:,} WordPieces", total=size, unit=" lines")
+    tokenizer.train_from_iterator(lines, trainer)
+    return tokens_by_id(tokenizer)
 
 
 def gpt2_vocab():
-    """Return GPT-2's tokens by id, then <s>, </s>, <pad>, <mask>. tiktoken downloads them, or reads
-    them from TIKTOKEN_CACHE_DIR."""
-    try:
-        gpt2 = need("tiktoken", "--tokenizer gpt2").get_encoding("gpt2")
-    except (OSError, ValueError) as error:
-        raise Failure(f"no GPT-2 vocabulary ({error}): without a network, put tiktoken's two files "
-                      "into TIKTOKEN_CACHE_DIR") from None
+    """Return GPT-2's tokens by id, then <s>, </s>, <pad>, <mask>, from tiktoken."""
+    gpt2 = need("tiktoken", "--tokenizer gpt2").get_encoding("gpt2")
     tokens = [gpt2.decode_single_token_bytes(token_id) for token_id in range(gpt2.n_vocab - 1)]
     # the first 256 are the bytes, in the order of the characters that stand for them
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -190,7 +173,7 @@ def gpt2_vocab():
 def byte_level_tokenizer(vocab):
     """Make the tokenizers.Tokenizer of GPT-2's tokens, for tokenizer.json."""
     ids = {token: token_id for token_id, token in enumerate(vocab)}
-    tokenizer = tokenizers.Tokenizer(models.BPE(ids, _merges(ids)))
+    tokenizer = tokenizers.Tokenizer(models.BPE(ids, bpe_merges(ids)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     for token in GPT2_SPECIALS:  # <mask> is a word with the space before it, as in RoBERTa
@@ -199,10 +182,12 @@ def byte_level_tokenizer(vocab):
     return tokenizer
 
 
-def _merges(ids):
-    """Return the merges of a byte-level BPE vocabulary {token: id}: [(left, right)]. Ids are in the
-    order in which the merges were learned. Applying the earlier merges to a token's characters
-    leaves two pieces, and these are the token's own merge."""
+def bpe_merges(ids):
+    """Return the merges of a byte-level BPE vocabulary {token: id}: [(left, right)].
+
+    Merges were learned in the order of the ids. A token's characters, merged by the earlier
+    merges, are two pieces: the token's own merge.
+    """
     merges = []
     for token in ids.keys() - set(GPT2_SPECIALS):
         pieces = list(token)
