@@ -143,8 +143,8 @@ def init_from(model, path, reinit_ffn=False):
     first_step = 0
     if (source / "state.pt").is_file():
         settings, steps = Run(source.parent).settings(), read_state(source)["step"]
-        first_step = settings["first_step"] + steps
-        if steps < settings["max_steps"]:
+        first_step = settings.get("first_step", 0) + steps
+        if steps < settings.get("max_steps", 0):
             print(f"warning: {source} is of an unfinished run: {steps:,} of "
                   f"{settings['max_steps']:,} steps")
     return {"init_checkpoint": str(source), "first_step": first_step,
@@ -185,5 +185,5 @@ def pooler_is_trained(folder, saved):
     whether its pooler was trained at its start.
     """
     if (folder / "model.pt").is_file() and saved["head"] != "classifier":
-        return Run(folder.parent).settings()["pooler_trained"]
+        return Run(folder.parent).settings().get("pooler_trained", False)
     return any("pooler" in name for name in saved["weights"])

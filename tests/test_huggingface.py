@@ -1,0 +1,191 @@
+"""
+Hugging Face's folders, read: side by side with transformers.
+"""
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import measure
+from lib.corpus import Corpus, masked_heldout
+from lib.device import to_device
+from lib.errors import UserError
+from lib.huggingface import from_huggingface, to_huggingface
+from lib.tokenizer import SPECIALS, load_tokenizer
+from lib.weights import init_from, load_model, read_weights
+from model import Classifier, LanguageModel, SpanReader
+from tests.helpers import assert_same, log, tiny_bert, train
+
+
+def hugging_face(kind, **sizes):
+    """Make a random transformers model whose weights all show in the logits."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "max_position_embeddings": 24, **sizes}
+    if kind.startswith("Distil"):
+        config = transformers.DistilBertConfig(dim=32, n_layers=3, n_heads=4, hidden_dim=64,
+                                               **sizes)
+    else:
+        config = transformers.BertConfig(hidden_size=32, num_hidden_layers=3, intermediate_size=64,
+                                         num_attention_heads=4, **sizes)
+    model = getattr(transformers, kind)(config).eval()
+    for name, p in model.named_parameters():
+        nn.init.normal_(p, float("norm" in name.lower() and "weight" in name), 0.4)
+    return model
+
+
+def save(model, folder, **changes):
+    """Save it as torch does, with changes in its config.json."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    settings = json.loads(Path(folder, "config.json").read_text()) | changes
+    kept = {key: value for key, value in settings.items() if value != "gone"}
+    Path(folder, "config.json").write_text(json.dumps(kept))
+    torch.save(model.state_dict(), Path(folder, "pytorch_model.bin"))
+
+
+def assert_same_logits(ours, theirs):
+    ids, types = torch.randint(40, (3, 20)), torch.randint(2, (3, 20))
+    mask = torch.arange(20) < torch.tensor([[20], [13], [5]])
+    distil = type(theirs).__name__.startswith("Distil")
+    with torch.no_grad():
+        out = theirs(ids, attention_mask=mask.long(),
+                     **({} if distil else {"token_type_ids": types}))
+        logits = ours(ids, mask=mask, token_types=types)
+        if isinstance(ours, SpanReader):
+            out = [torch.stack([out.start_logits, out.end_logits], 2)]
+        where = ... if isinstance(ours, Classifier) else mask
+        assert out[0][where].std() > 0.3
+        torch.testing.assert_close(logits[where], out[0][where], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "bin", "old names", "no prefix"])
+@pytest.mark.parametrize("kind", [
+    "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification", "regression",
+    "BertForQuestionAnswering", "DistilBertForMaskedLM", "DistilBertForQuestionAnswering"])
+def test_hugging_face_folders_give_the_same_logits(tmp_path, kind, layout):
+    if kind == "regression":
+        theirs = hugging_face("BertForSequenceClassification", num_labels=1)
+    else:  # names of classes are in the order of their numbers, not of the alphabet
+        more = {"id2label": {0: "no", 1: "maybe", 2: "also"}} if "Sequence" in kind else {}
+        theirs = hugging_face(kind, **more)
+    if layout == "safetensors":
+        pytest.importorskip("safetensors")
+        theirs.save_pretrained(tmp_path)
+    else:
+        save(theirs, tmp_path)
+        weights = theirs.state_dict()
+        if layout == "old names":
+            weights = {n.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+                "LayerNorm.bias", "LayerNorm.beta"): w for n, w in weights.items()}
+        if layout == "no prefix":
+            weights = {n.removeprefix("bert.").removeprefix("distilbert."): w
+                       for n, w in weights.items()}
+        torch.save(weights, tmp_path / "pytorch_model.bin")
+    ours = load_model(tmp_path).eval()
+    assert type(ours) is {"S": Classifier, "r": Classifier, "Q": SpanReader}.get(
+        kind.split("BertFor")[-1][0], LanguageModel)
+    assert_same_logits(ours, theirs)
+    labels = {"BertForSequenceClassification": ["no", "maybe", "also"], "regression": []}
+    assert read_weights(tmp_path).get("labels") == labels.get(kind)
+
+
+@pytest.mark.parametrize("head", [None, "classifier", "span"])
+def test_our_names_become_theirs_and_come_back(head):
+    config = tiny_bert(memory_layers=(2,)).bert.config
+    models = {None: LanguageModel, "classifier": lambda c: Classifier(c, 3), "span": SpanReader}
+    weights = models[head](config).state_dict()
+    theirs = to_huggingface(weights, head)
+    assert "bert.encoder.layer.0.attention.self.query.weight" in theirs
+    assert_same(dict(from_huggingface(theirs, config, head)), dict(weights))
+
+
+@pytest.mark.parametrize("prefix", ["", "bert."])
+def test_an_encoder_without_a_head_is_a_start(tmp_path, capsys, prefix):
+    theirs = hugging_face("BertModel")
+    save(theirs, tmp_path)
+    torch.save({prefix + n: w for n, w in theirs.state_dict().items()},
+               tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="weights of another model: Missing key"):
+        load_model(tmp_path)
+    sizes = {"n_head": 4, "d_model": 32, "d_ff": 64, "max_len": 24}
+    for model in (tiny_bert(**sizes), Classifier(tiny_bert(**sizes).bert.config, 2)):
+        init_from(model, tmp_path)
+        ids = torch.randint(40, (2, 9))
+        with torch.no_grad():
+            pooled = model.bert.eval().pool(model.bert(ids))
+            torch.testing.assert_close(pooled, theirs(ids)[1], rtol=0, atol=1e-5)
+    output = capsys.readouterr().out
+    assert "left random  MLM head" in output and "left random  task head" in output
+
+
+def test_a_vocabulary_with_capitals_is_of_a_cased_bert(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    vocab = [*SPECIALS, "A", "b", "##b", "The", "the", "É", "e", "##t", "##T", "."]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocab) + "\n")
+    theirs = transformers.BertTokenizer(str(tmp_path / "vocab.txt"), do_lower_case=False)
+    text = "The the THE Ab É Ét é. [MASK] tT eT"
+    assert load_tokenizer(tmp_path).encode(text).tokens == theirs.tokenize(text)
+
+
+@pytest.mark.parametrize("key, value, words", [
+    ("hidden_act", "relu", "hidden_act = 'relu': expected 'gelu'"),
+    ("layer_norm_eps", 1e-5, "layer_norm_eps = 1e-05"),
+    ("position_embedding_type", "relative_key", "'relative_key'"),
+    ("tie_word_embeddings", False, "tie_word_embeddings = False"),
+    ("model_type", "roberta", "model_type = 'roberta': expected 'bert'"),
+    ("problem_type", "multi_label_classification", "multi_label_classification"),
+    ("hidden_size", "gone", "config.json: it has no setting hidden_size"),
+    ("num_hidden_layers", 4, r"pytorch_model.bin: it has no encoder\.layer\.3"),
+    ("vocab_size", 41, "40 tokens do not fit weights for 41")])
+def test_a_folder_of_another_model_is_refused(tmp_path, key, value, words):
+    theirs = hugging_face("BertForMaskedLM")
+    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIALS, *map(str, range(35))]) + "\n")
+    save(theirs, tmp_path)
+    read_weights(tmp_path)
+    save(theirs, tmp_path, **{key: value})
+    with pytest.raises(UserError, match=words):
+        read_weights(tmp_path)
+
+
+def test_a_run_starts_from_hugging_faces_weights(place, capsys):
+    """It finds them by name in data/weights, and its first evaluation is their loss."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = transformers.BertForMaskedLM(transformers.BertConfig(
+        vocab_size=25, hidden_size=64, num_hidden_layers=4, intermediate_size=128,
+        num_attention_heads=4, max_position_embeddings=128)).eval()
+    save(theirs, "data/weights/bert-base-uncased")
+    shutil.copy("tiny.txt", "data/weights/bert-base-uncased/vocab.txt")
+    args = ["--init_from=bert-base-uncased", "--memory_layers="]
+    assert train(*args, "--max_steps=2", "--out=out/init") == 0
+    first = log("out/init")[0]
+    assert "init_from data/weights/bert-base-uncased:" in capsys.readouterr().out
+    total = 0.0
+    with torch.no_grad():
+        for batch in masked_heldout(Corpus("tiny"), "val", 16, 2, 8):
+            ids, positions, labels = to_device(batch, torch.device("cpu")).values()
+            logits = theirs(ids).logits.gather(1, positions[..., None].expand(-1, -1, 25))
+            total += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    assert first["loss"] == pytest.approx(float(total) / first["masked_tokens"], rel=1e-5)
+    settings = json.loads(Path("out/init/config.json").read_text())
+    assert settings["init_checkpoint"] == "data/weights/bert-base-uncased"
+    assert settings["first_step"] == 0 and settings["pooler_trained"] is False
+    assert train(*args, "--max_steps=3", "--out=out/init") == 0  # goes on
+    measure.main(["fill", "bert-base-uncased", "the [MASK] cat"])
+    assert "[MASK] at token 2:" in capsys.readouterr().out
+
+
+def test_googles_pooler_is_trained_and_goes_with_a_run(place):
+    theirs = hugging_face("BertForPreTraining", vocab_size=25, max_position_embeddings=128)
+    save(theirs, "google")
+    shutil.copy("tiny.txt", "google/vocab.txt")
+    assert train("--init_from=google", "--memory_layers=", "--n_layer=3", "--n_head=4",
+                 "--d_model=32", "--d_ff=64", "--max_steps=1") == 0
+    tuned = Classifier(load_model("out/tiny").bert.config, 2)
+    assert init_from(tuned, "out/tiny")["pooler_trained"]
+    assert torch.equal(tuned.bert.pooler.weight, theirs.bert.pooler.dense.weight)

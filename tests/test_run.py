@@ -1,0 +1,225 @@
+"""
+The folder of a run: what goes on, what is refused, what a killed process leaves.
+"""
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lib.errors import Failure, UserError
+from lib.run import Run, git_commit, recipe_differences
+from pretrain import Config
+from tests.helpers import ROOT, assert_same, log, save_model, tiny_bert, train, tune
+
+ORIGIN = {"init_checkpoint": "", "first_step": 0, "pooler_trained": False}
+DATA = {"train.bin": "a" * 64, "labels": ["x", "y"]}
+
+
+@pytest.fixture
+def begun(workdir):
+    """A run that has begun, and its config."""
+    run, config = Run("run"), Config(max_steps=5, memory_layers=(2,))
+    run.start(config, Path("vocab.txt"), ORIGIN, DATA, 0)
+    return run, config
+
+
+def test_a_run_goes_on_under_the_same_settings(begun, capsys):
+    run, config = begun
+    run.check_settings(config, DATA)
+    assert not capsys.readouterr().out
+    run.check_settings(replace(config, max_steps=9, log_interval=1), DATA)
+    assert capsys.readouterr().out == "log_interval was 10, is now 1\nmax_steps was 5, is now 9\n"
+    for change, words in (({"memory_layers": (3, 4)}, ".*: add --memory_layers=2 to go on"),
+                          ({"init_from": "out/my run"}, "init_from = '', not 'out/my run'"),
+                          ({"lr": 1e-3}, "lr = 0.0001, not 0.001: add --lr=0.0001 to go on")):
+        with pytest.raises(UserError, match=f"^run was trained with {words}"):
+            run.check_settings(replace(config, **change), DATA)
+
+
+def test_a_run_goes_on_with_the_same_data(begun):
+    run, config = begun
+    for data, name in (({**DATA, "train.bin": "b" * 64}, "train.bin"),
+                       ({"train.bin": DATA["train.bin"]}, "labels"),
+                       ({**DATA, "dev.tsv": "c"}, "dev.tsv")):
+        with pytest.raises(UserError, match=f"^run was trained on other data: {name} has changed"):
+            run.check_settings(config, data)
+
+
+def test_another_machine_is_a_line(begun, capsys, monkeypatch):
+    run, config = begun
+    assert run.settings()["torch"] == torch.__version__
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    run.check_settings(config, DATA)
+    said = capsys.readouterr().out
+    assert said.startswith("threads was ") and ", is now 7: results may differ" in said
+
+
+def test_what_a_killed_process_wrote_after_its_checkpoint_goes(begun):
+    run, config = begun
+    counts = {2: {"read": np.ones(4), "top1": np.arange(4)}}
+    for step in (3, 6):
+        run.log({"step": step, "loss": 1.0})
+        run.write_usage(step, counts)
+    for name in (".tmp_step_000009", "usage/.tmp_step_000009.npz", "best/.tmp_model.pt"):
+        Path(run.folder, name).mkdir(parents=True)
+    with Path("run/log.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
+    again = Run("run")
+    again.start(config, Path("vocab.txt"), run.settings(), DATA, 3)
+    assert again.records() == [{"step": 3, "loss": 1.0}]
+    assert list(again.usage_snapshots()) == [3]
+    assert again.usage_snapshots()[3]["layer2_top1"].tolist() == [0, 1, 2, 3]
+    assert again.settings()["max_steps"] == 5
+    assert not list(run.folder.rglob(".tmp_*"))
+
+
+def test_the_newest_checkpoints_stay_by_number(tmp_path):
+    for step in (999_999, 1_000_000, 5):
+        save_model(tmp_path, tiny_bert(), step=step)
+    assert sorted(os.listdir(tmp_path)) == ["step_1000000", "step_999999"]
+    shutil.copytree(tmp_path / "step_999999", tmp_path / "step_999999_copy")  # a person's
+    assert Run(tmp_path).newest_checkpoint().name == "step_1000000"
+
+
+def test_a_full_disk_is_a_failure_that_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    save_model(tmp_path, tiny_bert(), step=5)
+
+    def full(content, path):
+        Path(path).write_bytes(b"half")
+        raise RuntimeError("[enforce fail at inline_container.cc] . unexpected pos 64\nmore")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(Failure, match="not saved, is the disk full"):
+        save_model(tmp_path, tiny_bert(), step=6)
+    assert os.listdir(tmp_path) == ["step_000005"]
+
+
+def test_the_weights_that_a_folder_stands_for(tmp_path):
+    """A seed's are its best epoch's, or its newest checkpoint's; a run's are its first seed's."""
+    run = Run(tmp_path)
+    assert run.weights_folder() is None and run.seeds() == []
+    for seed in (10, 2):
+        (tmp_path / f"seed{seed}").mkdir()
+        (tmp_path / f"seed{seed}/config.json").write_text(json.dumps({"task": "rte"}))
+        save_model(tmp_path / f"seed{seed}", tiny_bert(), step=4)
+    assert [seed.folder.name for seed in run.seeds()] == ["seed2", "seed10"]
+    assert run.weights_folder() == tmp_path / "seed2/step_000004"
+    for epoch in (1, 2):
+        Run(tmp_path / "seed2").save_best({"epoch": epoch})
+    best = tmp_path / "seed2/best"
+    assert run.weights_folder() == best == Run(best).weights_folder()
+    assert torch.load(best / "model.pt") == {"epoch": 2} and os.listdir(best) == ["model.pt"]
+
+
+def test_how_a_checkpoint_was_trained(place):
+    """The initial model's steps and its own; the evaluation that its weights had."""
+    assert train("--max_steps=4", "--checkpoint_interval=2", "--eval_interval=2") == 0
+    assert train("--max_steps=3", "--out=out/more", "--init_from=out/tiny", "--seed=1") == 0
+    run, more, middle = Run("out/tiny"), Run("out/more"), Path("out/tiny/step_000002")
+    assert run.steps_and_seed(middle) == {"steps": "2 of 4", "seed": 0}
+    assert run.steps_and_seed(run.newest_checkpoint()) == {"steps": "4", "seed": 0}
+    assert more.steps_and_seed(more.newest_checkpoint()) == {"steps": "4 + 3", "seed": 1}
+    assert more.steps_and_seed(Path("elsewhere")) == {"steps": "?", "seed": "?"}
+    assert run.evaluations(middle)[-1]["step"] == 2
+    assert more.evaluations(more.newest_checkpoint())[-1]["step"] == 4 + 3
+
+
+def read_curves(run):
+    """{tag: [(step, value), ...]} of all event files of a folder."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = events.EventAccumulator(str(run), size_guidance={events.SCALARS: 0}).Reload()
+    return {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
+            for tag in accumulator.Tags()["scalars"]}
+
+
+def test_curves_are_the_log(place):
+    """Every number of the log is a point, and a resumed run has no point twice."""
+    settings = "--tensorboard=True", "--log_interval=1", "--eval_interval=2"
+    assert train(*settings) == 0
+    shutil.rmtree("out/tiny/step_000010")
+    shutil.rmtree("out/tiny/step_000012")
+    assert train(*settings[1:], "--max_steps=5", "--out=out/five") == 0
+    shutil.copytree("out/five/step_000005", "out/tiny/step_000005")
+    assert train(*settings, "--max_steps=8") == 0
+    expected = {}
+    for record in log("out/tiny"):
+        groups = {f"layer {n}": usage for n, usage in record.get("layers", {}).items()}
+        groups["train" if "lr" in record else "eval"] = record
+        for group, numbers in groups.items():
+            for name in numbers.keys() - {"step", "layers"}:
+                expected.setdefault(f"{group}/{name}", []).append((record["step"], numbers[name]))
+    curves = read_curves("out/tiny")
+    assert curves.keys() == expected.keys() >= {"train/tokens_per_s", "layer 2/top1_mu"}
+    for tag, points in expected.items():
+        assert np.array(curves[tag]) == pytest.approx(np.array(points), rel=1e-6), tag
+
+
+def test_a_killed_fine_tuning_ends_as_if_it_had_not_been(tuned):
+    """Killed at any moment, also while it saves: the same weights, scores and predictions."""
+    assert tune("--out=out/whole") == 0
+    arguments = [sys.executable, ROOT / "finetune.py", "tune.py", "--out=out/killed"]
+    for seconds in (0.02, 0.1):
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+        for line in process.stdout:
+            if "epoch " in line:
+                break
+        time.sleep(seconds)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert tune("--out=out/killed") == 0
+    whole, killed = Path("out/whole/seed0"), Path("out/killed/seed0")
+    assert_same(torch.load(whole / "best/model.pt"), torch.load(killed / "best/model.pt"))
+    for name in ("eval_results.json", "predictions_dev.tsv"):
+        assert (whole / name).read_text() == (killed / name).read_text()
+    timed = {"elapsed", "examples_per_s"}
+    for a, b in zip(log(whole), log(killed), strict=True):
+        assert {k: a[k] for k in a.keys() - timed} == {k: b[k] for k in b.keys() - timed}
+
+
+def test_a_score_that_is_no_number_is_null(begun):
+    run, _ = begun
+    run.write_results({"eval_pearson": float("nan"), "epoch": 1.0})
+    assert json.loads(Path("run/eval_results.json").read_text())["eval_pearson"] is None
+    assert np.isnan(run.results()["eval_pearson"]) and run.results()["epoch"] == 1.0
+    run.log({"step": 1, "pearson": float("nan")})
+    assert Path("run/log.jsonl").read_text() == '{"step": 1, "pearson": null}\n'
+    assert np.isnan(run.records()[0]["pearson"])
+
+
+def test_recipes_differ_in_what_may_change_a_score():
+    one = {"lr": 1.0, "seed": 0, "out": "a", "threads": 1, "data": {"train": "x"}}
+    same = {**one, "seed": 1, "out": "b", "threads": 2}
+    assert recipe_differences(one, [same]) == []
+    assert recipe_differences(one, [same, {**one, "lr": 2.0, "data": {}}]) == ["data", "lr"]
+
+
+def test_the_commit_is_this_checkouts(tmp_path, monkeypatch):
+    """Without a checkout, also inside another one, and without git it is unknown."""
+    if not shutil.which("git"):
+        pytest.skip("no git on this machine")
+
+    def git(*args):
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *args]
+        done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-qm", "first")
+    assert git_commit(tmp_path) == git("rev-parse", "HEAD")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "file").write_text("two")
+    assert git_commit(tmp_path) == git("rev-parse", "HEAD") + "-dirty"
+    assert git_commit(tmp_path / "new") == "unknown"
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert git_commit(tmp_path) == "unknown"

@@ -1,0 +1,96 @@
+"""
+Weights, found and loaded.
+"""
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from lib.errors import UserError
+from lib.run import Run
+from lib.weights import find_weights, init_from, load_model, load_run, model_file, read_weights
+from model import BertConfig, Classifier, SpanReader
+from tests.helpers import assert_same, save_model, tiny_bert, train
+
+
+@pytest.mark.parametrize("kind, labels", [("lm", ()), ("classifier", ("a", "b")),
+                                          ("classifier", ()), ("span", ())])
+def test_a_model_comes_back_from_its_checkpoint(tmp_path, kind, labels):
+    """A regression is a classifier without labels."""
+    config = tiny_bert(memory_layers=(2,)).bert.config
+    model = {"lm": lambda: tiny_bert(seed=1, memory_layers=(2,)),
+             "classifier": lambda: Classifier(config, len(labels) or 1),
+             "span": lambda: SpanReader(config)}[kind]()
+    folder = save_model(tmp_path / "run", model, labels)
+    loaded = load_model(tmp_path / "run")
+    assert type(loaded) is type(model) and loaded.bert.config == config
+    assert_same(dict(loaded.state_dict()), dict(model.state_dict()))
+    assert find_weights(tmp_path / "run") == (folder, tmp_path / "run/vocab.txt")
+    saved = read_weights(folder)
+    assert saved.get("labels", []) == list(labels)
+    assert ("labels" in saved) == (kind == "classifier") == ("labels" in model_file(model, labels))
+
+
+def test_changing_a_model_does_not_change_its_file(tmp_path):
+    save_model(tmp_path, tiny_bert())
+    with torch.no_grad():
+        for p in load_model(tmp_path).parameters():
+            p.zero_()
+    assert load_model(tmp_path).bert.words.weight.abs().sum() > 0
+
+
+def test_a_run_for_a_notebook(place):
+    assert train("--max_steps=2", "--eval_interval=100") == 0
+    model, tokenizer = load_run("out/tiny")
+    encoded = tokenizer.encode("the [MASK] cat")
+    assert encoded.tokens == ["[CLS]", "the", "[MASK]", "cat", "[SEP]"]
+    assert not model.training and model(torch.tensor([encoded.ids])).shape == (1, 5, 25)
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"d_model": 16}, "size mismatch for"),
+    ({"vocab_size": 41}, "size mismatch for"),
+    ({"n_keys": 5}, r"size mismatch for bert\.layers\.1\.memory"),
+    ({"n_head": 1}, "n_head = 2, this model 1: give --n_head=2"),
+    ({"causal": True}, "is a masked language model, expected a causal one")])
+def test_weights_of_other_sizes_are_no_start(tmp_path, change, words):
+    save_model(tmp_path / "run", tiny_bert(memory_layers=(2,)))
+    with pytest.raises(UserError, match=words) as error:
+        init_from(tiny_bert(**{"memory_layers": (2,), **change}), tmp_path / "run")
+    assert str(tmp_path / "run/step_000003") in str(error.value)
+
+
+@pytest.mark.parametrize("name, words", [
+    ("out/demo", "python pretrain.py configs/demo.py"),
+    ("bert-base-uncased", "python prepare_data.py weights bert-base-uncased"),
+    ("out/none", "python prepare_data.py weights NAME"),
+    ("file", "file: no weights there")])
+def test_weights_that_are_not_there(workdir, name, words):
+    Path("file").touch()
+    with pytest.raises(UserError, match=words):
+        find_weights(name)
+
+
+def test_a_run_may_be_moved_over_its_initial_one(place):
+    """It says itself how long it was trained, and does not look for its ancestors."""
+    assert train("--max_steps=2", "--eval_interval=100") == 0
+    assert train("--max_steps=2", "--eval_interval=100", "--init_from=out/tiny",
+                 "--out=out/more") == 0
+    shutil.rmtree("out/tiny")
+    Path("out/more").rename("out/tiny")
+    assert Run("out/tiny").settings()["init_checkpoint"] == "out/tiny/step_000002"
+    config = load_model("out/tiny").bert.config
+    assert isinstance(config, BertConfig)
+    origin = init_from(Classifier(config, 2), "out/tiny")
+    assert origin == {"init_checkpoint": "out/tiny/step_000002", "first_step": 4,
+                      "pooler_trained": False}
+
+
+def test_an_unfinished_start_is_said(place, capsys):
+    assert train("--max_steps=4", "--checkpoint_interval=2", "--eval_interval=100") == 0
+    model = load_model("out/tiny")
+    for step, warned in ((2, True), (4, False)):
+        capsys.readouterr()
+        init_from(model, f"out/tiny/step_00000{step}")
+        assert ("of an unfinished run: 2 of 4 steps" in capsys.readouterr().out) == warned
