@@ -39,10 +39,10 @@ from lib.distributed import (
 from lib.download import file_sha256
 from lib.errors import UserError
 from lib.files import first_rank, lock
-from lib.predict import score_dev, write_dev_predictions
+from lib.predict import predict_examples, write_predictions
 from lib.run import Run
 from lib.settings import load_settings
-from lib.tasks import TrainingBatches, find_task, load_examples
+from lib.tasks import TrainingBatches, find_task, load_examples, score_dev
 from lib.tokenizer import text_tokenizer
 from lib.training import (
     catch_signals,
@@ -60,7 +60,6 @@ from lib.weights import (
     check_objective,
     find_weights,
     init_from,
-    load_model,
     model_file,
     read_weights,
 )
@@ -142,7 +141,8 @@ def main(argv):
     fixed = "" if config.update_memory else "_fixed"
     out = Path(config.out or f"out/{run.name}_{task.name}{fixed}")
     with lock(out, "trains there"):
-        data = identify_data(task)
+        files = [task.file(split) for split in ("train", *task.dev.values())]
+        data = {file.name: file_sha256(file) for file in files} | {"labels": list(task.labels)}
         for run in Run(out).seeds():
             before = run.settings()
             run.check_settings(replace(config, seed=before["seed"]), data)
@@ -239,12 +239,16 @@ def fine_tune(config, run, task, data, train, dev, signals):
         if log:
             log_training(run, state, config, batches, new[-1][1])
         if epoch_ends:
-            scores = score_dev(model, task, dev, config.batch_size, dtype)
+            predictions = {suffix: predict_examples(model, examples, config.batch_size, dtype)
+                           for suffix, examples in dev.items()}
+            scores = score_dev(task, dev, predictions)
             state["scores"].append({"epoch": batches.epochs(done), **scores})
             run.log({"step": done, **state["scores"][-1]})
-            print(f"epoch {batches.epochs(done):g}: {in_percent(task, scores)}", flush=True)
-            if best_epoch(task, state["scores"]) is state["scores"][-1]:
+            shown = [f"{metric} {task.scale * score:.2f}" for metric, score in scores.items()]
+            print(f"epoch {batches.epochs(done):g}: {', '.join(shown)}", flush=True)
+            if best_epoch(task, state["scores"]) == len(state["scores"]) - 1:
                 run.save_best(model_file(model, task.labels))
+                write_predictions(run.folder, task, dev, predictions)
         if save:
             files = checkpoint_files(model, task.labels, dense, values, scaler, state)
             run.save_checkpoint(done, files, keep=1)
@@ -253,45 +257,28 @@ def fine_tune(config, run, task, data, train, dev, signals):
         new = []
         start = time.perf_counter()
 
-    if state["step"] < config.max_steps:
-        return
-    best = load_model(run.folder / "best").to(device)
-    write_dev_predictions(run.folder, best, task, dev, config.batch_size, dtype)
-    results = {f"eval_{key}": score for key, score in best_epoch(task, state["scores"]).items()}
-    results |= {f"last_{key}": score for key, score in state["scores"][-1].items()}
-    run.write_results(results)  # last: now the seed is done
+    if state["step"] == config.max_steps:
+        best, last = state["scores"][best_epoch(task, state["scores"])], state["scores"][-1]
+        results = {f"eval_{key}": score for key, score in best.items()}
+        results |= {f"last_{key}": score for key, score in last.items()}
+        run.write_results(results)  # last: now the seed is done
 
 
 def best_epoch(task, scores):
-    """Return the first of the epochs with the best dev score. nan is worse than any number."""
-    def of_epoch(score):
-        number = score[task.metrics[0]]
-        return -math.inf if math.isnan(number) else number
-
-    return max(scores, key=of_epoch)
-
-
-def in_percent(task, scores, prefix=""):
-    """Show the metrics of the dev splits in percent."""
-    return ", ".join(f"{metric}{suffix} {task.scale * scores[prefix + metric + suffix]:.2f}"
-                     for suffix in task.dev for metric in task.metrics)
-
-
-def identify_data(task):
-    """Identify a task's data: the SHA-256 of the files of train and dev, and the labels."""
-    files = {task.file(split) for split in ("train", *task.dev.values())}
-    files |= {task.folder / name for name in task.archives}  # MRPC's dev split is a list of ids
-    hashes = {file.name: file_sha256(file) for file in files if file.is_file()}
-    return {**hashes, "labels": list(task.labels)}
+    """Return the place of the first epoch with the best dev score. nan is worse than numbers."""
+    numbers = [epoch[task.metrics[0]] for epoch in scores]
+    return int(np.argmax(np.nan_to_num(numbers, nan=-np.inf)))
 
 
 def write_medians(task, out):
-    """Write and print the medians over all seeds in `out` that are done."""
+    """Write the medians over all seeds in `out` that are done, and print the first metric's."""
     results = {run.settings()["seed"]: run.results() for run in Run(out).seeds() if run.results()}
-    medians = {key: float(np.median([scores[key] for scores in results.values()]))
-               for key in results[min(results)]}
+    medians = {}
+    for key in results[min(results)]:
+        medians[key] = float(np.median([scores[key] for scores in results.values()]))
     Run(out).write_results({**medians, "seeds": results})
-    print(f"median of {len(results)}: {in_percent(task, medians, 'eval_')}; "
+    metric = task.metrics[0]
+    print(f"median of {len(results)}: {metric} {task.scale * medians[f'eval_{metric}']:.2f}; "
           f"{out}/eval_results.json")
 
 

@@ -21,7 +21,6 @@ from lib.tasks import (
     pick_texts,
     read_split,
     read_table,
-    score,
     tsv_text,
 )
 from lib.tokenizer import text_tokenizer
@@ -73,21 +72,13 @@ def best_spans(logits, windows, longest=30):
     return spans
 
 
-def score_dev(model, task, dev, batch_size, dtype):
-    """Score the dev splits: {metric: number}. dev: {suffix of metrics: Examples}."""
-    results = {}
-    for suffix, examples in dev.items():
-        predictions = predict_examples(model, examples, batch_size, dtype)
-        scores = score(task, examples, predictions)
-        results |= {metric + suffix: number for metric, number in scores.items()}
-    return results
+def write_predictions(folder, task, dev, predictions):
+    """Write predictions_DEV.tsv with texts and labels, or for SQuAD its official .json.
 
-
-def write_dev_predictions(folder, model, task, dev, batch_size, dtype):
-    """Write predictions_DEV.tsv with texts and labels, or for SQuAD its official .json."""
+    dev, predictions: dicts with the keys of task.dev.
+    """
     for suffix, split in task.dev.items():
-        predictions = predict_examples(model, dev[suffix], batch_size, dtype)
-        header, cells = prediction_table(dev[suffix], predictions, task.labels)
+        header, cells = prediction_table(dev[suffix], predictions[suffix], task.labels)
         if task.reads_spans:
             questions = dict.fromkeys(window.question for window in dev[suffix])
             answers = {question.id: text for question, (text, _) in zip(questions, cells)}

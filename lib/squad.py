@@ -32,28 +32,23 @@ class Window:
     label: tuple  # positions of the answer's first and last token; (0, 0) if it is not inside
 
 
-def read_squad(path, answered=True):
-    """Read the Questions of a SQuAD 1.1 file. With `answered`, each has its answers."""
+def read_squad(path):
+    """Read the Questions of a file in the layout of SQuAD 1.1. New ones have no answers."""
     questions = []
     try:
         for article in read_json(path)["data"]:
             for paragraph in article["paragraphs"]:
-                context = paragraph["context"]
                 for qa in paragraph["qas"]:
-                    answers = qa["answers"] if answered else []
-                    answers = [(answer["answer_start"], answer["text"]) for answer in answers]
-                    questions.append(Question(qa["id"], qa["question"], context, answers))
+                    answers = [(answer["answer_start"], answer["text"])
+                               for answer in qa.get("answers", [])]
+                    question = Question(qa["id"], qa["question"], paragraph["context"], answers)
+                    questions.append(question)
     except (LookupError, TypeError) as error:
         raise UserError(f"{path}: not a file of SQuAD 1.1 ({error!r})") from None
-    for question in questions if answered else ():
-        found = [question.context.startswith(text, at) for at, text in question.answers]
-        if not found or not all(found):
-            raise UserError(f"{path}: question {question.id}: the paragraph has no answer where "
-                            "the file says")
     return questions
 
 
-def make_windows(tokenizer, questions, max_len, stride, what="encoding"):
+def make_windows(tokenizer, questions, max_len, stride):
     """Cut paragraphs into Windows of at most max_len tokens, as Devlin et al. do.
 
     They begin `stride` tokens apart. The label is the question's first answer.
@@ -61,12 +56,12 @@ def make_windows(tokenizer, questions, max_len, stride, what="encoding"):
     special = special_ids(tokenizer)
     contexts = list(dict.fromkeys(question.context for question in questions))
     paragraphs = {}
-    for context, encoding in zip(contexts, tokenize(tokenizer, contexts, what)):
+    for context, encoding in zip(contexts, tokenize(tokenizer, contexts, "paragraphs")):
         offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
         paragraphs[context] = encoding.ids, offsets
 
     windows = []
-    heads = tokenize(tokenizer, [question.text for question in questions], what)
+    heads = tokenize(tokenizer, [question.text for question in questions], "questions")
     for question, encoding in zip(questions, heads):
         head = [special.cls, *encoding.ids[:min(64, max_len // 2)], special.sep]
         tokens, offsets = paragraphs[question.context]

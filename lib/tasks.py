@@ -23,11 +23,10 @@ from lib.tokenizer import special_ids, tokenize
 class Task:
     """Describe a task: what is official about it, and where its files are."""
     name: str
-    folder: Path
+    folder: str
     labels: list  # classes; [] for a score or a span
     metrics: list  # the first one picks the best epoch
-    table_title: str = ""  # of its column in tables of scores
-    table_metrics: list = ()  # the metrics in that column
+    table_metrics: list  # the ones in tables of scores
     archives: list = ()  # the files to download
     dev: dict = field(default_factory=lambda: {"": "dev"})  # {suffix of metrics: split}
     scale: int = 100  # from a metric to percent
@@ -36,34 +35,31 @@ class Task:
     def file(self, split):
         """Return the file of a split. MRPC has its dev split in the file of train."""
         if self.reads_spans:
-            return self.folder / f"{split}-v1.1.json"
+            return Path(self.folder, f"{split}-v1.1.json")
         if self.name == "mrpc":
-            return self.folder / "msr_paraphrase_train.txt"
-        return self.folder / f"{split}.tsv"
+            return Path(self.folder, "msr_paraphrase_train.txt")
+        return Path(self.folder, f"{split}.tsv")
 
 
-DATA = Path("data/glue")
 YES_NO = ["0", "1"]
 ENTAILED = ["entailment", "not_entailment"]
+CORRELATIONS = ["pearson", "spearmanr"]
 GLUE = [  # the columns of Table 4 from left to right, then the other tasks
-    Task("mnli", DATA / "MNLI", ["contradiction", "entailment", "neutral"], ["accuracy"],
-         "MNLI-(m/mm)", ["accuracy", "accuracy_mm"], ["MNLI.zip"],
+    Task("mnli", "data/glue/MNLI", ["contradiction", "entailment", "neutral"], ["accuracy"],
+         ["accuracy", "accuracy_mm"], ["MNLI.zip"],
          dev={"": "dev_matched", "_mm": "dev_mismatched"}),
-    Task("qqp", DATA / "QQP", YES_NO, ["accuracy", "f1"], "QQP", ["accuracy"], ["QQP-clean.zip"]),
-    Task("qnli", DATA / "QNLI", ENTAILED, ["accuracy"], "QNLI", ["accuracy"], ["QNLIv2.zip"]),
-    Task("sst2", DATA / "SST-2", YES_NO, ["accuracy"], "SST-2", ["accuracy"], ["SST-2.zip"]),
-    Task("cola", DATA / "CoLA", YES_NO, ["matthews_correlation", "accuracy"],
-         "CoLA (Matt)", ["matthews_correlation"], ["CoLA.zip"]),
-    Task("mrpc", DATA / "MRPC", YES_NO, ["accuracy", "f1"], "MRPC (Acc/F1)", ["accuracy", "f1"],
+    Task("qqp", "data/glue/QQP", YES_NO, ["accuracy", "f1"], ["accuracy"], ["QQP-clean.zip"]),
+    Task("qnli", "data/glue/QNLI", ENTAILED, ["accuracy"], ["accuracy"], ["QNLIv2.zip"]),
+    Task("sst2", "data/glue/SST-2", YES_NO, ["accuracy"], ["accuracy"], ["SST-2.zip"]),
+    Task("cola", "data/glue/CoLA", YES_NO, ["matthews_correlation", "accuracy"],
+         ["matthews_correlation"], ["CoLA.zip"]),
+    Task("mrpc", "data/glue/MRPC", YES_NO, ["accuracy", "f1"], ["accuracy", "f1"],
          ["msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "mrpc_dev_ids.tsv"]),
-    Task("stsb", DATA / "STS-B", [], ["pearson", "spearmanr"],
-         "STS-B (P/S)", ["pearson", "spearmanr"], ["STS-B.zip"]),
-    Task("rte", DATA / "RTE", ENTAILED, ["accuracy"], "RTE", ["accuracy"], ["RTE.zip"]),
+    Task("stsb", "data/glue/STS-B", [], CORRELATIONS, CORRELATIONS, ["STS-B.zip"]),
+    Task("rte", "data/glue/RTE", ENTAILED, ["accuracy"], ["accuracy"], ["RTE.zip"]),
 ]
-SQUAD = Task("squad", Path("data/squad"), [], ["f1", "exact_match"],
-             "SQuAD 1.1 (EM/F1)", ["exact_match", "f1"], ["train-v1.1.json", "dev-v1.1.json"],
-             scale=1, reads_spans=True)
-OWN = Task("", Path(), [], [], "", ["accuracy", "pearson"])  # one of the two is there
+SQUAD = Task("squad", "data/squad", [], ["f1", "exact_match"], ["exact_match", "f1"],
+             ["train-v1.1.json", "dev-v1.1.json"], scale=1, reads_spans=True)
 TASKS = {task.name: task for task in [SQUAD, *GLUE]}
 
 # Columns of texts and of labels, in the official files and in a person's own
@@ -76,15 +72,14 @@ COLA = ["source", "label", "star", "sentence"]  # its train.tsv and dev.tsv have
 def find_task(name):
     """Find a Task: "sst2" or "SST-2", "squad", "docs" (made if missing), or a folder's path."""
     key = task_name(name)
-    folder = TASKS[key].folder if key in TASKS else Path(name)
+    folder = TASKS[key].folder if key in TASKS else name
     if name == "docs":
-        folder = Path("data/docs_task")
-        if not folder.exists():
+        folder = "data/docs_task"
+        if not Path(folder).exists():
             run_script("prepare_data.py", "docs_task")
-    if not name or not folder.is_dir():
-        raise UserError(f"task = {name!r}: no such folder ({folder}): expected docs, "
-                        f"{', '.join(TASKS)} (python prepare_data.py fetches them), or a folder "
-                        "of your own")
+    if not name or not Path(folder).is_dir():
+        raise UserError(f"task = {name!r}: no folder {folder}: expected docs, {', '.join(TASKS)} "
+                        "(python prepare_data.py fetches them), or a folder of your own")
     return TASKS[key] if key in TASKS else own_task(key, folder)
 
 
@@ -102,15 +97,15 @@ def task_name(name):
 
 def own_task(name, folder):
     """Describe a task of your own by its train.tsv: its classes, or scores as in STS-B."""
-    path = folder / "train.tsv"
+    path = Path(folder, "train.tsv")
     rows = read_table(path)
     column = find_columns(path, rows, LABELS)[0]
     if column == "score":
-        return Task(name, folder, [], ["pearson", "spearmanr"])
+        return Task(name, folder, [], CORRELATIONS, ["pearson"])
     classes = sorted({row[column] for row in rows})
     if len(classes) < 2:
         raise UserError(f"{path}: labels {classes}: expected two classes or more")
-    return Task(name, folder, classes, ["accuracy"])
+    return Task(name, folder, classes, ["accuracy"], ["accuracy"])
 
 
 def read_split(task, split):
@@ -119,7 +114,7 @@ def read_split(task, split):
     columns = COLA if task.name == "cola" else None
     rows = read_table(path, columns, skip_broken=task.name == "qqp")
     if task.name == "mrpc":
-        dev_ids = read_table(task.folder / "mrpc_dev_ids.tsv", ["#1 ID", "#2 ID"])
+        dev_ids = read_table(Path(task.folder, "mrpc_dev_ids.tsv"), ["#1 ID", "#2 ID"])
         rows = [row for row in rows
                 if any(ids.items() <= row.items() for ids in dev_ids) == (split == "dev")]
     column = find_columns(path, rows, LABELS)[0]
@@ -189,13 +184,13 @@ class Example:
     label: float | None  # a class or a score
 
 
-def encode_examples(tokenizer, texts, labels, max_len, what="encoding"):
+def encode_examples(tokenizer, texts, labels, max_len):
     """Encode tuples of one or two texts as Examples.
 
     The longer of two texts loses its last token until there are max_len tokens (Devlin et al.).
     """
     special = special_ids(tokenizer)
-    encodings = tokenize(tokenizer, [text for row in texts for text in row], what)
+    encodings = tokenize(tokenizer, [text for row in texts for text in row], "texts")
     examples = []
     for row, label in zip(texts, labels):
         pieces = [next(encodings).ids for _ in row]
@@ -213,9 +208,9 @@ def load_examples(task, split, tokenizer, max_len, stride):
     """Read and encode a split: a list of Examples, or of SQuAD's Windows. Print its size."""
     path = task.file(split)
     if task.reads_spans:
-        examples = make_windows(tokenizer, read_squad(path), max_len, stride, str(path))
+        examples = make_windows(tokenizer, read_squad(path), max_len, stride)
     else:
-        examples = encode_examples(tokenizer, *read_split(task, split), max_len, str(path))
+        examples = encode_examples(tokenizer, *read_split(task, split), max_len)
     mean = np.mean([len(example.ids) for example in examples])
     print(f"{path}: {len(examples):,} examples, {mean:.1f} tokens each")
     return examples
@@ -281,13 +276,21 @@ class TrainingBatches:
         return {**pad(chosen), "labels": np.array([example.label for example in chosen])}, weight
 
 
-def score(task, examples, predictions):
-    """Score predictions for a dev split (see predict_examples): {metric: number}."""
-    if task.reads_spans:
-        return score_squad(best_answers(examples, predictions))
-    labels = np.array([example.label for example in examples])
-    predicted = predictions.argmax(1) if task.labels else predictions[:, 0]
-    return {metric: float(METRICS[metric](labels, predicted)) for metric in task.metrics}
+def score_dev(task, dev, predictions):
+    """Score the predictions for the dev splits (see predict_examples): {metric: number}.
+
+    dev, predictions: dicts with the keys of task.dev.
+    """
+    scores = {}
+    for suffix, examples in dev.items():
+        if task.reads_spans:
+            return score_squad(best_answers(examples, predictions[suffix]))
+        labels = np.array([example.label for example in examples])
+        predicted = predictions[suffix]
+        predicted = predicted.argmax(1) if task.labels else predicted[:, 0]
+        for metric in task.metrics:
+            scores[metric + suffix] = float(METRICS[metric](labels, predicted))
+    return scores
 
 
 def pearson(x, y):
@@ -342,14 +345,15 @@ def score_table(paths):
         row = {"initial model": f"{initial} {recipe}".strip(),
                "memory update": "Y" if updated else "N", "seeds": "-".join(map(str, counts))}
         for column in columns:
-            title = TASKS[column].table_title if column in TASKS else column
-            row[title] = "/".join(f"{value:.1f}" for value in medians.get(column, [])) or "-"
+            row[column] = "/".join(f"{value:.1f}" for value in medians.get(column, [])) or "-"
         rows.append(row)
     return rows, records
 
 
 def median_scores(task, seeds):
     """Return the median of each of a task's metrics over its seeds, in percent."""
-    task = TASKS.get(task, OWN)
-    scores = [[results.get(f"eval_{metric}") for results in seeds] for metric in task.table_metrics]
-    return [task.scale * float(np.median(values)) for values in scores if None not in values]
+    metrics, scale = ["accuracy", "pearson"], 100  # a task of your own has one of the two
+    if task in TASKS:
+        metrics, scale = TASKS[task].table_metrics, TASKS[task].scale
+    scores = [[results.get(f"eval_{metric}") for results in seeds] for metric in metrics]
+    return [scale * float(np.median(values)) for values in scores if None not in values]
