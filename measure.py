@@ -14,17 +14,26 @@ $ python measure.py browse out/demo_resm_init --out memory      # memory.html: w
 $ python measure.py predict out/base_sst2 new.tsv --out said    # a fine-tuned run on new text
 
 --out NAME writes a table to NAME.md and NAME.json, a figure to NAME.png and NAME.svg. For browse it
-writes NAME.html, for predict NAME.tsv. A command's options: python measure.py COMMAND --help
+writes NAME.html, for predict NAME.tsv. python measure.py COMMAND --help lists a command's options.
 """
+import itertools
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from lib.browse import CorpusReads, page_data, page_html, print_guess
+from lib.browse import (
+    CorpusReads,
+    count_task_reads,
+    draw_halves,
+    page_data,
+    page_html,
+    print_guess,
+    training_examples,
+)
 from lib.corpus import causal_heldout, masked_heldout
-from lib.device import Progress, choose_device, to_device
-from lib.distributed import deal_batches, first_rank_first, run_ranks
+from lib.device import Progress, choose_device
+from lib.distributed import run_ranks
 from lib.errors import UserError, need
 from lib.figures import (
     draw_class_distances,
@@ -38,17 +47,16 @@ from lib.files import write_text
 from lib.predict import predict_file
 from lib.run import Run
 from lib.settings import Parser
-from lib.tasks import batches_by_length, find_task, load_examples, score_table, tsv_text
-from lib.tokenizer import load_tokenizer, special_tokens, text_tokenizer
+from lib.tasks import score_table, tsv_text
+from lib.tokenizer import load_tokenizer, special_tokens
 from lib.usage import (
     check_language_model,
     class_distances,
     comparable_evaluations,
-    count_reads,
     evaluate_language_model,
     open_corpus,
     slot_staleness,
-    times_read,
+    tally,
     training_text,
     usage_metrics,
 )
@@ -84,15 +92,16 @@ def table_2(args, device, dtype):
         checkpoint, _ = find_weights(path)
         print(f"{path}: weights of {checkpoint}")
         model = load_model(checkpoint).to(device)
-        results = {name: [] for name in heldout}
+        results, perplexities = {}, {}
         for name, maskings in heldout.items():
+            results[name] = []
             for batches in maskings:
                 batches = Progress(batches, f"{path}, data/{name}")
                 evaluation, _ = evaluate_language_model(model, batches, device, dtype)
                 results[name].append(evaluation)
-        trained = Run(checkpoint.parent).steps_and_seed(checkpoint)
-        perplexities = {f"{name} ppl": perplexity_cell(results[name]) for name in results}
+            perplexities[f"{name} ppl"] = perplexity_cell(results[name])
         usages = [evaluation["layers"] for evaluation in results[args.data[0]]]
+        trained = Run(checkpoint.parent).steps_and_seed(checkpoint)
         rows.append({"run": path, **trained, **perplexities, **usage_cells(usages)})
         records.append({"run": path, "checkpoint": str(checkpoint), **trained, "results": results})
     note = (f"Test splits, {args.sequences or 'all'} sequences of {seq_len}. Sequences of a "
@@ -108,55 +117,24 @@ def table_6(args, device):
     """Count what each fine-tuned model reads in the training examples of its task."""
     rows, records = [], []
     for path in args.runs:
-        task, examples, chosen = training_examples(path, args.sequences)
-        counts = count_task_reads(path, examples, chosen, device)
+        task, examples = training_examples(path, args.sequences)
+        counts = count_task_reads(path, examples, device)
         layers = {layer: usage_metrics(**sums) for layer, sums in counts.items()}
-        facts = {"run": path, "task": task, "examples": len(chosen)}
+        facts = {"run": path, "task": task, "examples": len(examples)}
         rows.append({**facts, **usage_cells([layers])})
         records.append({**facts, "layers": layers})
     note = "The best epoch so far, train split, nothing masked, padding not counted."
     write_table(args.out, rows, note, records)
 
 
-def training_examples(path, sequences):
-    """Load a fine-tuned run's training examples.
-
-    Returns the task's name, the Examples, and the indices of `sequences` of them, evenly spread.
-    None stands for all.
-    """
-    checkpoint, vocab = find_weights(path)
-    settings = Run(checkpoint.parent).settings()
-    if "task" not in settings:
-        raise UserError(f"{path}: not a fine-tuned run; table takes others with --data NAME")
-    print(f"{path}: weights of {checkpoint}")
-    with first_rank_first():
-        task = find_task(settings["task"])
-    tokenizer = text_tokenizer(vocab)
-    limits = settings["max_len"], settings["doc_stride"]
-    examples = load_examples(task, "train", tokenizer, *limits)
-    total = len(examples.ids)
-    chosen = np.linspace(0, total - 1, min(sequences or total, total)).astype(int)
-    return task.name, examples, chosen
-
-
-@torch.no_grad()
-def count_task_reads(path, examples, chosen, device):
-    """Count what the model at `path` reads in the examples `chosen` (see count_reads)."""
-    model = load_model(path).to(device).eval()
-    batches = batches_by_length(examples.lengths[chosen], 32)
-    with count_reads(model) as counts:
-        for batch in deal_batches(Progress(batches, path)):
-            model.bert(**to_device(examples.pad(chosen[batch]), device))
-    return counts
-
-
 def glue(args):
     """Print Tables 4, 5 and 7: dev scores of fine-tuned runs, medians over their seeds."""
-    header, rows, records = score_table(args.runs)
-    rows = [dict(zip(header, row, strict=True)) for row in rows]
-    write_table(args.out, rows,
-                "Dev splits, median over the seeds of each seed's best epoch; -: not run. "
-                "Avg: of the six columns from MNLI-m to CoLA, once all are there.", records)
+    rows, records = score_table(args.runs)
+    if not rows:
+        raise UserError(f"{', '.join(args.runs)}: no fine-tuned run that is done")
+    note = ("Dev splits, median over the seeds of each seed's best epoch; -: not run. "
+            "Avg: of the six columns from MNLI-m to CoLA, once all are there.")
+    write_table(args.out, rows, note, records)
 
 
 def by_class(args):
@@ -166,62 +144,49 @@ def by_class(args):
     device = open_device(args)
     records = []
     for path in args.runs:
-        _, examples, chosen = training_examples(path, args.sequences)
-        halves = draw_halves(path, examples.labels[chosen], chosen)
+        _, examples = training_examples(path, args.sequences)
+        halves = draw_halves(path, examples)
         start = Run(find_weights(path)[0].parent).settings()["init_checkpoint"]
         for when, weights in (("before", start), ("after", path)):
-            counts = [count_task_reads(weights, examples, half, device) for half in halves]
+            counts = [count_task_reads(weights, half, device) for half in halves]
             for layer in counts[0]:
                 top1 = np.array([half[layer]["top1"] for half in counts])  # (4, n_slots)
-                records.append({"run": path, "when": when, "layer": layer,
-                                **class_distances(top1[2:], top1[:2]),
+                distances = class_distances(top1[2:], top1[:2])
+                records.append({"run": path, "when": when, "layer": layer, **distances,
                                 "accesses": int(top1.sum()) // 4})
-    figure = draw_class_distances(records, run_names(args)) if args.out else None
-    write_table(args.out, records,
-                "Top-1 slots, train split: KL(class 1 || 0.9 class 0 + 0.1 class 1) in nats, at "
-                "most 2.30, and IOU of the shares of the slots. Floor: the same between two random "
-                "halves of one class. kl and iou are corrected for it: a KL of 0 and an IOU of 1 "
-                "mean no more difference than that. Accesses: of each half.", records, figure)
-
-
-def draw_halves(path, labels, chosen):
-    """Draw two halves of class 0, then two of class 1, all of one size: indices, (4, size)."""
-    rng = np.random.default_rng(0)
-    classes = [chosen[labels == label] for label in np.unique(labels)]
-    size = min(map(len, classes)) // 2
-    if len(classes) != 2 or not size:
-        raise UserError(f"{path}: expected two classes with two examples or more, found "
-                        f"{list(map(len, classes))} examples")
-    drawn = [rng.permutation(members)[:2 * size] for members in classes]
-    return np.concatenate(drawn).reshape(4, size)
+    note = ("Top-1 slots, train split: KL(class 1 || 0.9 class 0 + 0.1 class 1) in nats, at most "
+            "2.30, and IOU of the shares of the slots. Floor: the same between two random halves "
+            "of one class. kl and iou are corrected for it: a KL of 0 and an IOU of 1 mean no more "
+            "difference than that. Accesses: of each half.")
+    figure = args.out and draw_class_distances(records, run_names(args))
+    write_table(args.out, records, note, records, figure)
 
 
 def staleness(args):
     """Draw Figure 2: how many slots were last top-1 at which usage snapshot of a run."""
-    records = [record for path in args.runs for record in slot_staleness(path)]
-    rows = []
-    for record in records:
+    rows, records = [], []
+    for record in itertools.chain(*map(slot_staleness, args.runs)):
         shares = {step: f"{share:.1%}" for step, share in record["slots"].items()}
-        rows.append({name: record[name] for name in ("run", "layer", "accesses")} | shares)
-    figure = draw_staleness(records, run_names(args)) if args.out else None
-    write_table(args.out, rows,
-                "Share of the slots by the step of the last snapshot at which they were top-1. "
-                "Accesses: in a snapshot.", records, figure)
+        rows.append({key: record[key] for key in ("run", "layer", "accesses")} | shares)
+        records.append(record)
+    note = ("Share of the slots by the step of the last snapshot at which they were top-1. "
+            "Accesses: in a snapshot.")
+    figure = args.out and draw_staleness(records, run_names(args))
+    write_table(args.out, rows, note, records, figure)
 
 
 def curves(args):
     """Draw Figure 3: perplexity and top-1 usage against the step, for several runs."""
     runs = comparable_evaluations(args.runs)
     rows = []
-    for path, evaluations in runs.items():
-        first, last = evaluations[0], evaluations[-1]
+    for path, (first, *_, last) in runs.items():
         usage = [f"{metrics['top1_mu']:.1%}" for metrics in last["layers"].values()]
         rows.append({"run": path, "steps": last["step"], "first ppl": first["perplexity"],
                      "last ppl": last["perplexity"], "accuracy": last["accuracy"],
                      "layers": "/".join(last["layers"]), "top-1 MU": "/".join(usage)})
-    figure = draw_curves(runs, run_names(args)) if args.out else None
-    write_table(args.out, rows, "Held-out text; the steps of the initial model count.", runs,
-                figure)
+    note = "Held-out text; the steps of the initial model count."
+    figure = args.out and draw_curves(runs, run_names(args))
+    write_table(args.out, rows, note, runs, figure)
 
 
 def run_names(args):
@@ -235,46 +200,20 @@ def slots(args):
     corpus = CorpusReads(model, args.run, args.data, args.sequences)
     if args.layer not in corpus.layers:
         raise UserError(f"{args.run}: no memory in layer {args.layer}; its memory layers: "
-                        f"{', '.join(map(str, corpus.layers))}")
-    reads, _ = corpus.layers[args.layer]
-    read, top1 = times_read(reads, corpus.n_keys**2)
+                        f"{list(corpus.layers)}")
+    slots, weights = corpus.layers[args.layer]
+    counts = tally(slots, weights, corpus.n_keys**2)
+    read, top1 = counts["read"], counts["top1"]
     rows, records = [], []
     for slot in args.slot or np.argsort(-read, kind="stable")[:args.most].tolist():
-        contexts = corpus.contexts(args.layer, slot, args.contexts)
         facts = {"slot": slot, "reads": int(read[slot]), "top1": int(top1[slot])}
+        contexts = corpus.contexts(args.layer, slot, args.contexts)
         records.append({**facts, "contexts": contexts})
         for weight, context in contexts or [(0.0, "(never read)")]:
             rows.append({**facts, "weight": weight, "context": context})
-    note = (f"Layer {args.layer} of {checkpoint}; {len(reads):,} tokens of data/{corpus.name} x "
-            f"{reads.shape[1]} heads; weights are summed over the heads.")
+    note = (f"Layer {args.layer} of {checkpoint}; {len(slots):,} tokens of data/{corpus.name} x "
+            f"{slots.shape[1]} heads; weights are summed over the heads.")
     write_table(args.out, rows, note, records)
-
-
-def open_device(args):
-    """Choose the device of --device, and print it."""
-    device, _, line = choose_device(args.device, "float32")
-    print(line)
-    return device
-
-
-def open_model(args):
-    """Load the model of args.run. Returns (model, folder of its weights)."""
-    checkpoint, _ = find_weights(args.run)
-    return load_model(checkpoint).eval().to(open_device(args)), checkpoint
-
-
-def open_language_model(args, causal):
-    """Load the language model of args.run, to ask it.
-
-    Returns (model, its tokenizer, folder of its weights, CorpusReads). The last is None for a
-    model without memory.
-    """
-    check_language_model(args.run, causal)
-    model, checkpoint = open_model(args)
-    corpus = None
-    if value_tables(model):
-        corpus = CorpusReads(model, args.run, args.data, args.sequences)
-    return model, load_tokenizer(find_weights(checkpoint)[1]), checkpoint, corpus
 
 
 def fill(args):
@@ -305,6 +244,33 @@ def sample(args):
     for number in range(1, args.samples + 1):
         new = model.generate(ids, args.tokens, window, args.temperature, args.top_k, generator)
         print(f"sample {number}: {tokenizer.decode(new[1:], skip_special_tokens=False)}")
+
+
+def open_language_model(args, causal):
+    """Load the language model of args.run, to ask it.
+
+    Returns (model, its tokenizer, folder of its weights, CorpusReads). The last is None for a
+    model without memory.
+    """
+    check_language_model(args.run, causal)
+    model, checkpoint = open_model(args)
+    corpus = None
+    if value_tables(model):
+        corpus = CorpusReads(model, args.run, args.data, args.sequences)
+    return model, load_tokenizer(find_weights(checkpoint)[1]), checkpoint, corpus
+
+
+def open_model(args):
+    """Load the model of args.run. Returns (model, folder of its weights)."""
+    checkpoint, _ = find_weights(args.run)
+    return load_model(checkpoint).eval().to(open_device(args)), checkpoint
+
+
+def open_device(args):
+    """Choose the device of --device, and print it."""
+    device, _, line = choose_device(args.device, "float32")
+    print(line)
+    return device
 
 
 def browse(args):

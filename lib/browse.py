@@ -1,8 +1,9 @@
 """
-Show what a slot knows: the contexts that read it, and the page of measure.py browse.
+Read texts with a model to see which slots they read, and show what a slot knows.
 
-page_data() gathers what the page shows, and page_html() puts it into browse.html as JSON. Two
-layers of 64 x 64 slots read by 32,768 tokens make 1.1 MB. Larger ones want fewer --contexts.
+page_data() gathers what the page of measure.py browse shows, and page_html() puts it into
+browse.html as JSON. Two layers of 64 x 64 slots read by 32,768 tokens make 1.1 MB. Larger ones want
+fewer --contexts.
 """
 import json
 from collections import Counter
@@ -11,11 +12,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.corpus import causal_heldout, cut_split
-from lib.device import Progress
+from lib.corpus import causal_heldout, cut_split, spread
+from lib.device import Progress, to_device
+from lib.distributed import deal_batches, first_rank_first
 from lib.errors import UserError
-from lib.tokenizer import load_tokenizer, special_ids
-from lib.usage import last_used, open_corpus, times_read, training_text, watch_reads
+from lib.run import Run
+from lib.tasks import batches_by_length, find_task, load_examples, pad
+from lib.tokenizer import load_tokenizer, special_ids, text_tokenizer
+from lib.usage import count_reads, last_used, open_corpus, tally, training_text, watch_reads
+from lib.weights import find_weights, load_model
 from model import value_tables
 
 WIDTH = 8  # tokens shown on either side; two contexts that agree there count as one
@@ -33,10 +38,10 @@ class CorpusReads:
     @torch.no_grad()
     def __init__(self, model, path, data, sequences):
         seq_len, trained_on = training_text(path)
+        self.name = data or trained_on
         reads = {layer: [] for layer in value_tables(model)}
         if not reads:
             raise UserError(f"{path}: a model without memory has no slots")
-        self.name = data or trained_on
         if not self.name:
             raise UserError(f"{path}: its corpus is not known: --data NAME")
         corpus = open_corpus(self.name, path)
@@ -53,8 +58,8 @@ class CorpusReads:
                 model.bert(batch.to(device))
         self.layers = {}
         for layer, batches in reads.items():
-            slots, weights = zip(*batches, strict=True)
-            self.layers[layer] = torch.cat(slots).numpy(), torch.cat(weights).numpy()
+            slots, weights = zip(*batches)
+            self.layers[layer] = torch.cat(slots), torch.cat(weights)
 
     def contexts(self, layer, slot, most):
         """List the contexts that read a slot with the most weight, at most `most`.
@@ -62,10 +67,9 @@ class CorpusReads:
         Returns [(weight, text)]: the sum over the heads, and the text once, with the token in «».
         """
         slots, weights = self.layers[layer]
-        where = np.nonzero(slots == slot)
-        weight = np.bincount(where[0], weights[where])  # of each token
+        weight = weights.where(slots == slot, 0).sum((1, 2), dtype=torch.double)  # of each token
         texts = {}
-        for token in np.argsort(-weight, kind="stable")[:np.count_nonzero(weight)]:
+        for token in weight.argsort(descending=True, stable=True)[:weight.count_nonzero()].tolist():
             sequence, at = divmod(token, self.ids.shape[1])
             before, here, after = np.split(self.ids[sequence], [at, at + 1])
             parts = [before[-WIDTH:], here, after[:WIDTH]]
@@ -80,23 +84,69 @@ class CorpusReads:
 def print_guess(model, tokenizer, ids, position, corpus, most):
     """Print the likeliest tokens at a position of a text, and the slots read there.
 
-    ids: of the text. corpus: a CorpusReads for `most` contexts of each slot, or None.
+    ids: of the text. corpus: a CorpusReads, for `most` contexts of each slot; None for a model
+    without memory.
     """
     reads = {}
     ids = torch.tensor([ids], device=model.bias.device)
     with watch_reads(model, lambda layer, *read: reads.update({layer: read})):
-        best = model(ids)[0, position].softmax(0).topk(5)
-    for probability, token in zip(best.values.tolist(), best.indices.tolist()):
+        chances = model(ids)[0, position].softmax(0)
+    for probability, token in zip(*(part.tolist() for part in chances.topk(5))):
         print(f"  {probability:6.1%}  {tokenizer.id_to_token(token)}")
     for layer, (slots, weights) in reads.items():
-        print(f"  layer {layer} read, slot (weight), best 3 of {slots.shape[-1]} per head; what "
+        print(f"  layer {layer} read, slot (weight), best 3 of {slots.shape[2]} per head; what "
               "else reads the best")
-        read = zip(slots[position].tolist(), weights[position].tolist())
-        for head, (slots, weights) in enumerate(read, 1):
-            best3 = [f"{slot} ({weight:.2f})" for slot, weight in zip(slots[:3], weights)]
-            print(f"    head {head}: {'  '.join(best3)}")
-            for weight, text in corpus.contexts(layer, slots[0], most):
+        for head, best in enumerate(slots[position, :, :3].tolist()):
+            shares = weights[position, head].tolist()
+            pairs = [f"{slot} ({share:.2f})" for slot, share in zip(best, shares)]
+            print(f"    head {head + 1}: {'  '.join(pairs)}")
+            for weight, text in corpus.contexts(layer, best[0], most):
                 print(f"      ({weight:.2f}) {text}")
+
+
+def training_examples(path, sequences):
+    """Load `sequences` training examples of a fine-tuned run, evenly spread; None: all.
+
+    Returns the task's name and the Examples.
+    """
+    checkpoint, vocab = find_weights(path)
+    settings = Run(checkpoint.parent).settings()
+    if "task" not in settings:
+        raise UserError(f"{path}: not a fine-tuned run; table takes others with --data NAME")
+    print(f"{path}: weights of {checkpoint}")
+    with first_rank_first():
+        task = find_task(settings["task"])
+    examples = load_examples(task, "train", text_tokenizer(vocab), settings["max_len"],
+                             settings["doc_stride"])
+    return task.name, [examples[n] for n in spread(len(examples), sequences)]
+
+
+@torch.no_grad()
+def count_task_reads(path, examples, device):
+    """Count what the model at `path` reads in Examples (see count_reads)."""
+    model = load_model(path).to(device).eval()
+    lengths = np.array([len(example.ids) for example in examples])
+    with count_reads(model) as counts:
+        for index in deal_batches(Progress(batches_by_length(lengths, 32), path)):
+            batch = pad([examples[n] for n in index])
+            model.bert(**to_device(batch, device))
+    return counts
+
+
+def draw_halves(path, examples):
+    """Draw two halves of class 0, then two of class 1, all of one size: lists of Examples."""
+    rng = np.random.default_rng(0)
+    labels = np.array([example.label for example in examples])
+    classes = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+    size = min(map(len, classes)) // 2
+    if len(classes) != 2 or not size:
+        raise UserError(f"{path}: expected two classes with two examples or more, found "
+                        f"{list(map(len, classes))} examples")
+    halves = []
+    for members in classes:
+        drawn = [examples[n] for n in rng.permutation(members)]
+        halves += [drawn[:size], drawn[size:2 * size]]
+    return halves
 
 
 def page_data(corpus, snapshots, most):
@@ -114,15 +164,15 @@ def page_data(corpus, snapshots, most):
     _, new = np.unique(around.reshape(ids.size, -1), axis=0, return_index=True)
     layers = []
     for layer, (slots, weights) in corpus.layers.items():
-        tokens, heads, _ = slots.shape
-        read, top1 = times_read(slots, n_slots)
-        slots, weights = slots.reshape(tokens, -1), weights.reshape(tokens, -1)
+        sums = tally(slots, weights, n_slots)
+        heads = slots.shape[1]
+        slots, weights = slots.flatten(1).numpy(), weights.flatten(1).numpy()
         share = weights / (heads * counts[word])[:, None]  # of all that a word reads
         layers.append({
             "layer": layer,
             "n_keys": corpus.n_keys,
-            "read": read.tolist(),
-            "top1": top1.tolist(),
+            "read": sums["read"].tolist(),
+            "top1": sums["top1"].tolist(),
             "last": last_used(snapshots, layer).tolist() if snapshots else [],
             "contexts": strongest(slots[new], new[:, None], weights[new], n_slots, most),
             "words": strongest(word[:, None], slots, share, len(words), SLOTS)})
@@ -143,13 +193,13 @@ def find_words(texts, seq_len):
     a space. Returns the words, most frequent first, their counts, and each token's word."""
     spelled, number = [""], []
     for n, text in enumerate(texts):
-        goes_on = spelled[-1][-1:].isalnum() and text[:1].isalnum()
-        if n % seq_len == 0 or not goes_on:
+        goes_on = n % seq_len and spelled[-1][-1:].isalnum() and text[:1].isalnum()
+        if not goes_on:
             spelled.append("")
         spelled[-1] += text
         number.append(len(spelled) - 1)
     spelled = [word.strip() for word in spelled]
-    words, counts = zip(*Counter(spelled[1:]).most_common(), strict=True)
+    words, counts = zip(*Counter(spelled[1:]).most_common())
     index = {word: n for n, word in enumerate(words)}
     return words, np.array(counts), np.array([index[spelled[n]] for n in number])
 

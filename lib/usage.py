@@ -18,7 +18,7 @@ from lib.corpus import Corpus
 from lib.device import autocast, to_device
 from lib.distributed import deal_batches, sum_over_ranks
 from lib.errors import UserError
-from lib.run import Run, usage_key
+from lib.run import Run
 from lib.tokenizer import read_vocab
 from lib.weights import check_objective, find_weights, read_weights
 from model import value_tables
@@ -50,56 +50,51 @@ def watch_reads(model, see):
 
 @contextlib.contextmanager
 def count_reads(model):
-    """Count what every memory reads inside the block. At its end, add up the ranks' counts.
+    """Count what every memory reads inside the block: {layer: counts of tally()}.
 
-    An access is one lookup by one head for one token, which we take to be x in section 3.2.
-    counts[layer] is a dict:
-    - read (n_slots,): how often a slot was among the top k
-    - top1 (n_slots,): how often it was the best
-    - weight (n_slots,): the sum of its softmax weights
-    - effective_k: the sum of exp(entropy of the weights) over the accesses
-    - topk: the number of slots that an access reads
+    When the block ends, the counts are summed over the ranks.
     """
-    counts = {}
-    for layer, table in value_tables(model).items():
-        n_slots = len(table.weight)
-        counts[layer] = {"read": np.zeros(n_slots, int), "top1": np.zeros(n_slots, int),
-                         "weight": np.zeros(n_slots), "effective_k": 0.0}
+    tables = value_tables(model)
+    nothing = torch.zeros(0, 1, 1, dtype=torch.int), torch.zeros(0, 1, 1)
+    counts = {layer: tally(*nothing, len(table.weight)) for layer, table in tables.items()}
 
     def count(layer, slots, weights):
-        sums = counts[layer]
-        n_slots = len(sums["read"])
-        read, top1 = times_read(slots.numpy(), n_slots)
-        weights = weights.double()
-        sums["read"] += read
-        sums["top1"] += top1
-        sums["weight"] += np.bincount(slots.flatten(), weights.flatten(), n_slots)
-        sums["effective_k"] += torch.special.entr(weights).sum(-1).exp().sum().item()
-        sums["topk"] = slots.shape[-1]
+        for name, number in tally(slots, weights, len(tables[layer].weight)).items():
+            counts[layer][name] = counts[layer][name] + number
 
     with watch_reads(model, count):
         yield counts
     for sums in counts.values():
-        for name in ("read", "top1", "weight", "effective_k"):
+        for name in sums:
             sums[name] = sum_over_ranks(sums[name])
 
 
-def times_read(slots, n_slots):
-    """Count how often each slot is read, and how often it is the best: (n_slots,) both.
-    slots: (tokens, heads, topk), best first."""
-    read = np.bincount(slots.ravel(), minlength=n_slots)
-    top1 = np.bincount(slots[..., 0].ravel(), minlength=n_slots)
-    return read, top1
+def tally(slots, weights, n_slots):
+    """Count accesses, which we take to be x in section 3.2: one lookup by one head for one token.
+
+    slots, weights: tensors (tokens, heads, topk), best first. Returns a dict:
+    - read (n_slots,): how often each slot was among the top k
+    - top1 (n_slots,): how often it was the best
+    - weight (n_slots,): the sum of its softmax weights
+    - effective_k: the sum of exp(entropy of the weights) over the accesses
+    """
+    weights = weights.double()
+    entropy = torch.special.entr(weights).sum(2)  # (tokens, heads)
+    return {"read": np.bincount(slots.flatten(), minlength=n_slots),
+            "top1": np.bincount(slots[..., 0].flatten(), minlength=n_slots),
+            "weight": np.bincount(slots.flatten(), weights.flatten(), n_slots),
+            "effective_k": entropy.exp().sum().item()}
 
 
-def usage_metrics(read, top1, weight, topk, effective_k):
-    """Compute the metrics of section 3.2 from a layer's counts (see count_reads).
+def usage_metrics(read, top1, weight, effective_k):
+    """Compute the metrics of section 3.2 from a layer's counts (see tally).
 
-    The KLs are in nats. mu_uniform and top1_mu_uniform are what as many accesses to random slots
-    would use.
+    The KLs are in nats. mu_uniform and top1_mu_uniform are the shares of the slots that the same
+    number of accesses to random slots would use.
     """
     n_slots = len(read)
     accesses = int(top1.sum())
+    topk = int(read.sum()) / accesses
 
     def kl_to_uniform(counts):
         share = counts[counts > 0] / counts.sum()  # 0 log 0 = 0
@@ -208,7 +203,7 @@ def last_used(snapshots, layer):
     snapshots: what Run.usage_snapshots() returns. Returns (n_slots,)."""
     last = 0
     for number, arrays in enumerate(snapshots.values(), 1):
-        last = np.where(arrays[usage_key(layer, "top1")] > 0, number, last)
+        last = np.where(arrays[f"layer{layer}_top1"] > 0, number, last)
     return last
 
 
@@ -225,7 +220,7 @@ def slot_staleness(path):
         last = last_used(snapshots, layer)
         shares = np.bincount(last, minlength=len(snapshots) + 1) / len(last)
         records.append({"run": path, "layer": layer,
-                        "accesses": int(newest[usage_key(layer, "top1")].sum()),
+                        "accesses": int(newest[f"layer{layer}_top1"].sum()),
                         "slots": dict(zip(["never", *snapshots], shares.tolist(), strict=True))})
     return records
 
