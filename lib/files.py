@@ -111,8 +111,10 @@ def write_text(path, text):
 
 
 def discard(path):
-    """Remove a file, a link or a folder, if it is there. A folder is renamed before its content
-    is deleted, so none is ever half there."""
+    """Remove a file, a link or a folder, if it is there.
+
+    A folder is renamed before its content is deleted: it is never half there.
+    """
     path = Path(path)
     if not first_rank():
         return
@@ -128,7 +130,7 @@ def discard(path):
 
 def under_torchrun():
     """Tell whether this is one of torchrun's processes."""
-    return {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
+    return "LOCAL_RANK" in os.environ and "RANK" in os.environ
 
 
 def first_rank():

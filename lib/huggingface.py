@@ -42,12 +42,14 @@ SETTINGS = {  # config.json's names for BertConfig's settings
              "max_len": "max_position_embeddings", "type_vocab": "type_vocab_size",
              "dropout": "hidden_dropout_prob", "init_std": "initializer_range",
              "causal": "is_decoder"},
-    "distilbert": {"n_layer": "n_layers", "n_head": "n_heads", "d_model": "dim",
-                   "d_ff": "hidden_dim", "vocab_size": "vocab_size", "dropout": "dropout",
-                   "max_len": "max_position_embeddings", "init_std": "initializer_range",
-                   "causal": "is_decoder"}}
+}
+SETTINGS["distilbert"] = SETTINGS["bert"] | {
+    "n_layer": "n_layers", "n_head": "n_heads", "d_model": "dim", "d_ff": "hidden_dim",
+    "dropout": "dropout"}
 # an exported memory's settings keep their names
 SETTINGS["pkm-bert"] = {name: name for name in asdict(BertConfig())} | SETTINGS["bert"]
+DEFAULTS = {  # of settings that a config.json may leave out; DistilBERT has no token types
+    "model_type": "bert", "is_decoder": False, "type_vocab_size": 0}
 # The hidden_act of a model with memory. transformers' own BERT would load the folder and leave the
 # memory out. It has no activation of this name, and its error shows the name.
 MEMORY_ACT = "gelu (this model has a memory: AutoModelFor..., trust_remote_code=True)"
@@ -137,7 +139,7 @@ def read_folder(folder):
 
 def read_config(settings, file):
     """Return the BertConfig that the content of a config.json describes."""
-    settings = {"model_type": "bert", "is_decoder": False, **settings}  # old folders have none
+    settings = DEFAULTS | settings
     for key, choices in KINDS.items():
         if settings.get(key, choices[0]) not in choices:
             raise UserError(f"{file}: {key} = {settings[key]!r}: expected {choices[0]!r}")
@@ -145,5 +147,4 @@ def read_config(settings, file):
     for theirs in names.values():
         if theirs not in settings:
             raise UserError(f"{file}: it has no setting {theirs}")
-    sizes = {ours: settings[theirs] for ours, theirs in names.items()}
-    return BertConfig(**{"type_vocab": 0, **sizes})  # DistilBERT has no token types
+    return BertConfig(**{ours: settings[theirs] for ours, theirs in names.items()})

@@ -33,8 +33,7 @@ NO_RECIPE = {"out", "log_interval", "checkpoint_interval", "device", "compile", 
 
 
 class Run:
-    """Read and write the folder of a run, which need not exist yet. start() comes before log() and
-    save_checkpoint()."""
+    """Read and write a folder, which need not exist yet. start() comes before log()."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
@@ -42,8 +41,10 @@ class Run:
         self.curves = None
 
     def settings(self, needed=()):
-        """Read config.json: a dict of the settings and the origin, {} if there is none. UserError
-        if a key of `needed` is missing: a fine-tuned run has no settings of pretraining."""
+        """Read config.json: a dict of the settings and the origin, {} if there is none.
+
+        UserError if a key of `needed` is missing, as a fine-tuned run lacks those of pretraining.
+        """
         path = self.folder / "config.json"
         settings = read_json(path) if path.is_file() else {}
         for key in needed:
@@ -81,10 +82,9 @@ class Run:
     def start(self, config, vocab, origin, data, step):
         """Begin the run, or go on with it after the checkpoint of `step`.
 
-        Writes config.json and the tokenizer's files, and opens the log. What a killed process wrote
-        after the checkpoint is removed. `config` is a dataclass, `vocab` the path of a vocab.txt.
-        `origin` is what init_from() returned, or a continued run's settings(). `data` identifies
-        the text or task: {name: SHA-256, or a list of labels}.
+        Writes config.json and the tokenizer's files, and opens the log. Removes what a killed
+        process wrote after the checkpoint. vocab: the path of a vocab.txt. origin: what init_from()
+        returned, or a continued run's settings(). data: {name: SHA-256, or a list of labels}.
         """
         if not first_rank():
             return
@@ -148,8 +148,10 @@ class Run:
         return None
 
     def save_checkpoint(self, step, files, keep):
-        """Write a checkpoint of {name: content}, whole or not at all. Returns its path. Then it
-        deletes all but the `keep` newest."""
+        """Write a checkpoint of {name: content}, and delete all but the `keep` newest.
+
+        Returns its path.
+        """
         if self.log_file:
             os.fsync(self.log_file.fileno())  # no checkpoint is newer than its log
         folder = self.folder / f"step_{step:06d}"
@@ -163,19 +165,20 @@ class Run:
         return folder
 
     def save_best(self, model):
-        """Write the weights of the best epoch so far; `model` is what model_file() returned.
+        """Write the weights of the best epoch so far, before the checkpoint that names the epoch.
 
-        They come before the checkpoint that names the epoch. A process that is killed in between
-        trains the epoch again, and writes the same weights.
+        A process that is killed in between trains the epoch again, and writes the same weights.
         """
         with atomic(self.folder / "best" / "model.pt") as temporary:
             save(model, temporary)
         barrier()
 
     def steps_and_seed(self, checkpoint):
-        """Return how a checkpoint was trained: {"steps": "1,000 + 3,000", "seed": 1}, the steps of
-        the initial model and its own. An unfinished run has "100 of 3,000". A "?" stands for what
-        weights in Hugging Face layout do not tell."""
+        """Return how a checkpoint was trained: {"steps": "1,000 + 3,000", "seed": 1}.
+
+        The steps are the initial model's and its own; an unfinished run has "100 of 3,000". Weights
+        in Hugging Face layout tell nothing: "?".
+        """
         if not (checkpoint / "state.pt").is_file():
             return {"steps": "?", "seed": "?"}
         settings = self.settings(["max_steps", "seed", "init_checkpoint", "first_step"])
@@ -187,10 +190,14 @@ class Run:
         return {"steps": steps, "seed": settings["seed"]}
 
     def write_usage(self, step, counts):
-        """Write a usage snapshot of count_reads()'s counts, {layer: {"read": ..., "top1": ...}}.
-        The file has layer<n>_read and layer<n>_top1, int32 (n_slots,)."""
-        arrays = {usage_key(n, name): sums[name].astype(np.int32)
-                  for n, sums in counts.items() for name in ("read", "top1")}
+        """Write a usage snapshot. counts: {layer: {"read": ..., "top1": ...}}, each (n_slots,).
+
+        The file has layer<n>_read and layer<n>_top1, int32 (n_slots,).
+        """
+        arrays = {}
+        for n, sums in counts.items():
+            arrays[f"layer{n}_read"] = sums["read"].astype(np.int32)
+            arrays[f"layer{n}_top1"] = sums["top1"].astype(np.int32)
         with atomic(self.folder / "usage" / f"step_{step:06d}.npz") as temporary:
             np.savez_compressed(temporary, **arrays)
 
@@ -241,11 +248,6 @@ def read_state(checkpoint):
     return torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
 
 
-def usage_key(layer, counts):
-    """Return the name of a layer's counts, "read" or "top1", in a usage snapshot."""
-    return f"layer{layer}_{counts}"
-
-
 def recipe_differences(settings, others):
     """Name the settings, sorted, in which other runs have another recipe."""
     return sorted(name for name in settings.keys() - NO_RECIPE
@@ -259,8 +261,7 @@ def process_facts():
 
 
 def git_commit(root=ROOT):
-    """Return the commit of a checkout, with "-dirty" if tracked files differ from it. Without git,
-    or outside a checkout, return "unknown"."""
+    """Return the commit of a checkout, with "-dirty" if files differ; "unknown" without git."""
     # with --git-dir git looks for no other checkout around this folder
     command = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}", "describe", "--always",
                "--dirty", "--abbrev=40", "--exclude=*"]

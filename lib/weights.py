@@ -113,11 +113,10 @@ def load_weights(model, weights, source, strict=True, assign=False):
 def init_from(model, path, reinit_ffn=False):
     """Start from the trained model at `path` (see find_weights; section 4.1 of the paper).
 
-    Copies what fits, and prints what was loaded, left random or dropped. A task's head stays
-    random. With reinit_ffn (ResM') the FFN of memory layers stays random, too. A pooler that was
-    never trained is not copied into a Classifier, or all seeds would share it. UserError for other
-    sizes. Returns the origin that the run keeps: init_checkpoint (path of the weights), first_step
-    (steps that they were trained, 0 if unknown) and pooler_trained (bool).
+    Copies what fits, and prints what was loaded, left random or dropped. Random stay a task's head,
+    with reinit_ffn (ResM') the FFN of memory layers, and a Classifier's pooler if none was trained,
+    or all seeds would share one. UserError for other sizes. Returns the origin that the run keeps:
+    init_checkpoint (path of the weights), first_step (their steps, 0 if unknown), pooler_trained.
     """
     source, _ = find_weights(path)
     saved = read_weights(source)
@@ -142,11 +141,7 @@ def init_from(model, path, reinit_ffn=False):
 
     first_step = 0
     if (source / "state.pt").is_file():
-        settings, steps = Run(source.parent).settings(), read_state(source)["step"]
-        first_step = settings.get("first_step", 0) + steps
-        if steps < settings.get("max_steps", 0):
-            print(f"warning: {source} is of an unfinished run: {steps:,} of "
-                  f"{settings['max_steps']:,} steps")
+        first_step = Run(source.parent).settings()["first_step"] + read_state(source)["step"]
     return {"init_checkpoint": str(source), "first_step": first_step,
             "pooler_trained": pooler_trained}
 
@@ -185,5 +180,5 @@ def pooler_is_trained(folder, saved):
     whether its pooler was trained at its start.
     """
     if (folder / "model.pt").is_file() and saved["head"] != "classifier":
-        return Run(folder.parent).settings().get("pooler_trained", False)
+        return Run(folder.parent).settings()["pooler_trained"]
     return any("pooler" in name for name in saved["weights"])

@@ -85,12 +85,3 @@ def test_a_run_may_be_moved_over_its_initial_one(place):
     origin = init_from(Classifier(config, 2), "out/tiny")
     assert origin == {"init_checkpoint": "out/tiny/step_000002", "first_step": 4,
                       "pooler_trained": False}
-
-
-def test_an_unfinished_start_is_said(place, capsys):
-    assert train("--max_steps=4", "--checkpoint_interval=2", "--eval_interval=100") == 0
-    model = load_model("out/tiny")
-    for step, warned in ((2, True), (4, False)):
-        capsys.readouterr()
-        init_from(model, f"out/tiny/step_00000{step}")
-        assert ("of an unfinished run: 2 of 4 steps" in capsys.readouterr().out) == warned
