@@ -4,32 +4,21 @@ Causal language models: the network, its batches, training and measuring.
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import bench
-import finetune
 import measure
 import pretrain
-from for_transformers.export import main
 from lib.corpus import CausalBatches, Corpus, causal_heldout
-from lib.settings import load_settings
 from lib.tokenizer import load_tokenizer
-from lib.training import flops_per_token
 from lib.usage import evaluate_language_model
 from lib.weights import load_model
-from model import value_tables
 from tests.helpers import (
     PIECES,
-    ROOT,
     TINY,
-    assert_one_line,
-    assert_same,
-    prepare,
     record_search,
     save_model,
     tiny_bert,
@@ -39,24 +28,20 @@ from tests.helpers import (
 SYSTEMS = [{}, {"memory_layers": (2,)}, {"memory_layers": (2,), "alpha": 0.0}]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("system", SYSTEMS, ids=["plain", "ResM", "PKM"])
-def test_no_bit_comes_from_later_tokens(system, compiled):
-    torch.compiler.reset()
+def test_no_bit_comes_from_later_tokens(system):
     model = tiny_bert(causal=True, max_len=48, d_model=16, **system).eval()
-    run = torch.compile(model) if compiled else model
     ids = torch.randint(40, (2, 48))
     with torch.no_grad():
-        logits = run(ids)
+        logits = model(ids)
         for time in (1, 7, 32, 47):
             other = ids.clone()
             other[:, time:] = (other[:, time:] + torch.randint(1, 40, (2, 48 - time))) % 40
-            changed = run(other)
+            changed = model(other)
             assert torch.equal(changed[:, :time], logits[:, :time])
             assert (changed[:, time:] != logits[:, time:]).any(2).all()
-            if not compiled:
-                mask = torch.arange(48).expand(2, 48) < time  # padded to the right
-                assert torch.allclose(model(ids, mask)[:, :time], logits[:, :time], atol=1e-5)
+            mask = torch.arange(48).expand(2, 48) < time  # padded to the right
+            assert torch.allclose(model(ids, mask)[:, :time], logits[:, :time], atol=1e-5)
 
 
 @pytest.mark.parametrize("system", SYSTEMS[:2], ids=["plain", "ResM"])
@@ -78,25 +63,6 @@ def test_loss_is_that_of_every_next_token(place, system):
     labels[0, 3:] = -100  # padding does not count
     assert model(ids, labels=labels).item() == pytest.approx(
         np.mean(losses[:3] + losses[16:]), rel=1e-6)
-
-
-def test_batches_are_the_text_as_it_stands(place):
-    """Every epoch predicts each token once, except a few at its ends."""
-    corpus, config = Corpus("tiny"), pretrain.Config(**TINY)
-    batches, tokens = CausalBatches(corpus, config), corpus.split("train").tolist()
-    assert batches.per_epoch == len(tokens) // 16 - 1
-    where = {str(tokens[at:at + 17]): at for at in range(len(tokens) - 16)}
-    assert len(where) == len(tokens) - 16
-    starts = []
-    for number in range(batches.per_epoch):
-        batch = batches.get(*divmod(number // 2, 2))
-        ids, labels = (batch[name][number % 2].tolist() for name in ("ids", "labels"))
-        starts.append(where[str([*ids, labels[-1]])])
-        assert ids[1:] == labels[:-1]
-    assert set(np.diff(sorted(starts))) == {16} and starts != sorted(starts)
-    again = CausalBatches(corpus, config).get(0, 0)
-    assert_same(*({name: part.tolist() for name, part in b.items()}
-                  for b in (again, batches.get(0, 0))))
 
 
 @pytest.mark.parametrize("stride", [16, 8, 5, 1])
@@ -125,42 +91,6 @@ def test_perplexity_of_a_split_equals_brute_force(place, system, stride):
     assert short[0]["ids"].tolist() == [text[:-1]] and short[0]["labels"].tolist() == [text[1:]]
     some = causal_heldout(corpus, "test", 16, 2, sequences=3, stride=stride)
     assert [batch["ids"].shape for batch in some] == [(2, 16), (1, 16)]
-
-
-def test_a_run_says_what_it_is(place):
-    args = ["--objective=causal", "--max_steps=4"]
-    assert train(*args) == 0 and train(*args, "--out=out/more", "--init_from=out/tiny") == 0
-    model = load_model("out/more")
-    assert model.bert.config.causal and list(value_tables(model)) == [2, 3]
-    assert flops_per_token(model, 16) > flops_per_token(tiny_bert(
-        **{**vars(model.bert.config), "causal": False}), 16)
-
-
-def test_tools_for_masked_models_refuse_causal_ones_and_the_reverse(place, capsys, monkeypatch):
-    assert train("--max_steps=2") == 0
-    assert train("--max_steps=2", "--objective=causal", "--out=out/causal") == 0
-    for path, kind in (("out/causal", "causal"), ("out/causal/step_000002", "causal")):
-        assert_one_line(capsys, "fill", path, "the [MASK]", main=measure.main,
-                        words=[path, f"is a {kind} language model, expected a masked one"])
-    assert_one_line(capsys, "table", "out/tiny", "out/causal", "--data", "tiny", main=measure.main,
-                    words=["out/causal is a causal language model, expected a masked one"])
-    assert_one_line(capsys, "table", "out/causal", "--data", "tiny", "--repeats", "2",
-                    main=measure.main, words=["--repeats 2", "no maskings"])
-    assert_one_line(capsys, "curves", "out/tiny", "out/causal", main=measure.main,
-                    words=["out/causal", "another objective"])
-    assert_one_line(capsys, "tiny.py", "--out=out/new", "--init_from=out/causal",
-                    words=["out/causal", "is a causal language model, expected a masked one"])
-    assert_one_line(capsys, "predict", "out/causal", "new.tsv", main=measure.main,
-                    words=["out/causal", "is a causal language model, expected a masked one"])
-    monkeypatch.setattr(sys, "argv", ["bench.py", "causal", "--runs", "out/tiny"])
-    assert_one_line(capsys, main=lambda args: bench.main(),
-                    words=["out/tiny is a masked language model, expected a causal one"])
-    Path("own").mkdir()
-    for split in ("train", "dev"):
-        Path("own", f"{split}.tsv").write_text("sentence\tlabel\nthe cat\tx\na dog\ty\n")
-    Path("tune.py").write_text("task = 'own'\ninit_from = 'out/causal'\nmax_len = 32\n")
-    assert_one_line(capsys, "tune.py", main=finetune.main,
-                    words=["out/causal", "is a causal language model, expected a masked one"])
 
 
 def test_a_causal_run_is_measured(place, capsys):
@@ -233,65 +163,7 @@ def test_sample_goes_on_with_a_text(place, capsys, layers):
         texts[:1])
     assert run("--samples", "3", "--tokens", "6", "--top_k", "2", "--temperature", "1",
                "--seed", "7")[1] != texts
-    shutil.rmtree("data")  # a run can be used without its corpus
-    assert run("--temperature", "0", "--tokens", "3")[1]
-    assert_one_line(capsys, "sample", "out/tiny", "x", "--temperature=-1", words=["--temperature"],
-                    main=measure.main)
 
-
-def test_export_is_a_decoder_of_transformers(place, tmp_path, capsys):
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("safetensors")
-    assert train("--objective=causal", "--max_steps=12", "--memory_layers=") == 0
-    main(["out/tiny", "exported"])
-    theirs = transformers.AutoModelForCausalLM.from_pretrained("exported").eval()
-    assert type(theirs).__name__ == "BertLMHeadModel"
-    ours, again = (load_model(path).eval() for path in ("out/tiny", "exported"))
-    tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
-    ids = tokenizer("the old cat saw", return_tensors="pt").input_ids
-    words = load_tokenizer("out/tiny").encode("the old cat saw").ids
-    assert ids.tolist() == [[Corpus("tiny").special_ids.sep, *words]]
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-4)
-        torch.testing.assert_close(again(ids), ours(ids), rtol=1e-5, atol=1e-6)
-    measure.main(["sample", "exported", "the", "--data", "tiny", "--device", "cpu"])
-    assert train("--objective=causal", "--max_steps=2", "--out=out/memory") == 0
-    assert_one_line(capsys, "out/memory", "more", main=main,
-                    words=["out/memory is a causal language model with memory"])
-
-
-PAPER = ["causal_12", "causal_24", "causal_12_memory", "causal_12_pkm"]
-
-
-def test_recipes(capsys):
-    """They differ only in depth, memory and FFN."""
-    configs = {path.stem: load_settings(pretrain.Config, [str(path)])
-               for path in ROOT.glob("configs/**/*causal*.py")}
-    assert configs.keys() == {*PAPER, "demo_causal", "demo_causal_memory", "demo_causal_wide"}
-    for first, *others in (PAPER, sorted(configs.keys() - set(PAPER))):
-        for name in (first, *others):
-            config = configs[name]
-            sizes = pretrain.model_sizes(config)
-            same = {"n_layer", "memory_layers", "alpha", "d_ff"}
-            assert config.objective == "causal" and sizes["causal"]
-            assert sizes["n_layer"] == {"12": 12, "24": 24}.get(name.split("_")[1], 4)
-            assert config.alpha == float(name != "causal_12_pkm") and config.beta == 1
-            assert bool(config.memory_layers) == name.endswith(("memory", "pkm"))
-            for key, value in vars(configs[first]).items():
-                assert key in same or vars(config)[key] == value, (name, key)
-
-
-def test_gpt2s_vocabulary(workdir, gpt2_files, capsys):
-    """A causal run works on byte-level BPE, whose documents end with </s>."""
-    Path("long.txt").write_text("\n\n".join(f"The cat {n} sat on the mat, then left." for n in
-                                            range(300)))
-    prepare("text", "bytes", "long.txt", "--tokenizer", "gpt2")
-    assert pretrain.main(["--dataset=bytes", "--model=demo", "--objective=causal", "--seq_len=16",
-                          "--batch_size=2", "--accumulation=1", "--max_steps=2", "--out=out/bytes",
-                          "--warmup_steps=1", "--eval_sequences=4", "--device=cpu"]) == 0
-    capsys.readouterr()
-    measure.main(["sample", "out/bytes", "The café", "--tokens", "5", "--device", "cpu"])
-    assert "sample 1: The café" in capsys.readouterr().out
 
 
 def test_a_long_prompt_is_guessed_from_its_last_window(workdir, capsys):
@@ -310,18 +182,3 @@ def test_a_long_prompt_is_guessed_from_its_last_window(workdir, capsys):
         guesses.append([[f"{p:.1%}", PIECES[i]] for p, i in pairs])
     lines = map(str.split, capsys.readouterr().out.splitlines())
     assert [line for line in lines if line[0].endswith("%")] == guesses[0] != guesses[1]
-
-
-def test_the_models_of_runs_are_timed(place, monkeypatch, capsys):
-    args = ["--objective=causal", "--max_steps=2"]
-    assert train(*args) == 0 and train(*args, "--memory_layers=", "--out=out/plain") == 0
-    monkeypatch.setattr(sys, "argv", [
-        "bench.py", "causal", "--runs", "out/plain", "out/tiny", "--lengths", "8", "--length", "8",
-        "--rounds", "1", "--device", "cpu"])
-    capsys.readouterr()
-    bench.main()
-    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    sizes = [sum(p.numel() for p in load_model(run).parameters())
-             for run in ("out/plain", "out/tiny")]
-    assert [r["parameters"] for r in results] == sizes * 2
-    assert [r["system"] for r in results] == ["out/plain", "out/tiny"] * 2

@@ -1,0 +1,426 @@
+"""
+Pretraining: each step by the formulas, where a run starts, what it leaves, and what stops it.
+
+$ PKM_TEST_KILLS=20 python -m pytest -k killed      # more SIGKILLs than 2
+"""
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import pretrain
+from lib.corpus import Corpus, MaskedBatches
+from lib.errors import Failure, UserError
+from lib.run import Run
+from lib.weights import init_from, load_model
+from model import BertConfig, Classifier, LanguageModel, value_tables
+from tests.helpers import (
+    KILLS,
+    TINY,
+    assert_same,
+    command,
+    files,
+    log,
+    save_model,
+    steps_saved,
+    tiny_bert,
+    train,
+)
+
+
+def losses(*args):
+    """Return the loss of every step of a fresh run."""
+    shutil.rmtree("out/losses", ignore_errors=True)
+    assert train("--out=out/losses", "--log_interval=1", "--eval_interval=1000", *args) == 0
+    return np.array([r["loss"] for r in log("out/losses") if "grad_norm" in r])
+
+
+def weights_of(run):
+    return load_model(run).state_dict()
+
+
+@pytest.fixture
+def float64(monkeypatch):
+    """Make everything double, losses too."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def dense_read(table, values, read):
+    """Replace a table's lookup by a dense one, whose gradient autograd makes."""
+    def forward(slots, weights, dtype=None):
+        read.append(slots.flatten().long())
+        return (values[slots.long()] * weights[..., None]).sum((1, 2))
+    table.forward = forward
+
+
+def test_three_steps_equal_the_formulas(place, float64):
+    """Write each formula out, in float64, beside a run of pretrain.py.
+
+    They are the mean gradient of two micro-batches, clipping, the warm-up, AdamW with Devlin et
+    al.'s betas and epsilon, and SparseAdam's update of the rows that were read. Weight decay is on
+    matrices outside the memory only.
+    """
+    settings = {"value_lr": 0.02, "grad_clip": 0.05, "weight_decay": 0.3, "dropout": 0.0,
+                "lr": 0.01, "warmup_steps": 4, "max_steps": 8, "memory_layers": (2,)}
+    config = pretrain.Config(**{**TINY, **settings})
+    corpus = Corpus("tiny")
+    torch.manual_seed(0)
+    model = LanguageModel(BertConfig(**pretrain.model_sizes(config),
+                                     vocab_size=corpus.vocab_size))
+    batches = MaskedBatches(corpus, config)
+    table = value_tables(model)[2]
+    values = table.weight.clone().requires_grad_()
+    read, moments = [], {}
+    dense_read(table, values, read)
+    parameters = {n: p for n, p in model.named_parameters() if p is not table.weight}
+    parameters["values"] = values
+    expected_losses, norms = [], []
+    for step in range(3):
+        read.clear()
+        mean = 0.0
+        for micro in range(2):
+            batch = {n: torch.from_numpy(a) for n, a in batches.get(step, micro).items()}
+            logits = model(batch["ids"], positions=batch["positions"])
+            mean = mean + F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()) / 2
+        grads = dict(zip(parameters, torch.autograd.grad(mean, parameters.values(),
+                                                         allow_unused=True), strict=True))
+        expected_losses.append(mean.item())
+        norm = sum(g.square().sum() for n, g in grads.items() if n != "values" and g is not None)
+        norms.append(norm.sqrt().item())
+        rows = torch.zeros(len(values), 1, dtype=torch.bool)
+        rows[torch.cat(read)] = True
+        with torch.no_grad():
+            for name, grad in grads.items():
+                if grad is None:  # the pooler
+                    continue
+                p, t = parameters[name], step + 1
+                if name != "values":
+                    grad = grad * 0.05 / (norms[-1] + 1e-6)
+                old = moments.get(name, (torch.zeros_like(p), torch.zeros_like(p)))
+                m, v = 0.9 * old[0] + 0.1 * grad, 0.999 * old[1] + 0.001 * grad**2
+                first, second = m / (1 - 0.9**t), (v / (1 - 0.999**t)).sqrt()
+                if name == "values":  # epsilon before the correction; rows not read stay
+                    p -= rows * 0.02 * first / (second + 1e-8 / math.sqrt(1 - 0.999**t))
+                    m, v = m.where(rows, old[0]), v.where(rows, old[1])
+                else:
+                    decay = 0.3 if p.dim() > 1 and ".memory." not in name else 0.0
+                    p -= 0.01 * t / 4 * (first / (second + 1e-6) + decay * p)
+                moments[name] = m, v
+
+    args = [f"--{key}={value}" for key, value in settings.items() if key != "memory_layers"]
+    monkey = ["--memory_layers=2", "--log_interval=1", "--checkpoint_interval=3",
+              "--eval_interval=99", "--usage_interval=0"]
+    assert train(*args, *monkey, "--max_steps=8", "--keep_checkpoints=9") == 0
+    records = [r for r in log() if "grad_norm" in r][:3]
+    assert [r["loss"] for r in records] == pytest.approx(expected_losses, rel=1e-12)
+    assert [r["grad_norm"] for r in records] == pytest.approx(norms, rel=1e-9)
+    assert min(norms) > 0.05  # clipped
+    ours = weights_of("out/tiny/step_000003")
+    for name, p in parameters.items():
+        if not name.endswith("query.bias"):  # its gradient is rounding alone, before a batch norm
+            other = ours["bert.layers.1.memory.values.weight" if name == "values" else name]
+            torch.testing.assert_close(other, p.detach(), rtol=1e-9, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("alpha, reinit_ffn", [(1.0, False), (0.0, False), (1.0, True)],
+                         ids=["ResM", "PKM", "ResM'"])
+def test_init_from(tmp_path, capsys, alpha, reinit_ffn):
+    trained = tiny_bert(seed=1)
+    initial = save_model(tmp_path / "run", trained)
+    model = tiny_bert(memory_layers=(2,), alpha=alpha)
+    fresh = {name: w.clone() for name, w in model.state_dict().items()}
+    origin = init_from(model, initial, reinit_ffn)
+    assert origin == {"init_checkpoint": str(initial), "first_step": 3, "pooler_trained": False}
+    for name, w in model.state_dict().items():
+        ffn = name.startswith(("bert.layers.1.up", "bert.layers.1.down"))
+        is_fresh = "memory" in name or reinit_ffn and ffn
+        assert torch.equal(w, (fresh if is_fresh else trained.state_dict())[name]), name
+    said = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    memory = 16 * 8 + 2 * 2 * 4 * 2 + 8 * 8 + 8 + 2 * 8  # values, keys, query, its norm
+    ffn = 8 * 16 * 2 + 8 + 16
+    assert f"left random memory {memory} parameters layers 2" in said
+    assert (f"dropped FFN {ffn} parameters layers 2" in said) == (alpha == 0)
+
+
+def test_seeds_share_no_random_pooler(tmp_path):
+    """Masked-LM pretraining leaves the pooler as it was drawn. A Classifier trains it."""
+    initial = save_model(tmp_path / "run", tiny_bert(seed=1))
+
+    def pooler(seed, start=initial):
+        torch.manual_seed(seed)
+        model = Classifier(tiny_bert().bert.config, 2)
+        torch.manual_seed(seed)
+        for p in model.parameters():
+            torch.nn.init.normal_(p)
+        init_from(model, start)
+        return model.bert.pooler.weight
+
+    assert not torch.equal(pooler(0), pooler(1)) and torch.equal(pooler(0), pooler(0))
+    tuned = Classifier(tiny_bert().bert.config, 2)
+    start = save_model(tmp_path / "tuned", tuned)
+    assert torch.equal(pooler(0, start), tuned.bert.pooler.weight)
+
+
+def test_values_that_start_at_0_change_no_output(place):
+    """At the start of a new memory; one that was trained before keeps its values."""
+    short = "--max_steps=1", "--warmup_steps=0", "--log_interval=9"
+    assert train("--out=out/plain", "--memory_layers=", "--max_steps=3") == 0
+    for start, values in (("plain", "zero"), ("plain", "random"), ("with", "zero"),
+                          ("with", "random")):
+        out = f"--out=out/{start}_{values}"
+        if start == "with" and not Path("out/with").exists():
+            assert train("--out=out/with", "--max_steps=3") == 0
+        assert train(out, *short, f"--init_from=out/{start}", f"--values={values}") == 0
+    first = {path.name: log(path)[0]["perplexity"] for path in Path("out").iterdir()
+             if path.is_dir()}
+    assert first["plain_zero"] == [r for r in log("out/plain") if "perplexity" in r][-1][
+        "perplexity"] != first["plain_random"]
+    assert first["with_zero"] == first["with_random"]
+
+
+def test_a_run_leaves_what_it_promises(place):
+    args = ["--checkpoint_interval=3", "--warmup_steps=4"]
+    assert train(*args) == 0
+    run, records = Path("out/tiny"), log()
+    assert [r["step"] for r in records if "grad_norm" in r] == [3, 6, 9, 12]
+    evaluations = [r for r in records if "perplexity" in r]
+    assert [r["step"] for r in evaluations] == [0, 1, 2, 4, 6, 12]
+    assert all(list(r["layers"]) == ["2", "3"] for r in evaluations)
+    assert 20 < evaluations[0]["perplexity"] < 30  # untrained, 25 tokens
+    assert evaluations[-1]["perplexity"] < evaluations[0]["perplexity"] - 0.5
+    assert sorted(p.name for p in run.iterdir()) == ["config.json", "log.jsonl", "step_000009",
+                                                     "step_000012", "usage", "vocab.txt"]
+    saved = json.loads((run / "config.json").read_text())
+    assert saved["memory_layers"] == [2, 3] and saved["lr"] == 3e-3
+    assert sorted(os.listdir(run / "usage")) == ["step_000006.npz", "step_000012.npz"]
+    for name, counts in np.load(run / "usage" / "step_000012.npz").items():
+        assert name in {f"layer{n}_{what}" for n in (2, 3) for what in ("read", "top1")}
+        topk = 4 if name.endswith("read") else 1
+        assert counts.shape == (64,) and counts.sum() == 8 * 16 * 2 * topk  # tokens, heads
+    before = files()
+    assert train(*args) == 0 and files() == before  # the end was reached
+    with pytest.raises(UserError, match="add --dtype=float32 to go on"):
+        train("--max_steps=14", "--dtype=bfloat16")
+    assert files() == before
+
+
+def test_accumulation_is_one_larger_batch(place, monkeypatch):
+    """Without memory, whose batch norm sees a micro-batch, and without dropout."""
+    get, results = MaskedBatches.get, []
+    whole = MaskedBatches(Corpus("tiny"), pretrain.Config(
+        seq_len=16, batch_size=4, accumulation=1))
+    for size in (4, 1):
+        monkeypatch.setattr(MaskedBatches, "get", lambda self, step, micro, size=size: {
+            name: part[size * micro:size * (micro + 1)]
+            for name, part in get(whole, step, 0).items()})
+        losses("--memory_layers=", "--dropout=0", "--max_steps=3", f"--batch_size={size}",
+               f"--accumulation={4 // size}")
+        results.append([r[key] for r in log("out/losses") for key in ("loss", "grad_norm")
+                        if key in r])
+    assert results[1] == pytest.approx(results[0], rel=1e-4)
+
+
+def test_a_logged_loss_is_the_mean_since_the_last(place):
+    args = "--max_steps=9", "--warmup_steps=4"
+    every = losses(*args)
+    train(*args)
+    means = [r["loss"] for r in log() if "grad_norm" in r]
+    assert means == pytest.approx(every.reshape(3, 3).mean(1))
+
+
+def test_compiled_training_equals_eager(place, monkeypatch):
+    """The value_lr is so high that values which compiled code forgot to train would show."""
+    torch.compiler.reset()
+    graphs, compile_model = [], torch.compile
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda model: compile_model(model, backend=backend))
+    args = ["--n_layer=2", "--memory_layers=2", "--dropout=0", "--max_steps=12",
+            "--accumulation=1", "--value_lr=0.03"]
+    eager, compiled = losses(*args), losses(*args, "--compile=on")
+    frozen = losses(*args, "--value_lr=0")
+    assert graphs and len(eager) == 12
+    assert abs(eager - compiled).max() < 1e-3
+    assert abs(eager - frozen).max() > 1e-2
+
+
+def test_bfloat16_follows_float32(place):
+    args = ["--max_steps=30", "--dropout=0"]
+    full, half = losses(*args), losses(*args, "--dtype=bfloat16")
+    assert (full != half).any()
+    assert abs(half[-10:].mean() / full[-10:].mean() - 1) < 0.02
+
+
+def test_float16_leaves_out_a_step_that_overflows(place, monkeypatch):
+    """Nothing moves in that step. The scale halves, and the next gradients are unscaled."""
+    monkeypatch.setattr(pretrain, "use_device",
+                        lambda *names: (torch.device("cpu"), torch.float16))
+    backward, calls = torch.Tensor.backward, []
+
+    def overflows(loss):
+        calls.append(loss)
+        backward(loss * (math.inf if len(calls) <= 2 else 1))  # both micro-batches of step 1
+
+    monkeypatch.setattr(torch.Tensor, "backward", overflows)
+    args = ["--max_steps=2", "--warmup_steps=0", "--checkpoint_interval=1", "--dropout=0",
+            "--log_interval=1", "--dtype=float16"]
+    assert train("--out=out/half", *args) == 0
+    start, end = (weights_of(f"out/half/step_00000{n}") for n in (1, 2))
+    torch.manual_seed(0)
+    config = pretrain.Config(**TINY)
+    fresh = LanguageModel(BertConfig(**pretrain.model_sizes(config), vocab_size=25)).state_dict()
+    for name, w in start.items():
+        if "running" not in name and "tracked" not in name:
+            assert torch.equal(w, fresh[name]), name
+    values = "bert.layers.1.memory.values.weight"
+    assert not torch.equal(end[values], start[values])
+    state = torch.load("out/half/step_000002/state.pt", weights_only=True)
+    assert state["scaler"]["scale"] == 2.0**15
+    moments = torch.load("out/half/step_000002/optimizer.pt", weights_only=True)["values"]
+    assert 0 < moments["state"][0]["exp_avg"].abs().max() < 1  # not 32,768 times as large
+
+
+def assert_same_run(out, reference):
+    """The logs are the same but for speed; weights and moments are the same at the end."""
+    def timeless(run):
+        return [{k: v for k, v in r.items() if k not in ("tokens_per_s", "elapsed")}
+                for r in log(run)]
+
+    assert_same(timeless(out), timeless(reference), "log")
+    ends = [Run(run).newest_checkpoint() for run in (out, reference)]
+    assert ends[0].name == ends[1].name
+    for name in ("model.pt", "optimizer.pt"):
+        assert_same(*(torch.load(end / name, weights_only=True) for end in ends), name)
+    values = torch.load(ends[0] / "optimizer.pt", weights_only=True)["values"]
+    assert all(v["exp_avg_sq"].abs().sum() > 0 for v in values["state"].values())
+
+
+def wait_for(condition, process):
+    """Poll until condition() is true, and return its value. The process must not end before."""
+    while not (value := condition()):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.001)
+    return value
+
+
+def saving(run):
+    """Tell whether the newest checkpoint still lacks its last file, under any name."""
+    newest = max(run.glob("*step_*"), key=lambda path: path.name[-6:])
+    return (newest / "model.pt").exists() and not (newest / "state.pt").exists()
+
+
+def test_a_killed_run_ends_as_if_it_had_not_been(place):
+    """Half of the kills come during a step, the others while a checkpoint is written."""
+    args = ["--eval_interval=4", f"--max_steps={20 + 6 * KILLS}"]
+    rng, run, seen = random.Random(), Path("out/killed"), 0  # other moments every time
+    for number in range(KILLS):
+        with subprocess.Popen(command(*args, "--out=out/killed", "--checkpoint_interval=1"),
+                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+            first = wait_for(lambda seen=seen: max(0, steps_saved(run) - seen), process) + seen
+            start = time.perf_counter()
+            wait_for(lambda first=first: steps_saved(run) > first, process)
+            time.sleep(rng.random() * (time.perf_counter() - start))  # somewhere in a step
+            if number % 2:
+                wait_for(lambda: saving(run), process)
+                time.sleep(rng.random() * 0.003)
+            process.kill()
+        assert process.returncode == -signal.SIGKILL
+        seen = steps_saved(run)
+    assert 0 < seen < 20 + 6 * KILLS
+    assert train(*args, "--out=out/killed", "--checkpoint_interval=1") == 0
+    assert train(*args, "--out=out/whole", "--checkpoint_interval=1000") == 0
+    assert_same_run(run, "out/whole")
+    assert not list(run.rglob(".tmp_*"))
+
+
+@pytest.mark.parametrize("number, at, objective", [
+    (signal.SIGINT, 1, "masked"), (signal.SIGTERM, 8, "causal"), (signal.SIGTERM, 12, "masked")])
+def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, at, objective):
+    set_rate, calls = pretrain.set_rate, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == at:
+            os.kill(os.getpid(), number)
+        set_rate(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain, "set_rate", interrupted)
+        status = train("--out=out/a b", f"--objective={objective}")
+    assert status == (128 + number if at < 12 else 0)
+    assert steps_saved("out/a b") == at
+    said = "python pretrain.py tiny.py '--out=out/a b'" if at < 12 else "done, "
+    assert said in capsys.readouterr().out
+    assert train("--out=out/a b", f"--objective={objective}") == 0
+    assert train("--out=out/whole", f"--objective={objective}") == 0
+    assert_same_run("out/a b", "out/whole")
+
+
+def test_a_loss_that_is_no_number_is_not_saved(place, monkeypatch):
+    assert train("--max_steps=4", "--checkpoint_interval=2") == 0
+    before = files("out/tiny/step_000004")
+    rate = pretrain.learning_rate
+    monkeypatch.setattr(pretrain, "learning_rate",
+                        lambda config, step: 1e30 if step == 5 else rate(config, step))
+    with pytest.raises(Failure, match="^step 7: the loss is (nan|inf)"):
+        train("--checkpoint_interval=100")
+    assert files("out/tiny/step_000004") == before and steps_saved("out/tiny") == 4
+
+
+def test_settings_reach_the_model():
+    """Also where they are not the named model's. A new width has its own spread of weights."""
+    sizes = {"n_layer": 2, "n_head": 3, "d_model": 192, "d_ff": 48, "dropout": 0.3,
+             "memory_layers": (2,), "alpha": 0.5, "beta": 2.0, "n_keys": 8, "memory_heads": 2,
+             "topk": 4, "key_dim": 6}
+    expected = sizes | {"causal": False, "init_std": 0.04}  # 0.02 x (768 / 192)^0.5
+    assert pretrain.model_sizes(pretrain.Config(model="base", **sizes)) == expected
+    named = pretrain.model_sizes(pretrain.Config(model="large"))
+    assert [named[key] for key in ("n_layer", "n_head", "d_model", "d_ff")] == [24, 16, 1024, 4096]
+    assert "init_std" not in named
+
+
+def test_a_seed_draws_its_own_weights_and_no_snapshot_is_left_out(place):
+    first = []
+    for number, seed in enumerate((0, 1, 1)):
+        assert train(f"--seed={seed}", "--max_steps=1", f"--out=out/{number}") == 0
+        first.append(log(f"out/{number}")[0]["perplexity"])
+    assert first[0] != first[1] == first[2]
+    long = [f"--{name}_interval=100" for name in ("log", "eval", "checkpoint")]
+    assert train("--max_steps=7", "--usage_interval=3", *long) == 0
+    assert [r["step"] for r in log() if "perplexity" in r] == [0, 1, 2, 3, 4, 6, 7]
+    assert sorted(os.listdir("out/tiny/usage")) == [f"step_00000{n}.npz" for n in (3, 6, 7)]
+
+
+def test_a_run_warns_once_of_a_layer_whose_usage_falls(place, monkeypatch, capsys):
+    evaluate, shares = pretrain.evaluate_language_model, iter([0.9, 0.9, 0.9, 0.5, 0.4, 0.3])
+
+    def falling(*args):
+        results, counts = evaluate(*args)
+        for layer in results["layers"].values():
+            layer["top1_mu"] = share = 0.5
+        results["layers"][2]["top1_mu"] = share = next(shares)
+        assert share
+        return results, counts
+
+    assert train("--max_steps=2", "--out=out/first") == 0
+    monkeypatch.setattr(pretrain, "evaluate_language_model", falling)
+    assert train("--init_from=out/first", "--eval_interval=2", "--max_steps=8") == 0
+    assert capsys.readouterr().out.count("warning: top-1 usage of layer 2 fell from 90.0%") == 1
+    [record] = [record for record in log() if "warning" in record]
+    assert record["about"] == "2" and record["step"] == 4
