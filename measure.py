@@ -16,7 +16,6 @@ $ python measure.py predict out/base_sst2 new.tsv --out said    # a fine-tuned r
 --out NAME writes a table to NAME.md and NAME.json, a figure to NAME.png and NAME.svg. For browse it
 writes NAME.html, for predict NAME.tsv. python measure.py COMMAND --help lists a command's options.
 """
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -24,15 +23,15 @@ import torch
 
 from lib.browse import (
     CorpusReads,
+    compare_classes,
     count_task_reads,
-    draw_halves,
     page_data,
     page_html,
     print_guess,
     training_examples,
 )
 from lib.corpus import causal_heldout, masked_heldout
-from lib.device import Progress, choose_device
+from lib.device import choose_device
 from lib.distributed import run_ranks
 from lib.errors import UserError, need
 from lib.figures import (
@@ -51,9 +50,8 @@ from lib.tasks import score_table, tsv_text
 from lib.tokenizer import load_tokenizer, special_tokens
 from lib.usage import (
     check_language_model,
-    class_distances,
     comparable_evaluations,
-    evaluate_language_model,
+    evaluate_run,
     open_corpus,
     slot_staleness,
     tally,
@@ -89,21 +87,12 @@ def table_2(args, device, dtype):
             heldout[name] = [masked_heldout(*text, masking) for masking in range(args.repeats)]
     rows, records = [], []
     for path in args.runs:
-        checkpoint, _ = find_weights(path)
-        print(f"{path}: weights of {checkpoint}")
-        model = load_model(checkpoint).to(device)
-        results, perplexities = {}, {}
-        for name, maskings in heldout.items():
-            results[name] = []
-            for batches in maskings:
-                batches = Progress(batches, f"{path}, data/{name}")
-                evaluation, _ = evaluate_language_model(model, batches, device, dtype)
-                results[name].append(evaluation)
-            perplexities[f"{name} ppl"] = perplexity_cell(results[name])
-        usages = [evaluation["layers"] for evaluation in results[args.data[0]]]
-        trained = Run(checkpoint.parent).steps_and_seed(checkpoint)
-        rows.append({"run": path, **trained, **perplexities, **usage_cells(usages)})
-        records.append({"run": path, "checkpoint": str(checkpoint), **trained, "results": results})
+        record = evaluate_run(path, heldout, device, dtype)
+        results = record["results"]
+        row = {name: record[name] for name in ("run", "steps", "seed")}
+        row |= {f"{name} ppl": perplexity_cell(results[name]) for name in results}
+        rows.append(row | usage_cells([masking["layers"] for masking in results[args.data[0]]]))
+        records.append(record)
     note = (f"Test splits, {args.sequences or 'all'} sequences of {seq_len}. Sequences of a "
             "causal model overlap by half, and its usage counts a token in both. Usage on "
             f"data/{args.data[0]}. Several maskings: mean [lowest, highest]. Steps: those of the "
@@ -144,16 +133,7 @@ def by_class(args):
     device = open_device(args)
     records = []
     for path in args.runs:
-        _, examples = training_examples(path, args.sequences)
-        halves = draw_halves(path, examples)
-        start = Run(find_weights(path)[0].parent).settings()["init_checkpoint"]
-        for when, weights in (("before", start), ("after", path)):
-            counts = [count_task_reads(weights, half, device) for half in halves]
-            for layer in counts[0]:
-                top1 = np.array([half[layer]["top1"] for half in counts])  # (4, n_slots)
-                distances = class_distances(top1[2:], top1[:2])
-                records.append({"run": path, "when": when, "layer": layer, **distances,
-                                "accesses": int(top1.sum()) // 4})
+        records += compare_classes(path, args.sequences, device)
     note = ("Top-1 slots, train split: KL(class 1 || 0.9 class 0 + 0.1 class 1) in nats, at most "
             "2.30, and IOU of the shares of the slots. Floor: the same between two random halves "
             "of one class. kl and iou are corrected for it: a KL of 0 and an IOU of 1 mean no more "
@@ -165,10 +145,11 @@ def by_class(args):
 def staleness(args):
     """Draw Figure 2: how many slots were last top-1 at which usage snapshot of a run."""
     rows, records = [], []
-    for record in itertools.chain(*map(slot_staleness, args.runs)):
+    for path in args.runs:
+        records += slot_staleness(path)
+    for record in records:
         shares = {step: f"{share:.1%}" for step, share in record["slots"].items()}
         rows.append({key: record[key] for key in ("run", "layer", "accesses")} | shares)
-        records.append(record)
     note = ("Share of the slots by the step of the last snapshot at which they were top-1. "
             "Accesses: in a snapshot.")
     figure = args.out and draw_staleness(records, run_names(args))
@@ -309,13 +290,20 @@ def command_line():
         section.set_defaults(call=command)
         return section.add_argument
 
-    runs = Parser(add_help=False)
+    runs = Parser(add_help=False)  # of several commands
     runs.add_argument("runs", nargs="+", metavar="out/RUN")
     runs.add_argument("--out", metavar="NAME", help="write NAME.md and NAME.json")
+    figure = Parser(add_help=False, parents=[runs])
+    figure.add_argument("--names", nargs="+", help="of the runs, in the figure")
+    reader = Parser(add_help=False)
+    reader.add_argument("run", metavar="RUN", help="out/RUN, or one of its checkpoints")
+    reader.add_argument("--data", metavar="NAME", help="data/NAME, not the run's corpus")
+    reader.add_argument("--sequences", type=int, default=512, help="of its test text (512)")
+    reader.add_argument("--device", default="auto", help="auto, cuda, mps or cpu")
 
     option = begin(table, runs)
     option("--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it (Table 2)")
-    option("--sequences", type=int, help="a quick look at N, spread evenly")
+    option("--sequences", type=int, help="a quick look at so many, spread evenly")
     option("--repeats", type=int, default=1, help="maskings (1)")
     option("--batch_size", type=int, default=8, help="sequences (8)")
     option("--dtype", default="float32", help="auto, float32, bfloat16 or float16")
@@ -323,45 +311,35 @@ def command_line():
 
     begin(glue, runs)
 
-    figure = Parser(add_help=False, parents=[runs])
-    figure.add_argument("--names", nargs="+", help="of the runs, in the figure")
-
     option = begin(by_class, figure)
-    option("--sequences", type=int, help="a quick look at N, spread evenly")
+    option("--sequences", type=int, help="a quick look at so many examples, spread evenly")
     option("--device", default="auto", help="auto, cuda, mps or cpu")
 
     begin(staleness, figure)
     begin(curves, figure)
 
-    reader = Parser(add_help=False)
-    reader.add_argument("run", metavar="RUN", help="out/RUN, or one of its checkpoints")
-    reader.add_argument("--data", metavar="NAME", help="data/NAME, not the run's corpus")
-    reader.add_argument("--sequences", type=int, default=512,
-                        help="of its test text (512)")
-    reader.add_argument("--device", default="auto", help="auto, cuda, mps or cpu")
-
     option = begin(slots, reader)
     option("--layer", type=int, required=True, help="counted from 1")
     option("--slot", type=int, nargs="+", help="these slots")
-    option("--most", type=int, default=10, help="or the N most read (10)")
-    option("--contexts", type=int, default=3, help="for a slot (3)")
+    option("--most", type=int, default=10, help="or the most read ones (10)")
+    option("--contexts", type=int, default=3, help="of a slot (3)")
     option("--out", metavar="NAME", help="write NAME.md and NAME.json")
 
     option = begin(fill, reader)
     option("texts", nargs="+", metavar="TEXT", help="a text with [MASK] in it, in quotes")
-    option("--contexts", type=int, default=3, help="for a slot (3)")
+    option("--contexts", type=int, default=3, help="of a slot (3)")
 
     option = begin(sample, reader)
     option("text", help="the prompt, or '' for none; [SEP] ends a document")
     option("--tokens", type=int, default=40, help="to add (40)")
     option("--samples", type=int, default=1, help="how many continuations (1)")
     option("--temperature", type=float, default=0.8, help="0: the likeliest token (0.8)")
-    option("--top_k", type=int, default=50, help="draw from the N likeliest (50)")
+    option("--top_k", type=int, default=50, help="draw from so many likeliest tokens (50)")
     option("--seed", type=int, default=0, help="of the draws (0)")
-    option("--contexts", type=int, default=3, help="for a slot (3)")
+    option("--contexts", type=int, default=3, help="of a slot (3)")
 
     option = begin(browse, reader)
-    option("--contexts", type=int, default=8, help="for a slot (8)")
+    option("--contexts", type=int, default=8, help="of a slot (8)")
     option("--out", required=True, metavar="NAME", help="write NAME.html")
 
     option = begin(predict)

@@ -19,7 +19,15 @@ from lib.errors import UserError
 from lib.run import Run
 from lib.tasks import batches_by_length, find_task, load_examples, pad
 from lib.tokenizer import load_tokenizer, special_ids, text_tokenizer
-from lib.usage import count_reads, last_used, open_corpus, tally, training_text, watch_reads
+from lib.usage import (
+    class_distances,
+    count_reads,
+    last_used,
+    open_corpus,
+    tally,
+    training_text,
+    watch_reads,
+)
 from lib.weights import find_weights, load_model
 from model import value_tables
 
@@ -133,18 +141,34 @@ def count_task_reads(path, examples, device):
     return counts
 
 
+def compare_classes(path, sequences, device):
+    """Compare the top-1 slots of two classes before and after fine-tuning: records of Figure 4."""
+    _, examples = training_examples(path, sequences)
+    halves = draw_halves(path, examples)
+    start = Run(find_weights(path)[0].parent).settings()["init_checkpoint"]
+    records = []
+    for when, weights in (("before", start), ("after", path)):
+        counts = [count_task_reads(weights, half, device) for half in halves]
+        for layer in counts[0]:
+            top1 = np.array([half[layer]["top1"] for half in counts])  # (4, n_slots)
+            distances = class_distances(top1[2:], top1[:2])
+            records.append({"run": path, "when": when, "layer": layer, **distances,
+                            "accesses": int(top1.sum()) // 4})
+    return records
+
+
 def draw_halves(path, examples):
     """Draw two halves of class 0, then two of class 1, all of one size: lists of Examples."""
     rng = np.random.default_rng(0)
     labels = np.array([example.label for example in examples])
-    classes = [np.flatnonzero(labels == label) for label in np.unique(labels)]
-    size = min(map(len, classes)) // 2
+    classes, counts = np.unique(labels, return_counts=True)
+    size = counts.min() // 2
     if len(classes) != 2 or not size:
         raise UserError(f"{path}: expected two classes with two examples or more, found "
-                        f"{list(map(len, classes))} examples")
+                        f"{counts.tolist()} examples")
     halves = []
-    for members in classes:
-        drawn = [examples[n] for n in rng.permutation(members)]
+    for label in classes:
+        drawn = [examples[n] for n in rng.permutation(np.flatnonzero(labels == label))]
         halves += [drawn[:size], drawn[size:2 * size]]
     return halves
 

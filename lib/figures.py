@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 
 from lib.errors import need
-from lib.files import atomic, to_json, write_text
+from lib.files import to_json, write_text
 
 USAGE = {  # column of a table: (name in usage_metrics, format)
     "MU": ("mu", ".1%"),
@@ -44,9 +44,8 @@ def write_table(out, rows, note, data, figure=None):
         write_text(f"{out}.md", text)
         write_text(f"{out}.json", to_json(data, indent=1) + "\n")
     if out and figure:
-        for suffix in (".png", ".svg"):
-            with atomic(out + suffix) as path:
-                figure.savefig(path)
+        figure.savefig(f"{out}.png")
+        figure.savefig(f"{out}.svg")
 
 
 def perplexity_cell(results):
@@ -74,15 +73,14 @@ STYLE = {"font.size": 11, "axes.titlesize": 11, "axes.titlelocation": "left", "t
          "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.labelcolor": INK,
          "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
          "axes.grid": True, "grid.color": INK, "grid.alpha": 0.3, "legend.frameon": False,
-         "savefig.transparent": True, "savefig.dpi": 150}
+         "figure.constrained_layout.use": True, "savefig.transparent": True, "savefig.dpi": 150}
 
 
 def subplots(rows, columns, height, **settings):
     """Make a figure of (rows, columns) panels, 5.5 inches wide and `height` inches high."""
-    need("matplotlib", "a figure").rcParams.update(STYLE)
-    drawing = need("matplotlib.figure", "a figure")  # pyplot would keep every figure in memory
-    figure = drawing.Figure(figsize=(5.5, height), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, **settings)
+    pyplot = need("matplotlib.pyplot", "a figure")
+    pyplot.rcParams.update(STYLE)
+    return pyplot.subplots(rows, columns, figsize=(5.5, height), squeeze=False, **settings)
 
 
 def draw_staleness(records, names):
@@ -105,22 +103,21 @@ def draw_staleness(records, names):
 def draw_class_distances(records, names):
     """Draw Figure 4: KL and IOU between the two classes, each beside its noise floor.
 
-    records: those of measure.by_class. names: {path of a run: its name}.
+    records: those of compare_classes. names: {path of a run: its name}.
     """
+    labels = [f"{names[record['run']]}\nlayer {record['layer']}, {record['when']}"
+              for record in records]
     places = np.arange(len(records))
     figure, [panels] = subplots(1, 2, 0.55 * len(records) + 1.2, sharey=True)
-    for axes, key, title in zip(panels, ("kl", "iou"), ("KL (nats)", "IOU"), strict=True):
+    for axes, key, title in zip(panels, ("kl", "iou"), ("KL (nats)", "IOU")):
         for kind, shift, color in (("between", -0.2, COLORS[1]), ("floor", 0.2, INK)):
             lengths = [record[f"{key}_{kind}"] for record in records]
             bars = axes.barh(places + shift, lengths, 0.4, color=color)
             axes.bar_label(bars, fmt="%.2f", padding=2)
-        axes.grid(visible=False, axis="y")
         axes.margins(x=0.3)
         axes.set_title(title)
-    panels[0].set_yticks(places, [f"{names[record['run']]}\nlayer {record['layer']}, "
-                                  f"{record['when']}" for record in records])
+    panels[0].set_yticks(places, labels)
     panels[0].invert_yaxis()
-    figure.supxlabel("before and after fine-tuning")
     figure.legend(panels[0].containers, ["two classes", "two halves of one class"],
                   ncols=2, loc="outside upper left")
     return figure

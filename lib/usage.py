@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from lib.corpus import Corpus
-from lib.device import autocast, to_device
+from lib.device import Progress, autocast, to_device
 from lib.distributed import deal_batches, sum_over_ranks
 from lib.errors import UserError
 from lib.run import Run
 from lib.tokenizer import read_vocab
-from lib.weights import check_objective, find_weights, read_weights
+from lib.weights import check_objective, find_weights, load_model, read_weights
 from model import value_tables
 
 
@@ -37,9 +37,8 @@ def watch_reads(model, see):
         real = weights.any(2).any(1)  # the weights of a padded token are 0
         see(layer, slots[real], weights[real])
 
-    hooks = []
-    for layer, table in value_tables(model).items():
-        hooks.append(table.register_forward_hook(partial(hook, layer)))
+    hooks = [table.register_forward_hook(partial(hook, layer))
+             for layer, table in value_tables(model).items()]
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
@@ -138,6 +137,25 @@ def evaluate_language_model(model, batches, device, dtype=torch.float32):
                "masked_tokens": masked,
                "layers": {n: usage_metrics(**sums) for n, sums in counts.items()}}
     return results, counts
+
+
+def evaluate_run(path, heldout, device, dtype):
+    """Evaluate a language model on several corpora: a record of Table 2.
+
+    heldout: {corpus: a list of maskings, each a list of batches}.
+    """
+    checkpoint, _ = find_weights(path)
+    print(f"{path}: weights of {checkpoint}")
+    model = load_model(checkpoint).to(device)
+    results = {}
+    for name, maskings in heldout.items():
+        results[name] = []
+        for batches in maskings:
+            batches = Progress(batches, f"{path}, data/{name}")
+            evaluation, _ = evaluate_language_model(model, batches, device, dtype)
+            results[name].append(evaluation)
+    trained = Run(checkpoint.parent).steps_and_seed(checkpoint)
+    return {"run": path, "checkpoint": str(checkpoint), **trained, "results": results}
 
 
 def describe_evaluation(results):
