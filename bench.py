@@ -106,10 +106,10 @@ def time_inference(args, models, what, bases=1):
     for length in args.lengths:
         torch.compiler.reset()  # it compiles only so many versions
         ids = torch.randint(1000, (1, length), device=args.device)  # in any vocabulary
+        last = torch.tensor([[length - 1]], device=args.device)
         calls = {}
         for name, model in models.items():
-            last = {"positions": torch.tensor([[length - 1]], device=args.device)}
-            more = last if model.bert.config.causal else {}
+            more = {"positions": last} if model.bert.config.causal else {}
             calls[name] = forward(args, model, ids, **more)
         results += time_in_turn(f"{what}, 1 x {length}", calls, args.device, 5 * args.rounds,
                                 bases=bases)
@@ -128,9 +128,11 @@ def inference(args):
             models[system] = build(args, config, "classifier")
         records = time_inference(args, models, size)
         for record in records:
-            record["batches/s"] = 1 / median(record["seconds"])
-            record["relative_batches/s"] = 1 / record["times_plain"]
-            record["paper's"] = TABLE_1.get((size, record["system"]))
+            record |= {
+                "batches/s": 1 / median(record["seconds"]),
+                "relative_batches/s": 1 / record["times_plain"],
+                "paper's": TABLE_1.get((size, record["system"])),
+            }
         results += records
     return results
 
@@ -221,13 +223,15 @@ def time_config(args, path):
     seconds = median(record["seconds"])
     rate = config.accumulation * config.batch_size * config.seq_len / seconds
     peak_share = share_of_peak(model, config.seq_len, args.device, args.dtype)
-    record["tokens/s"] = round(rate)
-    record["mfu"] = peak_share and rate * peak_share
-    record["hours"] = config.max_steps * seconds / 3600
-    record["parameters"] = count_parameters(model)
-    record["checkpoint_bytes"] = 12 * record["parameters"]  # weights and two moments in float32
-    record["peak_bytes"] = peak_bytes(args.device)
-    return record
+    parameters = count_parameters(model)
+    return record | {
+        "tokens/s": round(rate),
+        "mfu": peak_share and rate * peak_share,
+        "hours": config.max_steps * seconds / 3600,
+        "parameters": parameters,
+        "checkpoint_bytes": 12 * parameters,  # weights and two moments in float32
+        "peak_bytes": peak_bytes(args.device),
+    }
 
 
 def causal(args):
