@@ -146,6 +146,8 @@ def draw_curves(runs, names):
     last = [log[-1]["perplexity"] for log in runs.values()]
     upper.set(yscale="log", ylim=(0.9 * np.nanmin(last), 2 * np.nanmax(last)),  # nan: diverged
               title="perplexity on held-out text (log scale)")
+    upper.yaxis.set_major_formatter("{x:g}")
+    upper.yaxis.set_minor_formatter("{x:g}")
     lower.set(ylim=(0, 102), title="top-1 memory usage (% of slots)",
               xlabel="training steps, with those of the initial model")
     figure.legend(loc="outside upper left")
