@@ -132,20 +132,21 @@ def docs_task(args):
     A row has the first paragraph of a docstring. The files of dev are those of val in the corpus
     docs. Rows that are also in train are left out of dev and test.
     """
-    rows = {"train": [], "dev": [], "test": []}
-    for number, (package, texts) in enumerate(docstrings()[1]):
-        split = {18: "dev", 19: "test"}.get(number % 20, "train")
-        for text in texts:
-            paragraph = " ".join(text.split("\n\n")[0].split())
-            rows[split].append((paragraph, package))
-    known = {paragraph for paragraph, _ in rows["train"]}
+    _, files = docstrings()
+    known = set()
     with download.new_folder("data/docs_task", args.force) as folder:
-        for split, pairs in rows.items():
-            if split != "train":
-                pairs = [pair for pair in pairs if pair[0] not in known]
-            lines = ["sentence\tlabel", *map("\t".join, pairs)]
+        for split, places in (("train", range(18)), ("dev", [18]), ("test", [19])):
+            rows = []
+            for number, (package, texts) in enumerate(files):
+                for text in texts if number % 20 in places else ():
+                    paragraph = " ".join(text.split("\n\n")[0].split())
+                    if paragraph not in known:
+                        rows.append((paragraph, package))
+            lines = ["sentence\tlabel", *map("\t".join, rows)]
+            if split == "train":
+                known = {paragraph for paragraph, _ in rows}
             if split == "test":
-                lines = ["index\tsentence", *(f"{n}\t{pair[0]}" for n, pair in enumerate(pairs))]
+                lines = ["index\tsentence", *(f"{n}\t{row[0]}" for n, row in enumerate(rows))]
             write_text(folder / f"{split}.tsv", "\n".join(lines) + "\n")
 
 

@@ -21,7 +21,6 @@ from lib.files import read_json
 from lib.tokenizer import Specials
 
 SPLITS = ("train", "val", "test")
-CORPORA = ("docs", "wikitext2", "wikitext103", "wikipedia", "bookcorpus", "wikibooks", "pg19")
 MASKED = 0.15  # share of the tokens to predict
 
 # streams of random numbers, each with a generator of its own
@@ -41,10 +40,9 @@ class Corpus:
         self.name = name
         self.folder = Path("data", name)
         if not (self.folder / "meta.json").exists():
-            command = f"text {name} PATH..."
-            if name.removesuffix("_raw") in CORPORA:
-                command = name.replace("_raw", " --raw")
-            raise UserError(f"{self.folder}: no such corpus: python prepare_data.py {command}")
+            command = name.replace("_raw", " --raw")
+            raise UserError(f"{self.folder}: no such corpus: python prepare_data.py {command}, or "
+                            f"python prepare_data.py text {name} PATH... for text of your own")
         self.meta = read_json(self.folder / "meta.json")
         self.vocab_size = self.meta["vocab_size"]
         self.tokenizer_hash = self.meta["tokenizer_hash"]
@@ -196,19 +194,19 @@ def masked_heldout(corpus, split, seq_len, batch_size, sequences=None, masking=0
     """
     ids = cut_split(corpus, split, seq_len, sequences)
     real = ids != corpus.special_ids.pad
-    full = int(real.all(axis=1).sum())
+    length = np.count_nonzero(real[-1])  # of the last sequence
+    full = len(ids) - (length < seq_len)
     rng = np.random.default_rng([0, masking])
     masked = mask_tokens(ids[:full], rng, corpus.vocab_size, corpus.special_ids)
     batches = []
     for start in range(0, full, batch_size):
-        rows = slice(start, start + batch_size)
-        batches.append({name: array[rows] for name, array in masked.items()})
-    if full < len(ids):
-        length = int(real[-1].sum())
+        end = start + batch_size
+        batches.append({name: array[start:end] for name, array in masked.items()})
+    if length < seq_len:
         last = mask_tokens(ids[-1:, :length], rng, corpus.vocab_size, corpus.special_ids)
-        padding = ids[-1:, length:]
-        last["ids"] = np.concatenate([last["ids"], padding], axis=1)
-        batches.append({**last, "mask": real[-1:]})
+        last["ids"] = np.concatenate([last["ids"], ids[-1:, length:]], axis=1)
+        last["mask"] = real[-1:]
+        batches.append(last)
     return batches
 
 

@@ -10,6 +10,7 @@ HF_ENDPOINT names a mirror of the hub, HF_TOKEN is its token; HTTPS_PROXY and th
 import contextlib
 import fnmatch
 import hashlib
+import os
 import re
 import shutil
 import time
@@ -159,10 +160,13 @@ def new_folder(folder, force):
     with lock(folder, "prepares it"):
         if folder.exists() and not force:
             raise UserError(f"{folder} exists already (--force replaces it)")
-        with atomic(folder) as temporary:
+        new = folder.with_name(f".new_{folder.name}")
+        discard(new)  # a killed process may have left it
+        with atomic(new) as temporary:
             temporary.mkdir()
             yield temporary
-            discard(folder)
+        discard(folder)
+        os.replace(new, folder)
 
 
 def fetch_weights(name):
@@ -179,27 +183,25 @@ def fetch_weights(name):
 def fetch_task(task, places, force):
     """Copy a task's official files to its folder, downloaded or from places[0].
 
-    The place is a folder on disk. It has the archives, or the unpacked files in a folder with the
-    task's name.
+    The place is a folder on disk that has a folder named after the task, with the unpacked files.
+    Files that are no archive (MRPC's, SQuAD's) may also be in it themselves.
     """
     folder = Path(task.folder)
-    archive = task.archives[0]
-    zipped = archive.endswith(".zip")
+    zipped = task.archives[0].endswith(".zip")
     patterns = ["*.tsv"] if zipped else task.archives
     with new_folder(folder, force) as new:
         if places:
-            source = places[0]
+            source = places[0] / folder.name
+            if not zipped and not source.is_dir():
+                source = places[0]
         else:
+            archives = [fetch(*FILES[name]) for name in task.archives]
             source = DOWNLOADS
-            for name in task.archives:
-                fetch(*FILES[name])
-        if (source / folder.name).is_dir():
-            source = source / folder.name
-        elif zipped:
-            source = next(unpack(source / archive).rglob("train.tsv")).parent
+            if zipped:
+                source = next(unpack(archives[0]).rglob("train.tsv")).parent
         files = [file for pattern in patterns for file in source.glob(pattern)]
         if len(files) < len(patterns):
-            raise UserError(f"{source}: expected {', '.join(patterns)} in it")
+            raise UserError(f"{source}: no {' or '.join(patterns)} in it")
         for file in files:
             shutil.copyfile(file, new / file.name)
     print(f"{folder}: {', '.join(sorted(file.name for file in files))}")

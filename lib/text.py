@@ -28,14 +28,7 @@ from lib.device import Progress
 from lib.download import file_sha256, new_folder, unpack
 from lib.errors import UserError, need
 from lib.files import write_text
-from lib.tokenizer import (
-    special_ids,
-    special_tokens,
-    text_tokenizer,
-    train_vocab,
-    vocab_hash,
-    write_vocab,
-)
+from lib.tokenizer import special_ids, text_tokenizer, train_vocab, vocab_facts, write_vocab
 
 SENTENCES = 1000  # mean length of a BookCorpus document, in lines
 BATCH = 4096  # lines that are encoded at once
@@ -80,10 +73,10 @@ def read_documents(path, ends):
     for line, after in itertools.pairwise(itertools.chain(lines, [""])):
         blank = not line.strip()
         if ends == "wikitext":
-            starts = is_title(line) and not before.strip() and not after.strip()
+            ended = is_title(line) and not before.strip() and not after.strip()
         else:
-            starts = blank and ends != "file"
-        if starts and document:
+            ended = blank and ends != "file"
+        if ended and document:
             yield document
             document = []
         if not blank:
@@ -188,7 +181,7 @@ class Source(NamedTuple):
 
 
 def write_corpus(name, origin, sources, vocab, val_every=None, force=False):
-    """Write data/<name>/, whole or not at all, and print its meta.json.
+    """Write data/<name>/, whole or not at all, and print its sizes.
 
     origin: where the text is from, in words. sources: a list of Source.
     vocab: the tokens by id, or how many to learn from the training documents.
@@ -198,9 +191,10 @@ def write_corpus(name, origin, sources, vocab, val_every=None, force=False):
     """
     with new_folder(f"data/{name}", force) as folder:
         meta = {"name": name, "source": origin} | write_files(folder, sources, vocab, val_every)
-        text = json.dumps(meta, indent=1)
-        write_text(folder / "meta.json", text + "\n")
-    print(f"data/{name}: {text}")
+        write_text(folder / "meta.json", json.dumps(meta, indent=1) + "\n")
+    for split in SPLITS:
+        documents, tokens = meta["documents"][split], meta["tokens"][split]
+        print(f"data/{name}/{split}.bin: {documents:,} documents, {tokens:,} tokens")
 
 
 def write_files(folder, sources, vocab, val_every):
@@ -216,13 +210,12 @@ def write_files(folder, sources, vocab, val_every):
     if isinstance(vocab, int):
         def read_train():
             lines = read_kept(sources, splits, heldout)
-            return (line for line, split in lines if split == TRAIN and line)
+            return (line for line, split in lines if split == TRAIN)
         vocab = train_vocab(read_train, n_lines, vocab)
-
     write_vocab(folder, vocab)
-    lines = Progress(read_kept(sources, splits, heldout), total=n_lines, desc="encoding",
-                     unit=" lines")
-    counts = encode(lines, folder, len(vocab))
+    lines = read_kept(sources, splits, heldout)
+    progress = Progress(lines, total=n_lines, desc="encoding", unit=" lines")
+    counts = encode(progress, folder, len(vocab))
     facts = vocab_facts(vocab)
     no_words = [facts[f"{use}_id"] for use in ("pad", "cls", "sep", "mask")]
 
@@ -235,13 +228,6 @@ def write_files(folder, sources, vocab, val_every):
         "tokens": by_split(counts.sum(axis=1)),
         "unknown": by_split(counts[:, facts["unk_id"]]),
         "sha256": {split: file_sha256(folder / f"{split}.bin") for split in SPLITS}}
-
-
-def vocab_facts(vocab):
-    """Return what meta.json holds about a vocabulary: its size, special ids and hash."""
-    specials = special_tokens(vocab)._asdict()
-    ids = {f"{use}_id": vocab.index(token) for use, token in specials.items()}
-    return {"vocab_size": len(vocab), **ids, "tokenizer_hash": vocab_hash(vocab)}
 
 
 def hash_documents(sources):

@@ -81,6 +81,13 @@ def vocab_hash(vocab):
     return hashlib.sha256("\n".join(vocab).encode()).hexdigest()
 
 
+def vocab_facts(vocab):
+    """Return what meta.json holds about a vocabulary: its size, special ids and hash."""
+    specials = special_tokens(vocab)._asdict()
+    ids = {f"{use}_id": vocab.index(token) for use, token in specials.items()}
+    return {"vocab_size": len(vocab), **ids, "tokenizer_hash": vocab_hash(vocab)}
+
+
 def load_tokenizer(path):
     """Load the tokenizers.Tokenizer of a vocab.txt, or of the folder that has it.
 

@@ -1,0 +1,255 @@
+"""
+Text to documents, and documents to token files, by hand.
+"""
+import ast
+import hashlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lib.text
+from lib.corpus import SPLITS, Corpus
+from lib.errors import UserError
+from lib.text import find_docstrings, find_files, read_documents, unigram_perplexity
+from lib.tokenizer import load_tokenizer
+from tests.helpers import PIECES, WIKITEXT, prepare, prepare_sample, texts_of, write_parquet
+
+
+@pytest.mark.parametrize("ends, text, documents", [
+    ("blank", "the cat\nsat\n\n \nmat\n", [["the cat\n", "sat\n"], ["mat\n"]]),
+    ("blank", "\r\nthe cat\r\nsat\r\n\r\nmat", [["the cat\n", "sat\n"], ["mat\n"]]),
+    ("file", "the cat\n\nmat\n", [["the cat\n", "mat\n"]]),
+    ("blank", "", []), ("blank", "\n \n", [])])
+def test_documents(workdir, ends, text, documents):
+    Path("a.txt").write_bytes(text.encode())
+    assert list(read_documents(Path("a.txt"), ends)) == documents
+
+
+def test_articles_of_wikitext(workdir):
+    """A title has one = on each side, and blank lines around it."""
+    Path("a.txt").write_text(WIKITEXT)
+    first, second = read_documents(Path("a.txt"), "wikitext")
+    assert first[0] == " = First = \n" and " = Goals = \n" in first
+    assert second == [" = Second = \n", " cat \n"]
+
+
+def test_rows_of_parquet(workdir):
+    """A row is a document, whatever blank lines it has; for BookCorpus it is a line."""
+    write_parquet("a.parquet", ["the cat\r\n\r\nsat", "", None, "mat"])
+    for ends in ("blank", "file"):
+        documents = list(read_documents(Path("a.parquet"), ends))
+        assert documents == [["the cat\n", "sat\n"], ["mat\n"]]
+    assert list(read_documents(Path("a.parquet"), "sentences")) == [["the cat\n", "sat\n", "mat\n"]]
+    write_parquet("b.parquet", ["the cat"], column="content")
+    with pytest.raises(UserError, match="b.parquet: no column 'text'"):
+        list(read_documents(Path("b.parquet"), "blank"))
+
+
+def test_a_long_line_is_cut_between_words(workdir):
+    """The ids of its pieces are those of the whole line."""
+    line = " ".join(random.Random(0).choices(["the", "cat,", "sat  the", "mats"], k=20000))
+    for end in ("", "\n"):
+        Path("long.txt").write_text(line + end)
+        [pieces] = read_documents(Path("long.txt"), "blank")
+        assert "".join(pieces) == f"{line}\n" and max(map(len, pieces)) <= 8192
+    tokenizer = load_tokenizer("vocab.txt")
+    ids = itertools.chain.from_iterable(tokenizer.encode(piece).ids for piece in pieces)
+    assert list(ids) == tokenizer.encode(line).ids
+    Path("long.txt").write_text("x" * 9000)  # nowhere to cut
+    assert "".join(next(read_documents(Path("long.txt"), "blank"))) == "x" * 9000 + "\n"
+
+
+def test_text_that_is_not_utf8_is_named(workdir):
+    Path("books").mkdir()
+    Path("books/1.txt").write_text("cat\n\nmat\n\nsat\n")
+    Path("books/2.txt").write_bytes("caf\u00e9".encode("cp1252"))
+    with pytest.raises(UserError, match="^books/2.txt: not UTF-8 .*iconv -f WINDOWS-1252"):
+        prepare("text", "new", "books", "--vocab", "vocab.txt")
+    assert not Path("data/new").exists()
+
+
+def test_files_of_a_folder(workdir):
+    Path("books/more").mkdir(parents=True)
+    for name in ("b.txt", "a.TXT", "notes.md", "more/c.txt"):
+        Path("books", name).write_text(name)
+    found = find_files(Path("books"), ".txt")
+    assert found == [Path("books", name) for name in ("a.TXT", "b.txt", "more/c.txt")]
+    assert find_files(Path("books/notes.md"), ".txt") == [Path("books/notes.md")]
+    with pytest.raises(UserError, match="nothing: no such file"):
+        find_files(Path("nothing"), ".txt")
+
+
+def test_docstrings_stand_in_the_order_of_the_source():
+    """From a tree that is never imported, those that calls attach included."""
+    tree = ast.parse(
+        '"""Module.\n\n    Indented."""\nimport nothing_like_it\nclass A:\n    "Class."\n'
+        'try:\n    pass\nexcept E:\n    def f():\n        """Function."""\n'
+        'abs = _C._add_docstr(torch.abs, r"""\nabs(x)\n\n    more {x}""".format(x=1))\n'
+        'add_newdoc("A", ("b", """\n    b()"""))\n'
+        'call("""not\na docstring""")\nasync def g():\n    "Last."\n')
+    assert list(filter(None, find_docstrings(tree))) == [
+        "Module.\n\nIndented.", "Class.", "Function.", "abs(x)\n\n    more {x}", "b()", "Last."]
+
+
+@pytest.fixture
+def library(workdir, monkeypatch):
+    """A standard library of 40 files; one docstring of each is the same. No other packages."""
+    library = workdir / "library"
+    (library / "tests").mkdir(parents=True)
+    for number in range(40):
+        (library / f"m{number:02}.py").write_text(f'"Number {number}."\ndef f():\n    "Same."\n')
+    (library / "tests/m.py").write_text('"""A test."""')
+    (library / "bad.py").write_text('"""Bad."""\ndef')
+    (library / "odd.py").write_text('"""Odd \\ud800 \\d"""')
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(library))
+    empty = type("Spec", (), {"origin": str(workdir / "nowhere/__init__.py")})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: empty)
+    return library
+
+
+def test_docs(library):
+    vocab = [*PIECES, "number", "same", *map(str, range(40)), "odd", "?"]
+    Path("vocab.txt").write_text("\n".join(vocab) + "\n")
+    prepare("docs", "--vocab", "vocab.txt")
+    corpus = Corpus("docs")
+    assert corpus.meta["documents"] == {"train": 37, "val": 2, "test": 2}
+    tokenizer = load_tokenizer(corpus.folder)
+    assert tokenizer.decode(corpus.split("val")) == "number 18. number 38."
+    assert tokenizer.decode(corpus.split("train")).count("same.") == 1
+
+
+def test_docs_task(library):
+    """Its dev are the files of the corpus's val. What train has is in no other split."""
+    (library / "m38.py").write_text('"Number 38.\\n\\nMore."\ndef f():\n    "Number 0.\\n\\nNo."\n')
+    (library / "m39.py").write_text('"Number 0.\\n\\nAgain."\n')
+    prepare("docs_task")
+    rows = {split: Path(f"data/docs_task/{split}.tsv").read_text().splitlines()
+            for split in ("train", "dev", "test")}
+    assert rows["train"][:3] == ["sentence\tlabel", "Number 0.\tPython", "Same.\tPython"]
+    assert rows["dev"] == ["sentence\tlabel", "Number 18.\tPython", "Number 38.\tPython"]
+    assert rows["test"] == ["index\tsentence", "0\tNumber 19."]
+
+
+def test_a_corpus_by_hand(workdir):
+    """Four documents: the first two are for train, then one for val and one for test."""
+    prepare_sample()
+    corpus = Corpus("sample")
+    assert texts_of(corpus, "train") == ["the cat sat . the mat ##s", "[UNK] cat ."]
+    # [SEP] in a text is text: "[", "sep", "]"
+    assert texts_of(corpus, "val") == ["the mat . [UNK] [UNK] [UNK]"]
+    content = Path("data/sample/test.bin").read_bytes()
+    assert content == bytes([7, 0, 7, 0, 3, 0]) and corpus.split("test").dtype == np.uint16
+    assert corpus.special_ids == (0, 1, 2, 3, 4) and corpus.vocab_size == len(PIECES)
+    assert corpus.tokenizer_hash == hashlib.sha256("\n".join(PIECES).encode()).hexdigest()
+    meta = corpus.meta
+    assert meta["documents"] == {"train": 2, "val": 1, "test": 1}
+    assert meta["unknown"] == {"train": 1, "val": 3, "test": 0}
+    assert meta["tokens"] == {"train": 12, "val": 7, "test": 3}
+    assert meta["sha256"]["test"] == hashlib.sha256(content).hexdigest()
+    # train has 1 + 1 [UNK], 2 + 1 "the", "cat" and ".", 1 + 1 "sat", "mat" and "##s": 17 in all;
+    # val has "the", ".", "mat" and three [UNK]; [SEP] counts in neither
+    expected = (17 / 3) ** (2 / 6) * (17 / 2) ** (4 / 6)
+    assert meta["unigram_perplexity"] == pytest.approx(expected)
+    assert sorted(path.name for path in corpus.folder.iterdir()) == [
+        "meta.json", "test.bin", "train.bin", "val.bin", "vocab.txt"]
+
+
+def test_unigram_perplexity():
+    train, heldout = [5, 5, 5, 6, 3], [5, 6, 7, 3, 1]
+    # ordinary ids 5, 6, 7 with counts 3 + 1, 1 + 1, 0 + 1
+    expected = math.exp(-(math.log(4 / 7) + math.log(2 / 7) + math.log(1 / 7)) / 3)
+    found = unigram_perplexity(
+        np.bincount(train, minlength=8), np.bincount(heldout, minlength=8), (0, 1, 2, 3, 4))
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_first_of_equal_documents_stays(workdir):
+    """Whatever file it is in; the held-out ones are of what stays."""
+    Path("a.txt").write_text("cat\n\nmat\nsat\n\ncat\n\n")
+    Path("b.txt").write_text("mat sat\n\nsat\n\nmat\nsat\n\nthe\n")
+    prepare("text", "one", "a.txt", "b.txt", "a.txt", "--vocab", "vocab.txt")
+    corpus = Corpus("one")
+    assert texts_of(corpus, "train") == ["cat", "mat sat", "mat sat"]  # "mat\nsat" and "mat sat"
+    assert texts_of(corpus, "val") == ["sat"] and texts_of(corpus, "test") == ["the"]
+    assert corpus.meta["duplicates"] == 2
+
+
+def test_one_document_in_val_every_is_held_out(workdir):
+    Path("books").mkdir()
+    for number in range(20):
+        Path(f"books/{number:02}.txt").write_text("cat\n\n" * (number + 1))
+    prepare("text", "books", "books", "--split", "file", "--val_every", 10, "--vocab", "vocab.txt")
+    corpus = Corpus("books")
+    assert [len(text.split()) for text in texts_of(corpus, "val")] == [9, 19]
+    assert [len(text.split()) for text in texts_of(corpus, "test")] == [10, 20]
+    assert corpus.meta["documents"]["train"] == 16
+    with pytest.raises(UserError, match="1 different documents in all"):
+        prepare("text", "one", "books/00.txt", "--vocab", "vocab.txt")
+
+
+def test_batches_do_not_change_the_ids(workdir, monkeypatch):
+    prepare_sample()
+    monkeypatch.setattr(lib.text, "BATCH", 2)
+    prepare("text", "small", "sample.txt", "--vocab", "data/sample")
+    for which in SPLITS:
+        big, small = (Corpus(name).split(which) for name in ("sample", "small"))
+        assert np.array_equal(big, small)
+
+
+def test_a_book_that_is_there_twice_is_found_at_any_offset(workdir, monkeypatch):
+    """And no sentence of val or test is in train."""
+    monkeypatch.setattr(lib.text, "SENTENCES", 40)
+    rng = random.Random(3)
+
+    def book(sentences):
+        return [" ".join(rng.choices(["the", "cat", "sat", "mats", "mat."], k=14))
+                for _ in range(sentences)]
+    twice = book(1500)
+    lines = [*book(733), *twice, *book(411), *twice, *book(97)]
+    Path("books.txt").write_text("\n".join(lines) + "\n")
+    prepare("bookcorpus", "--from", "books.txt", "--vocab", "vocab.txt", "--val_every", 10)
+    corpus = Corpus("bookcorpus")
+    tokenizer = load_tokenizer(corpus.folder)
+    known = {line: " ".join(tokenizer.encode(line).tokens) for line in lines}
+    train = " ".join(texts_of(corpus, "train"))
+    heldout = " ".join(texts_of(corpus, "val") + texts_of(corpus, "test"))
+    held_out = [tokens for tokens in known.values() if tokens in heldout]
+    assert 300 < len(held_out) < 1500 and not any(tokens in train for tokens in held_out)
+    again = sum(train.count(known[line]) == 2 for line in twice)
+    assert again < 300 and corpus.meta["duplicates"] > 20  # its ends share documents with others
+    missing = sum(tokens not in train and tokens not in heldout for tokens in known.values())
+    assert missing < 300  # cut by a document's end
+
+
+def test_a_corpus_is_whole_or_absent(workdir, monkeypatch):
+    """A preparation that stops leaves what was there before, and the next one starts anew."""
+    prepare_sample()
+    old = {path.name: path.read_bytes() for path in Path("data/sample").iterdir()}
+    with pytest.raises(UserError, match="data/sample exists already"):
+        prepare_sample()
+    Path("sample.txt").write_text("mat\n\ncat\n\nsat\n\nmat cat\n\nmat sat\n")
+
+    def stop(*counts):
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patch:
+        patch.setattr(lib.text, "unigram_perplexity", stop)  # the token files are written
+        with pytest.raises(KeyboardInterrupt):
+            prepare_sample("--force")
+    assert {path.name: path.read_bytes() for path in Path("data/sample").iterdir()} == old
+    assert [name for name in os.listdir("data") if not name.startswith(".lock")] == ["sample"]
+    prepare_sample("--force")
+    assert Corpus("sample").meta["documents"] == {"train": 3, "val": 1, "test": 1}
+    first = {path.name: path.read_bytes() for path in Path("data/sample").iterdir()}
+    shutil.rmtree("data/sample")
+    prepare_sample()
+    assert {path.name: path.read_bytes() for path in Path("data/sample").iterdir()} == first
+    assert json.loads(first["meta.json"])["source"] == "1 text files: sample.txt"

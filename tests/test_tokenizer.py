@@ -1,0 +1,178 @@
+"""
+Vocabularies and tokenizers, beside Hugging Face's, tiktoken's and a trainer in plain Python.
+"""
+import collections
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from lib.errors import UserError
+from lib.tokenizer import (
+    GPT2_SPECIALS,
+    SPECIALS,
+    Specials,
+    bpe_merges,
+    byte_level_tokenizer,
+    full_tokenizer,
+    gpt2_vocab,
+    load_tokenizer,
+    read_vocab,
+    special_ids,
+    text_tokenizer,
+    train_vocab,
+    write_vocab,
+)
+from tests.helpers import PIECES, ROOT, SHARED
+
+TRICKY = ["Café déjà-vu, naïve!", "北京 is 中文 and かな", "don't  e.g. U.S.A.\t(x_1) <unk> @-@",
+          "unaffable supercalifragilistic" * 5, "a [MASK] b", "\u00ad soft\u200b, \ufeffBOM ½ ﬁ Ⅷ",
+          "İstanbul ẞ ǅ", "नमस्ते 😀 ok", "x\u0000y \x07"]
+BERT = SHARED / "bert-vocab/vocab.txt"
+has_bert = pytest.mark.skipif(not BERT.exists(), reason="no BERT vocabulary on this machine")
+
+
+@has_bert
+def test_ids_are_hugging_faces():
+    """Against Hugging Face's tokenizer in plain Python, which shares no code with `tokenizers`."""
+    legacy = pytest.importorskip("transformers.models.bert.tokenization_bert_legacy")
+    theirs, ours = legacy.BertTokenizerLegacy(str(BERT)), load_tokenizer(BERT)
+    for text in TRICKY:
+        assert ours.encode(text).ids == theirs.encode(text, add_special_tokens=False), text
+
+
+@has_bert
+def test_ids_of_bert():
+    """Ids as BERT's published vocabulary numbers them."""
+    tokenizer = load_tokenizer(BERT)
+    assert tokenizer.encode("Hello, [MASK] WORLD").ids == [7592, 1010, 103, 2088]
+    assert tokenizer.encode("Café 北京").tokens == ["cafe", "北", "京"]
+    assert tokenizer.encode("embeddings").tokens == ["em", "##bed", "##ding", "##s"]
+    assert tokenizer.decode(tokenizer.encode("embeddings").ids) == "embeddings"
+
+
+def test_ids_of_gpt2(workdir, gpt2_files):
+    """tiktoken's ids, of a tokenizer that is made from the tokens alone."""
+    import tiktoken
+
+    reference = tiktoken.get_encoding("gpt2")
+    vocab = gpt2_vocab()
+    assert vocab[50256:] == ["<|endoftext|>", "<s>", "</s>", "<pad>", "<mask>"]
+    merges = (gpt2_files / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
+    ids = {token: number for number, token in enumerate(vocab)}
+    assert bpe_merges(ids) == [tuple(line.split()) for line in merges if line]
+    write_vocab(Path(), vocab)
+    tokenizer = text_tokenizer("vocab.txt")
+    with open(SHARED / "wikipedia.txt", encoding="utf-8") as file:
+        texts = [*TRICKY, "  two  spaces\n\n\ttabs \r\n", *itertools.islice(file, 1000)]
+    for text, encoding in zip(texts, tokenizer.encode_batch_fast(texts)):
+        assert encoding.ids == reference.encode_ordinary(text)
+        assert tokenizer.decode(encoding.ids) == text
+    text = "a </s> b<mask>"  # special tokens in a text are text
+    assert tokenizer.encode(text).ids == reference.encode_ordinary(text)
+    marked = load_tokenizer("vocab.txt").encode("<s>a <mask> b</s>").ids
+    assert [vocab[i] for i in marked] == ["<s>", "a", "<mask>", "\u0120b", "</s>"]
+
+
+def test_a_byte_level_bpe_is_known_from_its_vocabulary():
+    """The merges of a BPE that `tokenizers` learned here, and what it makes of a text."""
+    texts = ["the cat sat on the mat, the cats sat", "a hat that\n the  rat ate at Café", "attata",
+             "aaa aaaaa aaa aaa"]
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    theirs.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
+        vocab_size=290, show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    learned = json.loads(theirs.to_str())["model"]
+    vocab = [*sorted(learned["vocab"], key=learned["vocab"].get), *GPT2_SPECIALS]
+    ids = {token: number for number, token in enumerate(vocab)}
+    assert len(learned["merges"]) > 20 and ["aa", "a"] in learned["merges"]  # the left pair first
+    assert bpe_merges(ids) == [tuple(pair) for pair in learned["merges"]]
+    ours = byte_level_tokenizer(vocab)
+    for text in [*texts, "", " ca", "Ünïcode 😀"]:
+        assert ours.encode(text).ids == theirs.encode(text).ids
+    the, cat = (theirs.encode(text).ids for text in ("the", " cat"))
+    assert ours.encode("<s>the <mask> cat</s>").ids == [  # the mask has the space before it
+        ids["<s>"], *the, ids["<mask>"], *cat, ids["</s>"]]
+
+
+def test_a_line_of_a_vocabulary_is_a_token(workdir):
+    """Whatever white space is in it."""
+    vocab = [*PIECES, "a b", "\u3000", "\u2028", "\x85c", "d\t"]
+    write_vocab(Path(), vocab)
+    assert read_vocab("vocab.txt") == read_vocab(".") == vocab
+    Path("novel.txt").write_text("the cat\n")
+    with pytest.raises(UserError, match="novel.txt: not a vocabulary: no .CLS., .MASK."):
+        read_vocab("novel.txt")
+
+
+def test_a_folder_of_transformers_5_has_only_a_tokenizer_json(workdir):
+    """Its tokens are in the order of their ids, not of their names."""
+    load_tokenizer("vocab.txt").save("tokenizer.json")
+    Path("vocab.txt").unlink()
+    assert read_vocab(".") == read_vocab("vocab.txt") == PIECES
+
+
+def test_special_tokens_in_a_text_and_around_it(workdir):
+    pad, unk, cls, sep, mask = range(5)
+    assert load_tokenizer("vocab.txt").encode("the [SEP] [MASK]").ids == [5, sep, mask]
+    assert text_tokenizer("vocab.txt").encode("the [SEP]").ids == [5, unk, unk, unk]
+    tokenizer = full_tokenizer("vocab.txt")
+    pair, short = tokenizer.encode_batch([("the [MASK]", "cat"), ("sat", "the")])
+    assert pair.ids == [cls, 5, mask, sep, 6, sep] and pair.type_ids == [0, 0, 0, 0, 1, 1]
+    assert short.ids == [cls, 7, sep, 5, sep, pad] and short.attention_mask == [1] * 5 + [0]
+    assert special_ids(tokenizer) == Specials(pad, unk, cls, sep, mask)
+
+
+def merged(words, vocab, size):
+    """Reference: merge the most frequent pair until there are `size` tokens; of equally frequent
+    ones that with the lower ids."""
+    words = [([word[0], *(f"##{c}" for c in word[1:])], count) for word, count in words.items()]
+    while len(vocab) < size:
+        pairs = collections.Counter()
+        for pieces, count in words:
+            for pair in itertools.pairwise(pieces):
+                pairs[pair] += count
+        a, b = min(pairs, key=lambda pair: (-pairs[pair], *map(vocab.index, pair)))
+        new = a + b.removeprefix("##")
+        vocab += [new] * (new not in vocab)
+        for pieces, _ in words:
+            at = 0
+            while at < len(pieces) - 1:
+                if (pieces[at], pieces[at + 1]) == (a, b):
+                    pieces[at:at + 2] = [new]
+                at += 1
+    return vocab
+
+
+def random_lines():
+    """Lines of 100 words, many pairs of letters equally frequent, and one of rare characters."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdef", k=rng.randint(2, 6))) for _ in range(100)]
+    lines = [" ".join(rng.choices(words, k=12)) + " \u4e2d \u00c9t\u00e9, 1" for _ in range(99)]
+    return [*lines, "x y z q r"]
+
+
+def test_a_vocabulary_is_a_function_of_the_text():
+    """The one that the reference learns; the rarest characters are left out."""
+    lines = random_lines()
+    counts = collections.Counter(" ".join(lines[:99]).replace("\u00c9t\u00e9,", "ete ,").split())
+    vocab = [*SPECIALS, *(f"##{c}" for c in "1abcdeft"), *",1abcdeft\u4e2d"]
+    assert train_vocab(lambda: lines, len(lines), 160) == merged(counts, vocab, 160)
+
+
+def test_two_processes_learn_the_same_vocabulary(tmp_path):
+    lines = random_lines()
+    (tmp_path / "lines.json").write_text(json.dumps(lines))
+    code = ("import json; from lib.tokenizer import train_vocab; "
+            "lines = json.load(open('lines.json')); "
+            "print(json.dumps(train_vocab(lambda: lines, len(lines), 200)))")
+    other = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True,
+                           cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert json.loads(other.stdout) == train_vocab(lambda: lines, len(lines), 200)
