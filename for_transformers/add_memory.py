@@ -16,8 +16,8 @@ from torch import nn
 
 from pkm import PKM
 
-# Parts of a layer: its attention; the modules of its FFN, of which the first sees the FFN's input;
-# and the module whose output is added to the residual stream.
+# A layer's attention; the modules of its FFN, whose first sees the FFN's input; and the module
+# whose output joins the residual stream.
 BERT = "attention", ("intermediate", "output.dense"), "output.dropout"
 LLAMA = "self_attn", ("mlp",), "mlp"
 MODELS = {  # by config.model_type
@@ -28,20 +28,20 @@ MODELS = {  # by config.model_type
     "gpt2": ("attn", ("mlp",), "mlp"), "gpt_neox": ("attention", ("mlp",), "post_mlp_dropout"),
     "opt": ("self_attn", ("fc1", "fc2"), "fc2"),
 }
-# A layer's attention leaves its mask here for the layer's memory, and the memory its output for
-# the end of the FFN. Each thread has its own, and checkpointing runs the whole layer again.
+# A layer's attention leaves its mask here for the memory. The memory leaves its output for the end
+# of the FFN. Each thread has its own, and checkpointing runs all three hooks again.
 HERE = threading.local()
 
 
 def add_memory(model, layers, alpha=1.0, beta=1.0, values="random", **sizes):
     """Add a memory to `layers` of the model, counted from 1, in place.
 
-    (alpha, beta) = (1, 1) is ResM. (0, 1) is PKM, which drops the FFN's weights. sizes: PKM's
-    n_keys, heads, topk and key_dim. values="zero" makes the values 0: with (1, 1) the model's
-    outputs stay as they are, bit for bit. All other weights keep their names, and layer 4's
-    memory is <layers>.3.memory. In a half-precision model only the memory's query has half
-    precision: in the values and sub-keys small updates would be lost. Call it before
-    torch.compile, which would not see the memory.
+    (alpha, beta) = (1, 1) is ResM. (0, 1) is PKM, which drops the FFN's weights. `sizes` are
+    PKM's n_keys, heads, topk and key_dim. With values="zero" and (1, 1) the model's outputs stay
+    as they are, bit for bit. All other weights keep their names, and layer 4's memory is
+    <layers>.3.memory. In a half-precision model only the memory's query has half precision: in
+    the values and sub-keys small updates would be lost. Call it before torch.compile, which
+    would not see the memory.
 
     Returns {layer: ValueTable}, for LazyAdam.
     """
@@ -59,7 +59,7 @@ def add_memory(model, layers, alpha=1.0, beta=1.0, values="random", **sizes):
         if values == "zero":
             nn.init.zeros_(memory.values.weight)
         stack[n - 1].memory = memory.train(model.training)
-        join(stack[n - 1], MODELS[model.config.model_type], alpha, beta)
+        add_hooks(stack[n - 1], MODELS[model.config.model_type], alpha, beta)
         tables[n] = memory.values
     settings = {"layers": list(layers), "alpha": alpha, "beta": beta, **sizes}
     model.config.product_key_memory = settings  # for save_memory
@@ -76,8 +76,8 @@ def find_layers(model):
     return next(layers for layers in lists if hasattr(layers[0], attention))
 
 
-def join(layer, parts, alpha, beta):
-    """Make the layer's FFN return alpha * FFN(x) + beta * memory(x), by hooks on its parts."""
+def add_hooks(layer, parts, alpha, beta):
+    """Make the layer's FFN return alpha * FFN(x) + beta * memory(x). parts: see MODELS."""
     attention, ffn, last = parts
     attention = layer.get_submodule(attention)
     position = list(inspect.signature(attention.forward).parameters).index("attention_mask")
@@ -102,15 +102,16 @@ def read(memory, ffn, args):
 
 
 def add_read(alpha, beta, last, args, y):
-    read, HERE.read = HERE.read, None
-    return alpha * y + beta * read
+    y = alpha * y + beta * HERE.read
+    HERE.read = None
+    return y
 
 
 def real_tokens(mask):
     """Tell from an attention's mask which tokens are real: (batch, time) bool.
 
-    mask: (batch, time) or (batch, heads, time or 1, time), bool, 0 and 1, or added to the scores.
-    A real token sees itself, and no value is larger than that of what may be seen.
+    mask: (batch, time) or (batch, heads, time or 1, time). It is bool, 0 and 1, or added to the
+    scores. A real token sees itself, and what is seen has the mask's largest value.
     """
     if mask.dim() == 4:
         mask = mask[:, 0]

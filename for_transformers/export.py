@@ -23,12 +23,7 @@ from lib.tokenizer import full_tokenizer, read_vocab, special_tokens
 from lib.usage import describe_evaluation
 from lib.weights import find_weights, pooler_is_trained, read_weights
 
-CODE = {  # name in the folder: its source
-    "pkm.py": ROOT / "pkm.py",
-    "values.py": ROOT / "values.py",
-    "add_memory.py": ROOT / "for_transformers/add_memory.py",
-    "modeling_pkm.py": ROOT / "for_transformers/modeling_pkm.py",
-}
+CODE = "pkm.py", "values.py", "for_transformers/add_memory.py", "for_transformers/modeling_pkm.py"
 TASKS = "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"
 
 
@@ -36,7 +31,7 @@ def export(path, folder):
     """Write the model of `path` (see find_weights) as a new folder for transformers.
 
     The folder has the weights, the tokenizer and a model card; a model with memory adds its code.
-    A pooler that was never trained is left out: who fine-tunes from the folder draws a new one.
+    A pooler that was never trained is left out, and fine-tuning draws a new one.
     """
     to_bytes = need("safetensors.torch", "export").save
     if Path(folder).exists():
@@ -115,25 +110,24 @@ def their_tokenizer(vocab_file, vocab, config):
 
 
 def code_files():
-    """Read the files of CODE: {name: text}, with relative imports of each other."""
+    """Read the files of CODE: {name: text}. They import each other from the same folder."""
     imports = re.compile(r"^from (for_transformers\.)?(pkm|values|add_memory) import", re.MULTILINE)
-    return {name: imports.sub(r"from .\2 import", source.read_text(encoding="utf-8"))
-            for name, source in CODE.items()}
+    return {Path(name).name: imports.sub(r"from .\2 import", (ROOT / name).read_text())
+            for name in CODE}
 
 
 def card(source, name, config, head, has_memory):
     """Write the model card, in Markdown, with settings and results of the checkpoint's run."""
     task = "CausalLM" if config.causal else ARCHITECTURES[head].removeprefix("BertFor")
     run = Run(source.parent)
-    is_run = (source / "model.pt").is_file()  # not a folder in Hugging Face's layout
     return CARD.format(
         name=name,
         config=config,
         memory=MEMORY.format(config=config) if has_memory else "",
         auto=f"AutoModelFor{task}",
         code=", trust_remote_code=True" if has_memory else "",
-        settings=json.dumps(run.settings() if is_run else {}, indent=1),
-        results=measured(run, source, head) if is_run else "",
+        settings=json.dumps(run.settings(), indent=1),
+        results=measured(run, source, head),
     )
 
 

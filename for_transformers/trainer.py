@@ -17,9 +17,9 @@ from lib.files import atomic
 class StepValues(TrainerCallback):
     """Updates a memory's values when Trainer updates the other weights.
 
-    values: the LazyAdam of the memory's tables. A checkpoint also gets its state, and a training
-    that is resumed in the same output_dir continues bit for bit. A PEFT model's checkpoints have
-    adapters only: they get the memory too. Reads of a step that a GradScaler skips are dropped.
+    `values` is the LazyAdam of the memory's tables. Checkpoints get its state too, and a training
+    that is resumed in the same output_dir continues bit for bit. Checkpoints of a PEFT model have
+    no memory, and get it here. Reads of a step that a GradScaler skips are dropped.
     """
 
     def __init__(self, values):
@@ -32,7 +32,7 @@ class StepValues(TrainerCallback):
                             "device (torchrun), or use one (CUDA_VISIBLE_DEVICES=0)")
         if not set(self.values.tables) <= set(model.modules()):
             raise UserError("StepValues(values): the model that Trainer trains has other tables: "
-                            "make the LazyAdam of those that add_memory returned for it")
+                            "make the LazyAdam of what add_memory returned for this model")
         self.values.zero_grad()  # reads of an earlier, interrupted training
         if state.global_step:
             file = checkpoint(args, state) / "values.pt"

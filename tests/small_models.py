@@ -11,41 +11,28 @@ from for_transformers.add_memory import add_memory, find_layers
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24,
-         "num_attention_heads": 2, "max_position_embeddings": 24, "pad_token_id": 0}
-GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 8}
-BERT = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-# {class: sizes}; all dropout is 0
-DECODERS = {
-    "LlamaForCausalLM": GROUPED,
-    "MistralForCausalLM": {**GROUPED, "sliding_window": 4},
-    "Qwen2ForCausalLM": {**SIZES, "num_key_value_heads": 1},
-    "Qwen3ForCausalLM": GROUPED,
-    "Gemma3ForCausalLM": {**GROUPED, "sliding_window": 4,
-                          "layer_types": ["full_attention", "sliding_attention"]},
-    "GPT2LMHeadModel": {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_inner": 24,
-                        "n_positions": 24, "pad_token_id": 0, "embd_pdrop": 0.0,
-                        "attn_pdrop": 0.0, "resid_pdrop": 0.0},
-    "GPTNeoXForCausalLM": SIZES,
-    "OPTForCausalLM": {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "ffn_dim": 24,
-                       "num_attention_heads": 2, "max_position_embeddings": 24, "pad_token_id": 0,
-                       "word_embed_proj_dim": 16, "dropout": 0.0},
+NO_DROPOUT = "hidden_dropout_prob", "attention_probs_dropout_prob", "embd_pdrop", "attn_pdrop", \
+    "resid_pdrop", "dropout", "attention_dropout"
+SIZES = {  # in each model's own words
+    "vocab_size": 40, "pad_token_id": 0, "max_position_embeddings": 24, "hidden_size": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "n_inner": 24,
+    "ffn_dim": 24, "hidden_dim": 24, "embedding_size": 16, "word_embed_proj_dim": 16,
+    **dict.fromkeys(NO_DROPOUT, 0.0)}
+GROUPED = {"num_key_value_heads": 1, "head_dim": 8}
+WINDOWS = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+DECODERS = {  # {class: more settings}
+    "LlamaForCausalLM": GROUPED, "MistralForCausalLM": {**GROUPED, "sliding_window": 4},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 1}, "Qwen3ForCausalLM": GROUPED,
+    "Gemma3ForCausalLM": {**GROUPED, **WINDOWS},
+    "GPT2LMHeadModel": {}, "GPTNeoXForCausalLM": {}, "OPTForCausalLM": {},
 }
 ENCODERS = {
-    "ModernBertForMaskedLM": {**SIZES, "local_attention": 4,
-                              "layer_types": ["full_attention", "sliding_attention"]},
-    "BertForMaskedLM": BERT,
-    "RobertaForMaskedLM": BERT,
-    "XLMRobertaForMaskedLM": BERT,
-    "CamembertForMaskedLM": BERT,
-    "DistilBertForMaskedLM": {"vocab_size": 40, "dim": 16, "n_layers": 2, "n_heads": 2,
-                              "hidden_dim": 24, "max_position_embeddings": 24, "dropout": 0.0,
-                              "attention_dropout": 0.0},
-    "ElectraForMaskedLM": {**BERT, "embedding_size": 16},
-    "DebertaV2ForMaskedLM": {**BERT, "relative_attention": True, "position_buckets": 4,
+    "BertForMaskedLM": {}, "RobertaForMaskedLM": {}, "XLMRobertaForMaskedLM": {},
+    "CamembertForMaskedLM": {}, "DistilBertForMaskedLM": {}, "ElectraForMaskedLM": {},
+    "MPNetForMaskedLM": {}, "ModernBertForMaskedLM": {**WINDOWS, "local_attention": 4},
+    "DebertaV2ForMaskedLM": {"relative_attention": True, "position_buckets": 4,
                              "pos_att_type": ["p2c", "c2p"], "norm_rel_ebd": "layer_norm",
                              "conv_kernel_size": 3, "conv_act": "gelu"},
-    "MPNetForMaskedLM": BERT,
 }
 MODELS = {**DECODERS, **ENCODERS}
 MEMORY = {"n_keys": 4, "heads": 2, "topk": 3, "key_dim": 4}
@@ -55,7 +42,7 @@ def small_model(kind, **more):
     """Make a random model whose weights are large enough that each shows in the output."""
     torch.manual_seed(0)
     model_class = getattr(transformers, kind)
-    return spread(model_class(model_class.config_class(**{**MODELS[kind], **more})))
+    return spread(model_class(model_class.config_class(**{**SIZES, **MODELS[kind], **more})))
 
 
 def spread(model):

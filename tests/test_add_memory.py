@@ -27,6 +27,7 @@ from tests.small_models import (
 from values import LazyAdam
 
 models = pytest.mark.parametrize("kind", MODELS)
+paddings = pytest.mark.parametrize("padding", ["right", "left"])
 forms = pytest.mark.parametrize("kind", [
     "BertForMaskedLM", "DistilBertForMaskedLM", "LlamaForCausalLM", "GPTNeoXForCausalLM",
     "OPTForCausalLM"])
@@ -40,7 +41,7 @@ def test_nothing_imports_for_transformers():
             assert not any(name.startswith("for_transformers") for name in names), file
 
 
-@pytest.mark.parametrize("padding", ["right", "left"])
+@paddings
 @models
 def test_formula(kind, padding):
     """Outputs are FFN + memory by hand; in training gradients and statistics, too."""
@@ -167,14 +168,6 @@ def test_compiled(checkpointed):
     assert_same_gradients(gradients(model, *batches), expected, 1e-9)
 
 
-def test_exported_by_torch():
-    model, (ids, mask) = with_memory("BertForMaskedLM"), batch()
-    with torch.no_grad():
-        exported = torch.export.export(model, (ids, mask)).module()
-        y = exported(ids, mask).logits[mask.bool()]
-        assert_near(y, logits(model, ids, mask), 1e-12)
-
-
 @pytest.mark.parametrize("kind", ["LlamaForCausalLM", "GPT2LMHeadModel", "OPTForCausalLM"])
 def test_generate(kind):
     """With a cache and left padding, as each prompt alone."""
@@ -197,19 +190,16 @@ def test_a_copy_has_hooks_of_its_own():
     assert not torch.equal(logits(model, ids, mask), before)
 
 
-@pytest.mark.parametrize("padding", ["right", "left"])
+@paddings
 def test_masks(padding):
     """Every form of mask tells the same tokens."""
     real = batch(padding)[1].bool()
-    causal = torch.ones(6, 6).tril().bool()
-    seen = real[:, None] & causal
-    for allowed in (seen, real[:, None] & causal & ~causal.tril(-3), real[:, None]):
-        four = allowed[:, None].expand(-1, 2, -1, -1)
-        masks = [four, four.long(), four.double()]  # DeBERTa's are 0 and 1
-        for lowest in (-3.4e38, -torch.inf, -1e4):
-            masks.append(torch.zeros(four.shape).masked_fill(~four, lowest))
-        for mask in (*masks, real, real.long(), real.float()):
-            assert torch.equal(real_tokens(mask), real)
+    seen = real[:, None] & torch.ones(6, 6).tril().bool()
+    seen = seen[:, None].expand(-1, 2, -1, -1)
+    added = [torch.zeros(seen.shape).masked_fill(~seen, lowest)
+             for lowest in (-3.4e38, -torch.inf, -1e4)]
+    for mask in (*added, seen, seen.long(), seen.float(), real.long(), real.float()):
+        assert torch.equal(real_tokens(mask), real)
 
 
 @pytest.mark.parametrize("layers, settings, words", [

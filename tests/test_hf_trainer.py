@@ -126,7 +126,7 @@ def test_a_step_that_the_scaler_skips_moves_no_row(tmp_path):
         assert_near(ends[0][name], w, 1e-5)
 
 
-# the same batches in as many processes as torchrun starts
+# the same batches in one process and in two of torchrun's
 
 BATCH, STEPS = 8, 4
 
@@ -178,7 +178,7 @@ def train_both(folder):
 
 
 def test_two_ranks_train_the_model_of_one(tmp_path):
-    """Trainer and accelerate train the same model, and so do two processes."""
+    """Trainer and accelerate train the same model, each in one process and in two."""
     ended = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
          "-m", "tests.test_hf_trainer", tmp_path], cwd=ROOT, capture_output=True, text=True,
