@@ -12,17 +12,20 @@ The .bin files are flat little-endian uint16 token ids. Every document ends with
 with [CLS]. vocab.txt is BERT's (WordPiece), a trained one, or GPT-2's (--tokenizer gpt2), which
 comes with a tokenizer.json. lib.corpus.Corpus reads all of it.
 """
+import re
 from functools import partial
 from pathlib import Path
 
 from lib import download
 from lib.errors import UserError, run_main
 from lib.files import write_text
+from lib.huggingface import PRETRAINED
 from lib.settings import Parser, whole_number
 from lib.tasks import GLUE, SQUAD
 from lib.text import TEST, Source, docstrings, find_files, read_documents, write_corpus
 from lib.tokenizer import gpt2_vocab, read_vocab
 
+PG19 = "https://storage.googleapis.com/deepmind-gutenberg/test/"
 TASKS = {Path(task.folder).name: task for task in GLUE}
 
 
@@ -71,37 +74,61 @@ def write_wikitext(args, size):
 
 def wikipedia(args):
     """English Wikipedia of November 2023; an article is a document."""
-    write_paper(args, {"wikipedia": "blank"})
+    write_paper(args, [("wikipedia", fetch_wikipedia, "blank")])
 
 
 def bookcorpus(args):
     """BookCorpus; about 1,000 sentences are a document."""
-    write_paper(args, {"bookcorpus": "sentences"})
+    write_paper(args, [("bookcorpus", fetch_bookcorpus, "sentences")])
 
 
 def wikibooks(args):
     """Both, the paper's training text; --from WIKIPEDIA BOOKCORPUS."""
-    write_paper(args, {"wikipedia": "blank", "bookcorpus": "sentences"})
+    write_paper(args, [("wikipedia", fetch_wikipedia, "blank"),
+                       ("bookcorpus", fetch_bookcorpus, "sentences")])
 
 
 def pg19(args):
     """PG-19's test split, 100 books, only for measuring."""
-    write_paper(args, {"pg19": "file"}, split=TEST)
+    write_paper(args, [("pg19", fetch_pg19, "file")], split=TEST)
+
+
+def fetch_wikipedia():
+    """Fetch Wikipedia's 41 files (CC BY-SA 4.0); return their folder."""
+    folder = download.DOWNLOADS / "wikipedia"
+    download.fetch_from_hub("wikimedia/wikipedia", ["20231101.en/*.parquet"], folder, "dataset")
+    return folder
+
+
+def fetch_bookcorpus():
+    """Fetch BookCorpus (no licence stated); return its tar."""
+    return download.fetch(*download.FILES["bookcorpus.tar.bz2"])
+
+
+def fetch_pg19():
+    """Fetch the 100 books (Apache-2.0) that a list on the hub names; return their folder."""
+    folder = download.DOWNLOADS / "pg19"
+    download.fetch_from_hub("deepmind/pg19", ["data/test_files.txt"], folder, "dataset")
+    listing = (folder / "data/test_files.txt").read_text()
+    for book in re.findall(r"test/(\d+)\.txt", listing):
+        download.fetch(f"{PG19}{book}.txt", folder=folder / "test")
+    return folder / "test"
 
 
 def write_paper(args, parts, split=None):
     """Prepare a corpus of the paper, downloaded or from .parquet and .txt files on disk.
 
-    parts: {what to download: where its documents end}. BookCorpus may also be its tar.
+    parts: [(name, where it is from, where its documents end)]. BookCorpus may also be its tar.
     """
     if args.path and len(args.path) != len(parts):
-        raise UserError(f"--from: expected {len(parts)} PATH, of {' and '.join(parts)}")
+        names = " and ".join(name for name, *_ in parts)
+        raise UserError(f"--from: expected {len(parts)} PATH, of {names}")
     vocab = find_vocab(args, "bert-base-uncased")
     sources, origins = [], []
-    for name, path in zip(parts, args.path or [None, None]):
-        path = path or download.fetch_corpus(name)
+    for number, (name, fetch, ends) in enumerate(parts):
+        path = args.path[number] if args.path else fetch()
         for file in find_files(path, ".parquet", ".txt"):
-            read = partial(read_documents, file, parts[name])
+            read = partial(read_documents, file, ends)
             sources.append(Source(read, split, drop_heldout=name == "bookcorpus"))
         origins.append(f"{name}: {path}")
     name = args.name or args.recipe.__name__
@@ -113,10 +140,10 @@ def find_vocab(args, default):
     vocab = args.vocab or default
     if vocab == "gpt2":
         vocab = gpt2_vocab()
-    elif vocab in download.PRETRAINED:
+    elif vocab in PRETRAINED:
         folder = Path("data/weights", vocab)
         if not (folder / "vocab.txt").exists():
-            download.fetch_from_hub(download.PRETRAINED[vocab], ["vocab.txt"], folder)
+            download.fetch_from_hub(PRETRAINED[vocab], ["vocab.txt"], folder)
         vocab = read_vocab(folder)
     elif not isinstance(vocab, int):
         vocab = read_vocab(vocab)
@@ -166,7 +193,7 @@ def squad(args):
 def weights(args):
     """Trained BERTs and DistilBERTs of the hub, to data/weights/NAME/."""
     for name in args.names:
-        download.fetch_weights(name)
+        download.fetch_weights(PRETRAINED.get(name, name), Path("data/weights", name))
 
 
 OPTIONS = {
@@ -174,7 +201,7 @@ OPTIONS = {
     "paths": {"nargs": "+", "type": Path, "metavar": "PATH", "help": "a text file or a folder"},
     "tasks": {"nargs": "*", "metavar": "TASK", "help": f"of {', '.join(TASKS)}"},
     "names": {"nargs": "+", "metavar": "NAME",
-              "help": f"{', '.join(download.PRETRAINED)}, or ORG/NAME of the hub"},
+              "help": f"{', '.join(PRETRAINED)}, or ORG/NAME of the hub"},
     "--name": {"help": "the corpus is data/NAME, by default named as the command"},
     "--force": {"action": "store_true", "help": "replace what exists"},
     "--from": {"dest": "path", "nargs": "+", "type": Path, "metavar": "PATH",

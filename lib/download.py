@@ -2,7 +2,7 @@
 Download files. A file is there only when it is whole and checked.
 
 >>> fetch(*FILES["RTE.zip"])                          # data/downloads/RTE.zip
->>> fetch_from_hub("google-bert/bert-base-uncased", ["config.json"], Path("data/weights/bert"))
+>>> fetch_weights("google-bert/bert-base-uncased", Path("data/weights/bert-base-uncased"))
 >>> unpack(Path("data/downloads/RTE.zip"))            # data/downloads/RTE_<hash>/
 
 HF_ENDPOINT names a mirror of the hub, HF_TOKEN is its token; HTTPS_PROXY and the like are honoured.
@@ -11,7 +11,6 @@ import contextlib
 import fnmatch
 import hashlib
 import os
-import re
 import shutil
 import time
 from pathlib import Path
@@ -20,10 +19,6 @@ from lib.device import Progress
 from lib.errors import Failure, UserError, need
 from lib.files import atomic, discard, lock
 
-PRETRAINED = {  # weights that prepare_data.py fetches from the hub, all Apache-2.0
-    "bert-base-uncased": "google-bert/bert-base-uncased",
-    "bert-large-uncased": "google-bert/bert-large-uncased",
-    "distilbert-base-uncased": "distilbert/distilbert-base-uncased"}
 FILES_BY_SERVER = """
 https://wikitext.smerity.com/  CC BY-SA 3.0
 wikitext-2-v1.zip        92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c
@@ -54,7 +49,6 @@ for name, *facts in map(str.split, FILES_BY_SERVER.strip().splitlines()):
         server = name
     else:
         FILES[name] = (server + name, facts[0])
-PG19 = "https://storage.googleapis.com/deepmind-gutenberg/test/"  # Apache-2.0
 DOWNLOADS = Path("data/downloads")
 OFFLINE = "without a network give --vocab FILE or --from PATH"
 TIMEOUT = 30  # seconds without a byte before a download is tried again
@@ -92,8 +86,8 @@ def download(requests, url, path):
     with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply:
         reply.raise_for_status()
         total = int(reply.headers.get("Content-Length", 0))
-        with open(path, "wb") as file, Progress(desc=url, total=total, unit="B",
-                                                unit_scale=True) as progress:
+        progress = Progress(desc=url, total=total, unit="B", unit_scale=True)
+        with progress, open(path, "wb") as file:
             for chunk in reply.iter_content(2**16):
                 progress.update(file.write(chunk))
 
@@ -104,11 +98,11 @@ def file_sha256(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fetch_from_hub(repo, patterns, folder, kind="model", revision="main"):
+def fetch_from_hub(repo, patterns, folder, kind="model"):
     """Download a hub repository's files that match one of the patterns; return their names."""
     hub = need("huggingface_hub", "a download from the hub")
     try:
-        info = hub.HfApi().repo_info(repo, repo_type=kind, revision=revision)
+        info = hub.HfApi().repo_info(repo, repo_type=kind)
         names = [file.rfilename for file in info.siblings
                  if any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in patterns)]
         for name in names:
@@ -116,27 +110,6 @@ def fetch_from_hub(repo, patterns, folder, kind="model", revision="main"):
     except Exception as error:  # noqa: BLE001 - of the hub, of its HTTP library or of the disk
         raise Failure(f"{repo} on the hub: {str(error).splitlines()[0]}: {OFFLINE}") from None
     return names
-
-
-def fetch_corpus(name):
-    """Fetch wikipedia, bookcorpus or pg19's test split; return the folder, or BookCorpus's tar."""
-    folder = DOWNLOADS / name
-    if name == "wikipedia":  # CC BY-SA 4.0
-        fetch_from_hub("wikimedia/wikipedia", ["20231101.en/*.parquet"], folder, "dataset")
-    elif name == "pg19":  # the hub has a list of the books
-        fetch_from_hub("deepmind/pg19", ["data/test_files.txt"], folder, "dataset")
-        listing = (folder / "data/test_files.txt").read_text()
-        for book in re.findall(r"test/(\d+)\.txt", listing):
-            fetch(f"{PG19}{book}.txt", folder=folder / "test")
-        return folder / "test"
-    else:
-        try:
-            return fetch(*FILES["bookcorpus.tar.bz2"])
-        except Failure as error:
-            print(f"{error}; trying the copy on the hub", flush=True)
-        fetch_from_hub("rojagtap/bookcorpus", ["default/train/*.parquet"], folder, "dataset",
-                       "refs/convert/parquet")
-    return folder
 
 
 def unpack(path):
@@ -169,10 +142,8 @@ def new_folder(folder, force):
         os.replace(new, folder)
 
 
-def fetch_weights(name):
-    """Fetch a BERT or DistilBERT to data/weights/<name>/: a key of PRETRAINED, or ORG/NAME."""
-    repo = PRETRAINED.get(name, name)
-    folder = Path("data/weights", name)
+def fetch_weights(repo, folder):
+    """Fetch a BERT or DistilBERT of the hub to a folder."""
     small = ["config.json", "vocab.txt", "tokenizer.json"]
     names = fetch_from_hub(repo, [*small, "model.safetensors"], folder)
     if "model.safetensors" not in names:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import lib.download
+import prepare_data
 from lib.corpus import Corpus
 from lib.download import FILES, fetch, fetch_from_hub, unpack
 from lib.errors import Failure, UserError
@@ -146,7 +147,7 @@ def test_files_of_the_hub(server):
     server.add("models/a/b", {"x/1.bin": BODY, "x/2.txt": b"no", "3.bin": b"3"})
     assert fetch_from_hub("a/b", ["x/*.bin", "3.bin"], Path("x")) == ["x/1.bin", "3.bin"]
     assert Path("x/x/1.bin").read_bytes() == BODY and not Path("x/x/2.txt").exists()
-    assert paths(server) == ["/api/models/a/b/revision/main"] + [
+    assert paths(server) == ["/api/models/a/b"] + [
         f"/a/b/resolve/{COMMIT}/{name}" for name in ("x/1.bin", "3.bin")]
     assert all(token == "Bearer secret" for *_, token in server.seen)
     with pytest.raises(Failure, match="^a/gone on the hub: .*404") as error:
@@ -214,7 +215,7 @@ def test_wikitext(server, monkeypatch):
 
 
 def test_corpora_of_the_paper(server, monkeypatch):
-    """Wikipedia's files, the copy of BookCorpus's tar, which is gone, and PG-19's books."""
+    """Wikipedia's files, and PG-19's books, which a list names."""
     write_parquet("a.parquet", ["cat", "sat", "mat", "the mat"])
     parquet = Path("a.parquet").read_bytes()
     server.add("datasets/wikimedia/wikipedia", {
@@ -224,18 +225,9 @@ def test_corpora_of_the_paper(server, monkeypatch):
     corpus = Corpus("wikipedia")
     assert corpus.meta["documents"] == {"train": 2, "val": 1, "test": 1}
     assert corpus.meta["duplicates"] == 4
-
-    monkeypatch.setattr("lib.text.SENTENCES", 1)
-    monkeypatch.setitem(FILES, "bookcorpus.tar.bz2", (f"{server.url}/gone.tar.bz2", ""))
-    server.add("datasets/rojagtap/bookcorpus", {"default/train/0000.parquet": parquet})
-    server.seen.clear()
-    prepare("bookcorpus", "--vocab", "vocab.txt")
-    assert texts_of(Corpus("bookcorpus"), "train") == ["cat", "sat"]
-    assert paths(server)[2].endswith("/bookcorpus/revision/refs%2Fconvert%2Fparquet")
-
     server.add("datasets/deepmind/pg19", {"data/test_files.txt": b"test/7.txt\ntest/8.txt\n"})
     server.files |= {"/7.txt": b"cat\n\nsat\n", "/8.txt": b"mat\n"}
-    monkeypatch.setattr(lib.download, "PG19", f"{server.url}/")
+    monkeypatch.setattr(prepare_data, "PG19", f"{server.url}/")
     prepare("pg19", "--vocab", "vocab.txt")
     pg19 = Corpus("pg19")
     assert texts_of(pg19, "test") == ["cat sat", "mat"] and len(pg19.split("train")) == 0

@@ -2,7 +2,6 @@
 Commands of prepare_data.py, from files on disk.
 """
 import itertools
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -13,7 +12,7 @@ import prepare_data
 from lib.corpus import Corpus
 from lib.errors import UserError
 from lib.tokenizer import load_tokenizer
-from tests.helpers import PIECES, SHARED, WIKITEXT, prepare, prepare_sample, texts_of, write_parquet
+from tests.helpers import PIECES, SHARED, WIKITEXT, prepare, texts_of, write_parquet
 
 
 def test_wikitext_from_disk(workdir):
@@ -116,21 +115,3 @@ def test_defaults_of_the_commands(workdir, monkeypatch):
                             ("--vocab_size=20", "at least 256")):
         with pytest.raises(UserError, match=message):
             prepare("docs", option)
-
-
-def test_a_second_corpus_of_the_same_vocabulary(workdir, capsys):
-    prepare_sample()
-    assert "data/sample/test.bin: 1 documents, 3 tokens" in capsys.readouterr().out
-    prepare("text", "sample2", "sample.txt", "--vocab", "data/sample")
-    for file in ("train.bin", "val.bin", "test.bin", "vocab.txt"):
-        assert Path("data/sample2", file).read_bytes() == Path("data/sample", file).read_bytes()
-
-
-def test_help_of_a_command(workdir, monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        prepare("wikitext2", "--help")
-    shown = capsys.readouterr().out
-    assert "--raw" in shown and "--val_every" not in shown
-    monkeypatch.setattr(sys, "argv", ["prepare_data.py"])
-    with pytest.raises(UserError, match="required: COMMAND"):
-        prepare_data.main()

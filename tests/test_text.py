@@ -6,7 +6,6 @@ import hashlib
 import importlib.util
 import itertools
 import json
-import math
 import os
 import random
 import shutil
@@ -19,9 +18,9 @@ import pytest
 import lib.text
 from lib.corpus import SPLITS, Corpus
 from lib.errors import UserError
-from lib.text import find_docstrings, find_files, read_documents, unigram_perplexity
+from lib.text import find_docstrings, find_files, read_documents
 from lib.tokenizer import load_tokenizer
-from tests.helpers import PIECES, WIKITEXT, prepare, prepare_sample, texts_of, write_parquet
+from tests.helpers import PIECES, prepare, prepare_sample, texts_of, write_parquet
 
 
 @pytest.mark.parametrize("ends, text, documents", [
@@ -32,14 +31,6 @@ from tests.helpers import PIECES, WIKITEXT, prepare, prepare_sample, texts_of, w
 def test_documents(workdir, ends, text, documents):
     Path("a.txt").write_bytes(text.encode())
     assert list(read_documents(Path("a.txt"), ends)) == documents
-
-
-def test_articles_of_wikitext(workdir):
-    """A title has one = on each side, and blank lines around it."""
-    Path("a.txt").write_text(WIKITEXT)
-    first, second = read_documents(Path("a.txt"), "wikitext")
-    assert first[0] == " = First = \n" and " = Goals = \n" in first
-    assert second == [" = Second = \n", " cat \n"]
 
 
 def test_rows_of_parquet(workdir):
@@ -161,15 +152,6 @@ def test_a_corpus_by_hand(workdir):
     assert meta["unigram_perplexity"] == pytest.approx(expected)
     assert sorted(path.name for path in corpus.folder.iterdir()) == [
         "meta.json", "test.bin", "train.bin", "val.bin", "vocab.txt"]
-
-
-def test_unigram_perplexity():
-    train, heldout = [5, 5, 5, 6, 3], [5, 6, 7, 3, 1]
-    # ordinary ids 5, 6, 7 with counts 3 + 1, 1 + 1, 0 + 1
-    expected = math.exp(-(math.log(4 / 7) + math.log(2 / 7) + math.log(1 / 7)) / 3)
-    found = unigram_perplexity(
-        np.bincount(train, minlength=8), np.bincount(heldout, minlength=8), (0, 1, 2, 3, 4))
-    assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_first_of_equal_documents_stays(workdir):
