@@ -139,7 +139,7 @@ def predict_file(run, file, device):
 def read_questions(file):
     """Read new questions: the rows of a table, dicts by column, and the Questions."""
     if file.suffix == ".json":
-        questions = read_squad(file, answered=False)
+        questions = read_squad(file)
         return [{"id": q.id, "question": q.text} for q in questions], questions
     rows = read_table(file)
     if not rows[0].keys() >= {"question", "context"}:

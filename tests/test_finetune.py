@@ -1,0 +1,289 @@
+"""
+Fine-tuning: what it leaves and learns, and that no kill, signal or number of ranks changes it.
+"""
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import finetune
+from lib.run import Run
+from lib.settings import load_settings
+from lib.tasks import TrainingBatches, find_task, load_examples
+from lib.tokenizer import text_tokenizer
+from lib.weights import find_weights, init_from, load_model, read_weights
+from model import Classifier, SpanReader, build_model
+from tests.helpers import ROOT, assert_one_line, assert_same, files, log, steps_saved, tune
+
+
+def scores(run):
+    return json.loads(Path(run, "eval_results.json").read_text())
+
+
+def table(path):
+    return [line.split("\t") for line in Path(path).read_text().splitlines()]
+
+
+def test_a_fine_tuned_run_leaves_what_it_promises(tuned, capsys):
+    assert tune("--seeds=3", "--out=out/run") == 0
+    run = Path("out/run/seed1")
+    assert sorted(p.name for p in run.iterdir()) == [
+        "best", "config.json", "eval_results.json", "log.jsonl", "predictions_dev.tsv",
+        "step_000075", "vocab.txt"]
+    each = [scores(f"out/run/seed{n}") for n in range(3)]
+    assert len({str(result) for result in each}) > 1  # seeds matter
+    for seed, result in enumerate(each):
+        evaluations = {r["epoch"]: r["accuracy"] for r in log(f"out/run/seed{seed}")
+                       if "accuracy" in r}
+        assert list(evaluations) == [1, 2, 3]
+        assert result["eval_accuracy"] == max(evaluations.values())
+        assert result["eval_epoch"] == max(evaluations, key=evaluations.get)
+        assert (result["last_epoch"], result["last_accuracy"]) == (3, evaluations[3])
+    summary = scores("out/run")
+    assert summary["eval_accuracy"] == sorted(r["eval_accuracy"] for r in each)[1] > 0.7
+    assert list(summary["seeds"].values()) == each
+    assert "median of 3: accuracy" in capsys.readouterr().out
+
+    header, *found = table(run / "predictions_dev.tsv")
+    assert header == ["index", "sentence", "label", "prediction", "probability"]
+    assert [row[1:3] for row in found] == table("own/dev.tsv")[1:]
+    right = np.mean([row[2] == row[3] for row in found])
+    assert right == each[1]["eval_accuracy"]
+    saved = read_weights(run / "best")
+    assert (saved["head"], saved["labels"]) == ("classifier", ["animal", "none"])
+    assert type(load_model(run)) is Classifier and saved["config"].memory_layers == (2, 3)
+    assert find_weights("out/run") == (Path("out/run/seed0/best"), Path("out/run/seed0/vocab.txt"))
+
+    before = files()
+    assert tune("--seeds=3", "--out=out/run") == 0 and files() == before  # it was done
+
+
+def test_the_best_epoch_counts(tuned, monkeypatch):
+    """The first of equal epochs is the best; nan is worse than any number. The weights in best/
+    are those that were scored, and so are the predictions."""
+    values = iter([math.nan, 0.5, 0.7, 0.7, 0.6])
+    weights = []
+
+    def predict(model, examples, *more):
+        weights.append(model.head.weight.detach().clone())
+        return np.eye(2)[[len(weights) % 2] * len(examples)]
+
+    monkeypatch.setattr(finetune, "predict_examples", predict)
+    monkeypatch.setattr(finetune, "score_dev", lambda *more: {"accuracy": next(values)})
+    assert tune("--epochs=5", "--train_examples=16", "--out=out/run") == 0
+    assert scores("out/run/seed0")["eval_epoch"] == 3 and len(weights) == 5
+    saved = read_weights("out/run/seed0/best")["weights"]["head.weight"]
+    assert torch.equal(saved, weights[2]) and not torch.equal(saved, weights[4])
+    assert table("out/run/seed0/predictions_dev.tsv")[1][3] == "none"
+
+
+def test_settings_of_fine_tuning_are_used(tuned, capsys):
+    """A paragraph of 36 tokens has 4 windows of 18 that begin 8 apart."""
+    args = ["--max_len=24", "--doc_stride=8", "--seed=3", "--seeds=2", "--dropout=0.3"]
+    assert tune("--task=squad", "--max_steps=1", "--out=out/run", *args) == 0
+    assert "train-v1.1.json: 8 examples" in capsys.readouterr().out  # of two questions
+    assert list(scores("out/run")["seeds"]) == ["3", "4"] and Path("out/run/seed4").is_dir()
+    model = load_model("out/run/seed3/step_000001")
+    assert type(model) is SpanReader and model.bert.config.dropout == 0.3
+    assert tune("--max_steps=8", "--warmup=0.5", "--log_interval=1") == 0
+    found = [r["lr"] for r in log("out/tiny_own/seed0") if "grad_norm" in r]
+    assert found == pytest.approx([5e-3 * min((n + 1) / 4, (8 - n) / 4) for n in range(8)])
+
+
+def test_all_seeds_train_on_the_same_examples(tuned, monkeypatch):
+    chosen, batches = [], finetune.TrainingBatches
+    monkeypatch.setattr(finetune, "TrainingBatches", lambda examples, config: (
+        chosen.append([id(example) for example in examples]) or batches(examples, config)))
+    assert tune("--train_examples=20", "--seeds=2", "--epochs=1") == 0
+    assert len(set(chosen[0])) == 20 and chosen[0] == chosen[1]
+
+
+def test_regression_and_frozen_values(tuned):
+    """A score's column makes a regression; update_memory = False keeps the value tables."""
+    with Path("pairs/dev.tsv").open("a") as dev:
+        dev.write("the .\tthe .\t2.4\n")
+    for update in (True, False):
+        assert tune("--task=pairs", f"--update_memory={update}") == 0
+        run = Path(f"out/tiny_pairs{'' if update else '_fixed'}/seed0")
+        before, after = (read_weights(path)["weights"] for path in ("out/tiny", run))
+        for name in before.keys() & after.keys():
+            same = torch.equal(before[name], after[name])
+            assert same == ("values" in name and not update), name
+    result = scores(run)
+    assert result["eval_pearson"] > 0.2 and -1 <= result["eval_spearmanr"] <= 1
+    assert read_weights(run)["labels"] == []
+    assert table(run / "predictions_dev.tsv")[-1][3] == "2.4"  # not float32's neighbour of it
+
+
+def test_bfloat16_fine_tuning(tuned):
+    """Another program, nearly the same losses."""
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        assert tune("--dropout=0", "--epochs=1", f"--out=out/{dtype}", f"--dtype={dtype}") == 0
+        found.append([r["loss"] for r in log(f"out/{dtype}/seed0") if "loss" in r])
+    assert found[0] == pytest.approx(found[1], abs=0.05) and found[0] != found[1]
+
+
+def assert_same_tuning(run, reference):
+    def timeless(path):
+        return [{k: v for k, v in r.items() if k not in ("examples_per_s", "elapsed")}
+                for r in log(path)]
+
+    assert_same(timeless(run), timeless(reference), "log")
+    assert scores(run) == scores(reference)
+    ours, theirs = (Path(path, "predictions_dev.tsv").read_bytes() for path in (run, reference))
+    assert ours == theirs
+    step = Run(reference).newest_checkpoint().name
+    for name in (f"{step}/model.pt", f"{step}/optimizer.pt", "best/model.pt"):
+        assert_same(*(torch.load(Path(p, name), weights_only=True) for p in (run, reference)), name)
+
+
+def test_no_death_while_files_are_written_changes_a_run(tuned, monkeypatch):
+    """Killed before each of its renamings in turn, until nothing is left to rename. Batches are
+    padded."""
+    class Killed(BaseException):
+        pass
+
+    def killing(*args):
+        calls.append(args)
+        if len(calls) == at:
+            raise Killed
+        return replace(*args)
+
+    args, replace = ["--epochs=2", "--train_examples=8"], os.replace
+    examples = load_examples(find_task("own"), "train", text_tokenizer("tiny.txt"), 32, 8)
+    assert len({len(example.ids) for example in examples}) > 1
+    assert tune(*args, "--out=out/whole") == 0
+    monkeypatch.setattr(os, "replace", killing)
+    at, done = 0, False
+    while not done:
+        at, calls = at + 1, []
+        try:
+            done = tune(*args, "--out=out/run") == 0
+        except Killed:
+            assert at < 40
+    assert at > 4
+    assert_same_tuning("out/run/seed0", "out/whole/seed0")
+    assert not list(Path("out").rglob(".tmp_*"))
+
+
+@pytest.mark.parametrize("at", [3, 6])  # within an epoch, and at the end of the first seed
+def test_a_signal_saves_and_fine_tuning_goes_on(tuned, monkeypatch, capsys, at):
+    args = ["--seeds=2", "--train_examples=16"]
+    set_rate, calls = finetune.set_rate, []
+
+    def interrupted(*more):
+        calls.append(1)
+        if len(calls) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        set_rate(*more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "set_rate", interrupted)
+        assert tune(*args) == 128 + signal.SIGTERM
+    assert steps_saved("out/tiny_own/seed0") == at and not Path("out/tiny_own/seed1").exists()
+    assert f"python finetune.py tune.py {' '.join(args)}" in capsys.readouterr().out
+    assert tune(*args) == 0
+    assert tune(*args, "--out=out/whole") == 0
+    for seed in ("seed0", "seed1"):
+        assert_same_tuning(f"out/tiny_own/{seed}", f"out/whole/{seed}")
+
+
+def test_two_ranks_fine_tune_as_one_process(tuned):
+    """Three examples in the last batch: two of its micro-batches have none or one."""
+    args = ["--train_examples=19", "--accumulation=4", "--epochs=2", "--dropout=0.1"]
+    assert tune(*args, "--out=out/one") == 0
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                    "--nproc_per_node=2", str(ROOT / "finetune.py"), "tune.py", *args,
+                    "--out=out/two"], check=True, stdout=subprocess.DEVNULL)
+    losses = [[r["loss"] for r in log(f"out/{name}/seed0") if "loss" in r]
+              for name in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    ours, theirs = (read_weights(f"out/{name}/seed0/best")["weights"] for name in ("one", "two"))
+    for name, w in ours.items():
+        torch.testing.assert_close(w.float(), theirs[name].float(), rtol=1e-3, atol=1e-4)
+
+
+def test_seeds_of_a_folder_have_one_recipe_and_one_start(tuned, capsys):
+    """A resumed run has the same data, too. A path to the same weights is no difference."""
+    newest = Run("out/tiny").newest_checkpoint()
+
+    def refused(*args, words):
+        assert_one_line(capsys, "tune.py", "--max_steps=2", *args, main=finetune.main, words=words)
+
+    assert tune("--max_steps=2") == 0
+    refused("--lr=2e-3", words=["seed0 was trained with lr = 0.005, not 0.002"])
+    refused("--seed=1", "--lr=2e-3", words=["seed0 was trained with lr = 0.005, not 0.002"])
+    shutil.copytree(newest, "out/tiny/step_999999")
+    refused("--seeds=2", words=[f"seed0 started from {newest}, not from out/tiny/step_999999"])
+    shutil.rmtree("out/tiny/step_999999")
+    assert not Path("out/tiny_own/seed1").exists()
+    assert tune("--max_steps=2", "--seed=1", "--init_from=./out/tiny", "--log_interval=7") == 0
+    assert list(scores("out/tiny_own")["seeds"]) == ["0", "1"]  # of all seeds that are done
+    for path, old, new in (("train", "none", "plant"), ("dev", "cat", "dog")):
+        text = Path(f"own/{path}.tsv").read_text()
+        Path(f"own/{path}.tsv").write_text(text.replace(old, new))
+        if path == "train":  # the labels' number stays
+            dev = Path("own/dev.tsv").read_text()
+            Path("own/dev.tsv").write_text(dev.replace(old, new))
+        refused(words=["seed0 was trained on other data", "--out=out/NAME"])
+        Path(f"own/{path}.tsv").write_text(text)
+        if path == "train":
+            Path("own/dev.tsv").write_text(dev)
+    assert tune("--max_steps=2") == 0
+
+
+def test_mistakes_are_named_before_anything_is_written(tuned, capsys):
+    for args, words in ((["--warmup=6"], "warmup = 6.0: expected a share of the steps, 0 to 1"),
+                        (["--max_len=4000"], "max_len = 4000: there are"),
+                        (["--init_from="], "init_from is empty, which model?")):
+        assert_one_line(capsys, "tune.py", *args, main=finetune.main, words=[words])
+
+
+def test_the_weights_become_those_of_transformers(tuned):
+    """BERT of transformers, trained by hand on the same batches, from the same weights."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.BertForSequenceClassification(transformers.BertConfig(
+        vocab_size=25, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, hidden_dropout_prob=0, attention_probs_dropout_prob=0))
+    theirs.save_pretrained("theirs")
+    shutil.copy("tiny.txt", "theirs/vocab.txt")
+    args = ["--init_from=theirs", "--dropout=0", "--warmup=0", "--max_steps=12", "--lr=5e-3",
+            "--weight_decay=0.5", "--grad_clip=0.5"]
+    assert tune(*args, "--out=out/ours") == 0
+    ours = load_model("out/ours/seed0/step_000012")
+
+    torch.manual_seed(0)
+    start = build_model(ours.bert.config, "classifier", ["animal", "none"])
+    init_from(start, "theirs")
+    theirs.classifier.load_state_dict(start.head.state_dict())
+    config = load_settings(finetune.Config, ["tune.py", *args])
+    examples = load_examples(find_task("own"), "train", text_tokenizer("tiny.txt"), 32, 128)
+    batches = TrainingBatches(examples, config)
+    groups = [{"params": [p for p in theirs.parameters() if (p.dim() > 1) == decayed],
+               "weight_decay": 0.5 * decayed} for decayed in (True, False)]
+    optimizer = torch.optim.AdamW(groups, eps=1e-6)
+    for step in range(12):
+        arrays, _ = batches.get(step, 0)
+        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        theirs(batch["ids"], batch.get("mask"), batch["token_types"],
+               labels=batch["labels"]).loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = 5e-3 * (12 - step) / 12
+        optimizer.step()
+        optimizer.zero_grad()
+    theirs.save_pretrained("theirs")
+    again = load_model("theirs")
+    parameters = [start.parameters(), ours.parameters(), again.parameters()]
+    for before, mine, other in zip(*parameters, strict=True):
+        moved = (mine - before).norm()
+        assert moved > 0 and (mine - other).norm() < 1e-3 * moved

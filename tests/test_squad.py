@@ -1,0 +1,227 @@
+"""
+SQuAD: windows as run_squad.py cuts them, answers through windows, the official script's scores.
+"""
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lib.errors import UserError
+from lib.squad import Question, best_answers, make_windows, read_squad, score_squad
+from lib.tokenizer import SPECIALS, load_tokenizer, wordpiece_tokenizer
+from tests.helpers import SHARED, squad_file
+
+FOX = "The Café's 1990s fox — \"Ünïcode\" — sat.  It sat on  the cat."
+
+
+@pytest.fixture
+def fox():
+    words = "the cafe s 1990 ##s fox sat it on cat . ? \" '"
+    return wordpiece_tokenizer([*SPECIALS, *words.split()])
+
+
+def begins(tokenizer, windows):
+    """The place of the paragraph's token that each window begins with."""
+    found = []
+    for window in windows:
+        offsets = tokenizer.encode(window.question.context).offsets
+        found.append(offsets.index(tuple(window.offsets[0])) if len(window.offsets) else 0)
+    return found
+
+
+@pytest.mark.parametrize("answer, fate", [
+    ("Café's 1990s fox", "exact"), ("1990", "exact"), ("\"Ünïcode\" — sat.", "exact"),
+    ("cat", "exact"), ("It sat on  the", "exact"), (FOX, "in no window"),
+    ("1990s f", "cuts a token"), ("99", "cuts a token"), ("  ", "in no window")])
+def test_answers_come_back_through_windows(fox, answer, fate):
+    """Windows have 13 tokens, 7 of the paragraph, and begin 2 apart; the last one has its end."""
+    question = Question("q", "it sat?", FOX, [(FOX.index(answer), answer)])
+    windows = make_windows(fox, [question], 13, 2)
+    tokens = fox.encode(FOX).ids
+    head = fox.encode("[CLS] it sat ? [SEP]").ids
+    assert len(windows) == math.ceil((len(tokens) - 7) / 2) + 1
+    seen = set()
+    for window, begin in zip(windows, begins(fox, windows)):
+        assert window.ids.tolist() == [*head, *tokens[begin:begin + 7], 3]
+        assert window.first_length == len(head)
+        seen.update(range(begin, begin + len(window.ids) - 6))
+    assert seen == set(range(len(tokens)))
+    labelled = [window for window in windows if window.label != (0, 0)]
+    assert (labelled == []) == (fate == "in no window")
+    for window in labelled:
+        answers = best_answers([window], [[1.0, *window.label]])
+        assert window.label[1] < len(window.ids) - 1  # not on the [SEP]
+        assert (answers[question][0] == answer) == (fate == "exact")
+
+
+def test_a_window_steps_over_nothing_and_a_long_question_is_cut(fox):
+    """The step is no more than what a window holds. A paragraph may be empty."""
+    questions = [Question("q", "it " * 90, text, [(0, "The")]) for text in (FOX, "")]
+    windows = make_windows(fox, questions, 40, 128)
+    assert all(window.ids[:22].tolist() == [2, *[12] * 20, 3] for window in windows)
+    assert begins(fox, windows) == [0, 17, 0]
+    assert [window.question for window in windows] == [questions[0], questions[0], questions[1]]
+    assert len(windows[2].ids) == 23
+    [window] = make_windows(fox, questions[:1], 200, 128)
+    assert window.first_length == 66  # 64 tokens of the question
+
+
+def test_the_first_answer_is_the_label(fox):
+    question = Question("q", "it?", "cat sat", [(4, "sat"), (0, "cat")])
+    [window] = make_windows(fox, [question], 16, 8)
+    assert window.label == (5, 5)  # after [CLS] it ? [SEP] cat
+
+
+def most_context_by_hand(spans, position):
+    """As run_squad.py has it, token by token; spans: (start, length)."""
+    best, window = None, None
+    for n, (start, length) in enumerate(spans):
+        end = start + length - 1
+        if not start <= position <= end:
+            continue
+        score = min(position - start, end - position) + 0.01 * length
+        if best is None or score > best:
+            best, window = score, n
+    return window
+
+
+@pytest.mark.parametrize("room, stride", [(320, 128), (9, 1), (9, 4), (9, 9), (110, 64), (500, 3)])
+def test_an_answer_starts_where_it_has_most_context(fox, room, stride):
+    """One window of each token, as run_squad.py chooses it."""
+    rng = random.Random(room)
+    for total in (1, room - 1, room, room + 1, rng.randrange(1000)):
+        question = Question("q", "it", "cat " * total, [(0, "cat")])
+        windows = make_windows(fox, [question], room + 4, stride)
+        spans, start = [], 0
+        while not spans or sum(spans[-1]) < total:  # run_squad.py's windows
+            spans.append((start, min(room, total - start)))
+            start += min(spans[-1][1], stride)
+        assert [len(window.ids) for window in windows] == [length + 4 for _, length in spans]
+        chosen = [most_context_by_hand(spans, t) for t in range(total)]
+        for n, (start, length) in enumerate(spans):
+            expected = [t for t in range(start, start + length) if chosen[t] == n]
+            assert [start + at - 3 for at in range(*windows[n].starts)] == expected
+
+
+def test_the_best_window_answers(fox):
+    """Two questions may even have the same id. Without a span the answer is empty."""
+    questions = [Question("q", "it?", FOX, [(0, "The")]) for _ in range(2)]
+    windows = make_windows(fox, questions, 12, 7)
+    of_first = [window for window in windows if window.question is questions[0]]
+    scores = dict(zip(map(id, of_first), (1.0, 3.0, 2.0)))
+    spans = [(scores.get(id(window), -np.inf), window.first_length, window.first_length)
+             for window in windows]
+    answers = best_answers(windows, np.array(spans))
+    start, end = of_first[1].offsets[0]
+    assert answers == {questions[0]: (FOX[start:end], 3), questions[1]: ("", -np.inf)}
+
+
+def test_an_answer_has_no_space_around_it(fox):
+    """A token of byte-level BPE has the space before its word."""
+    [window] = make_windows(fox, [Question("q", "it?", "the cat sat", [])], 16, 8)
+    window.offsets = np.array([[0, 3], [3, 7], [7, 11]])
+    assert list(best_answers([window], [[1.0, 5, 5]]).values()) == [("cat", 1.0)]
+
+
+@pytest.mark.skipif(not (SHARED / "squad").is_dir(), reason="no SQuAD on this machine")
+def test_squad_gold_answers_come_back():
+    """Dev's first answers score 100. Labelled in windows and mapped back they are the same text,
+    unless an answer ends inside a token."""
+    tokenizer = load_tokenizer(SHARED / "bert-vocab/vocab.txt")
+    questions = read_squad(SHARED / "squad/dev-v1.1.json")
+    gold = {question: (question.answers[0][1], 0.0) for question in questions}
+    assert score_squad(gold) == {"exact_match": 100, "f1": 100}
+    windows = make_windows(tokenizer, questions, 384, 128)
+    assert (len(questions), len(windows)) == (10570, 10833)
+    spans = [(0 if window.label[0] else -np.inf, *window.label) for window in windows]
+    back = best_answers(windows, np.array(spans))
+    wrong = [question for question in questions if back[question][0] != gold[question][0]]
+    assert len(wrong) == 34
+    assert all(gold[question][0] in back[question][0] for question in wrong)
+
+
+def official_words(answer):
+    """evaluate-v1.1.py's rules, read a second time: character by character. An article has no
+    letter, digit or _ beside it."""
+    words, word = [], ""
+    for c in answer.lower() + " ":
+        if ord(c) in (*range(33, 48), *range(58, 65), *range(91, 97), *range(123, 127)):
+            continue
+        if c.isspace():
+            words, word = words + [word] * (word != ""), ""
+        else:
+            word += c
+    found = []
+    for word in words:
+        pieces = "".join(c if c.isalnum() or c == "_" else f" {c} " for c in word).split()
+        if {"a", "an", "the"} & set(pieces):  # what is left of a word: "the–x" is "–x"
+            found += "".join(" " if p in ("a", "an", "the") else p for p in pieces).split()
+        else:
+            found.append(word)
+    return found
+
+
+def official_scores(prediction, references):
+    exact, f1 = 0.0, 0.0
+    for reference in references:
+        ours, theirs = official_words(prediction), official_words(reference)
+        exact = max(exact, float(ours == theirs))
+        left, common = list(theirs), 0
+        for word in ours:
+            if word in left:
+                left.remove(word)
+                common += 1
+        if common:
+            precision, recall = common / len(ours), common / len(theirs)
+            f1 = max(f1, 2 * precision * recall / (precision + recall))
+    return {"exact_match": 100 * exact, "f1": 100 * f1}
+
+
+SQUAD_CASES = [  # prediction, references
+    ("The Denver Broncos!", ["Denver Broncos"]), ("Denver", ["Denver Broncos", "the Broncos"]),
+    ("an apple a day", ["Apple, day", "apple day"]), ("", ["x"]), ("x", ["the"]), ("", ["a."]),
+    ("U.S.", ["US", "u s"]), ("theatre", ["the atre"]), ("a an the", ["x"]), ("1,000", ["1000"]),
+    ("café Ünïcode", ["Café ünïcode"]), ("the–end", ["–end"]), ("x the–a y", ["x – y"]),
+    ("one  two\tthree\xa0four", ["one two three four"]), ("red red blue", ["red blue blue"]),
+    ("“the” end", ["“ ” end"]), ("£5 a_b", ["£5", "a_b"]), ("he's", ["hes"]), ("it is", ["is it"])]
+
+
+def score_one(prediction, references):
+    question = Question("q", "?", "", [(0, text) for text in references])
+    return score_squad({question: (prediction, 0.0)})
+
+
+def test_squad_scores():
+    """Chosen cases and 200 random ones, as the official script scores them."""
+    rng, words = random.Random(0), ["the", "a", "Red", "dog", "big", "!", "U.S."]
+    drawn = [[" ".join(rng.choices(words, k=rng.randrange(5))) for _ in range(3)]
+             for _ in range(200)]
+    for prediction, references in [*SQUAD_CASES, *((text, more) for text, *more in drawn)]:
+        expected = official_scores(prediction, references)
+        assert score_one(prediction, references) == pytest.approx(expected), prediction
+
+
+def test_squad_scores_are_means():
+    """Known numbers: the F1 of 2 words against 3, with 2 in common, is 80; of none it is 0."""
+    said = ["a big red dog.", "red dog", "", "cat"]
+    answers = {Question("q", "?", "", [(0, "big red dog")]): (text, 0.0) for text in said}
+    assert score_squad(answers) == pytest.approx({"exact_match": 25, "f1": 45})
+
+
+def test_a_file_of_squad(tmp_path):
+    """New questions have no answers. Another file gets a line."""
+    path = Path(tmp_path, "train-v1.1.json")
+    data = squad_file(path)
+    questions = read_squad(path)
+    assert [question.id for question in questions] == ["q0", "q1"]
+    assert questions[0].answers == [(4, "cat")] and questions[0].context.startswith("the cat saw")
+    del data["data"][0]["paragraphs"][0]["qas"][0]["answers"]
+    path.write_text(json.dumps(data))
+    assert [question.answers for question in read_squad(path)] == [[], [(4, "cat")]]
+    for text in ('{"data": [{"title": "t"}]}', "[1]"):
+        path.write_text(text)
+        with pytest.raises(UserError, match="not a file of SQuAD 1.1"):
+            read_squad(path)

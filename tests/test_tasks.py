@@ -1,0 +1,322 @@
+"""
+Tasks: their official files, encodings as Hugging Face's, and scores as officially computed.
+"""
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import measure
+from lib.errors import UserError
+from lib.tasks import (
+    GLUE,
+    METRICS,
+    TASKS,
+    Example,
+    TrainingBatches,
+    batches_by_length,
+    encode_examples,
+    find_task,
+    pad,
+    read_split,
+    score_table,
+    tsv_text,
+)
+from lib.tokenizer import SPECIALS, full_tokenizer, wordpiece_tokenizer, write_vocab
+from tests.helpers import SHARED
+
+MRPC = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"
+SPLITS_OF = {  # the official layouts, a few rows each: split, content, the texts and labels in it
+    "cola": [("train", 'gj04\t1\t\tThe "cat sat.\ngj04\t0\t*\tSat cat.\n',
+              [(('The "cat sat.',), 1), (("Sat cat.",), 0)])],
+    "sst2": [("train", "sentence\tlabel\nhide new \t0\nit 's \"good\u2028\t1\n",
+              [(("hide new ",), 0), (('it \'s "good\u2028',), 1)])],
+    "mrpc": [("msr_paraphrase_train",
+              f'{MRPC}\r\n1\t7\t8\tA\tB "q\r\n0\t8\t7\tC\tD\r\n1\t5\t6\tE\tF\r\n', None),
+             ("mrpc_dev_ids", "8\t7\n", None),
+             ("train", None, [(("A", 'B "q'), 1), (("E", "F"), 1)]),
+             ("dev", None, [(("C", "D"), 0)])],
+    "stsb": [("train", "index\tgenre\tsentence1\tsentence2\tscore\n0\tx\tA\tB\t3.800\n",
+              [(("A", "B"), 3.8)])],
+    "qqp": [("train", ("id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
+                       "1\t2\t3\tA?\tB?\t0\n4\t5\t6\tcut off\n" + "7\t8\t9\tC?\tD?\t1\n" * 2),
+             [(("A?", "B?"), 0), *[(("C?", "D?"), 1)] * 2])],
+    "mnli": [("train", ("index\tsentence1\tsentence2\tlabel1\tgold_label\n"
+                        "0\tA\tB\tneutral\tcontradiction"), [(("A", "B"), 0)]),
+             ("dev_matched", ("index\tsentence1\tsentence2\tlabel1\tlabel2\tgold_label\n"
+                              "0\tA\tB\tneutral\tneutral\tentailment"), [(("A", "B"), 1)]),
+             ("dev_mismatched", "sentence1\tsentence2\tgold_label\nA\tB\tneutral\n",
+              [(("A", "B"), 2)])],
+    "qnli": [("dev", "index\tquestion\tsentence\tlabel\n0\tA?\tB.\tnot_entailment\n",
+              [(("A?", "B."), 1)])],
+    "rte": [("dev", "index\tsentence1\tsentence2\tlabel\n0\tA\tB\tentailment\n",
+             [(("A", "B"), 0)])],
+}
+
+
+@pytest.mark.parametrize("name", SPLITS_OF)
+def test_official_files(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    folder = Path(TASKS[name].folder)
+    folder.mkdir(parents=True)
+    for split, content, _ in SPLITS_OF[name]:
+        if content:
+            ending = "txt" if split.startswith("msr") else "tsv"
+            (folder / f"{split}.{ending}").write_bytes(content.encode())
+    task = find_task(folder.name)  # "SST-2"
+    assert task == find_task(name) == TASKS[name]
+    for split, _, expected in SPLITS_OF[name]:
+        if expected:
+            texts, labels = read_split(task, split)
+            assert labels.dtype == (np.int64 if task.labels else np.float32)
+            found = [round(label, 5) for label in labels.tolist()]
+            assert list(zip(texts, found, strict=True)) == expected
+
+
+@pytest.mark.skipif(not (SHARED / "glue").is_dir(), reason="no GLUE on this machine")
+@pytest.mark.parametrize("name, counts", [("sst2", (67349, 872)), ("rte", (2490, 277))])
+def test_official_counts(tmp_path, monkeypatch, name, counts):
+    monkeypatch.chdir(tmp_path)
+    Path("data").symlink_to(SHARED)
+    task = find_task(name)
+    splits = [read_split(task, split) for split in ("train", "dev")]
+    assert tuple(len(texts) for texts, _ in splits) == counts
+    assert all(set(labels.tolist()) == {0, 1} for _, labels in splits)
+
+
+def test_metrics_and_columns_are_official():
+    """The first metric picks the best epoch. The table has GLUE's own, in the paper's order."""
+    first = {name: task.metrics[0] for name, task in TASKS.items()}
+    assert first == {**dict.fromkeys(TASKS, "accuracy"), "cola": "matthews_correlation",
+                     "stsb": "pearson", "squad": "f1"}
+    assert {name: task.table_metrics for name, task in TASKS.items()} == {
+        "squad": ["exact_match", "f1"], "mnli": ["accuracy", "accuracy_mm"], "qqp": ["accuracy"],
+        "qnli": ["accuracy"], "sst2": ["accuracy"], "cola": ["matthews_correlation"],
+        "mrpc": ["accuracy", "f1"], "stsb": ["pearson", "spearmanr"], "rte": ["accuracy"]}
+    assert TASKS["mnli"].dev == {"": "dev_matched", "_mm": "dev_mismatched"} and len(GLUE) == 8
+
+
+def test_a_folder_of_ones_own(tmp_path):
+    """It may have an official name. Its columns say whether it has classes or scores."""
+    (tmp_path / "rte").mkdir()
+    train = tmp_path / "rte/train.tsv"
+    train.write_text("id\tsentence\tlabel\n1\ta\ty\n2\t\tx\n3\tc\ty\n\n")
+    task = find_task(str(tmp_path / "rte"))
+    assert task.name == "own_rte"
+    assert (task.labels, task.metrics) == (["x", "y"], ["accuracy"])
+    texts, labels = read_split(task, "train")  # an empty sentence is a row
+    assert texts == [("a",), ("",), ("c",)] and labels.tolist() == [1, 0, 1]
+    train.write_text("sentence1\tsentence2\tscore\na\tb\t1.5\n")
+    task = find_task(str(tmp_path / "rte"))
+    assert (task.labels, task.metrics) == ([], ["pearson", "spearmanr"])
+    assert read_split(task, "train")[0] == [("a", "b")]
+
+
+@pytest.mark.parametrize("dev, line", [
+    (b"sentence\tlabel\na\tx\n\nb\ty\n", "dev.tsv:3: 1 fields, expected 2"),
+    (b"sentence\tlabel\na\tx\nb\ty\tz\n", "dev.tsv:3: 3 fields, expected 2"),
+    (b"sentence\tlabel\na\tx\nb\tz\n", "dev.tsv:3: label 'z': expected x, y"),
+    (b"text\tlabel\na\tx\n", "dev.tsv:1: columns .*: expected a header with one of .*sentence"),
+    (b"sentence\tlabel\n", "dev.tsv: no row in it"),
+    ("sentence\tlabel\né\tx\n".encode("latin-1"), "dev.tsv: not UTF-8")])
+def test_a_bad_row_of_ones_own_is_named(tmp_path, dev, line):
+    (tmp_path / "train.tsv").write_text("sentence\tlabel\na\tx\nb\ty\n")
+    (tmp_path / "dev.tsv").write_bytes(dev)
+    with pytest.raises(UserError, match=line):
+        read_split(find_task(str(tmp_path)), "dev")
+
+
+def test_mistakes_about_a_task_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("", "sst-3", "SST-2"):
+        with pytest.raises(UserError, match=f"task = '{name}': no folder"):
+            find_task(name)
+    Path("train.tsv").write_text("sentence\tlabel\na\tx\n")
+    with pytest.raises(UserError, match="expected two classes or more"):
+        find_task(".")
+    Path("train.tsv").write_text("sentence\tscore\na\thigh\n")
+    with pytest.raises(UserError, match="train.tsv:2: label 'high': expected a number"):
+        read_split(find_task("."), "train")
+
+
+@pytest.fixture
+def fox():
+    words = "the cafe s 1990 ##s fox sat it on cat . ? \" '"
+    return wordpiece_tokenizer([*SPECIALS, *words.split()])
+
+
+def test_encoding_cuts_the_longer_text(fox):
+    def encoded(*texts, max_len):
+        [example] = encode_examples(fox, [texts], [0], max_len)
+        return example.ids.tolist(), example.first_length
+
+    fox.encode_special_tokens = True
+    cat, sat, it = (fox.token_to_id(word) for word in ("cat", "sat", "it"))
+    assert encoded("cat " * 9, max_len=5) == ([2, *[cat] * 3, 3], 5)
+    assert encoded("cat " * 9, "sat", max_len=8) == ([2, *[cat] * 4, 3, sat, 3], 6)
+    assert encoded("cat", "sat " * 9, max_len=8) == ([2, cat, 3, *[sat] * 4, 3], 3)
+    assert encoded("cat " * 5, "sat " * 4, max_len=8) == ([2, *[cat] * 3, 3, sat, sat, 3], 5)
+    assert encoded("", "sat", max_len=8) == ([2, 3, sat, 3], 2)
+    assert encoded("[SEP] it", max_len=9) == ([2, 1, 1, 1, it, 3], 6)  # text, not the token
+
+
+def test_batches_are_those_of_hugging_faces_tokenizer(fox, tmp_path):
+    """Ids, token types and mask of padded pairs, from tokenizers' own template and padding."""
+    texts = [("the cat", "it sat on it"), ("sat", "fox"), ("it ? it", "cat . 1990s")]
+    write_vocab(tmp_path, fox)
+    theirs = full_tokenizer(tmp_path).encode_batch(texts)
+    ours = pad(encode_examples(fox, texts, [0] * 3, 64))
+    mask = np.array([encoding.attention_mask for encoding in theirs], bool)
+    assert (ours["ids"] == [encoding.ids for encoding in theirs]).all() and not mask.all()
+    assert (ours["mask"] == mask).all() and ours["ids"].dtype == np.int64
+    assert (ours["token_types"] == [encoding.type_ids for encoding in theirs])[mask].all()
+    assert "mask" not in pad(encode_examples(fox, texts[:1], [0], 64))  # nothing is padded
+    assert pad([])["ids"].shape == (0, 1)
+
+
+def test_batches_are_of_one_length_and_complete():
+    lengths = np.random.default_rng(0).integers(3, 128, 5003)
+    found = [batches_by_length(lengths, 16, np.random.default_rng(seed)) for seed in (0, 0, 1)]
+    for batches in (*found, batches_by_length(lengths, 16)):
+        assert sorted(np.concatenate(batches).tolist()) == list(range(5003))
+        assert Counter(map(len, batches)) == {16: 312, 11: 1}
+        padding = sum(len(b) * lengths[b].max() for b in batches) / lengths.sum() - 1
+        assert padding < 0.05
+    assert [b.tolist() for b in found[0]] == [b.tolist() for b in found[1]]
+    assert {tuple(b) for b in found[0]}.isdisjoint({tuple(b) for b in found[2]})
+    longest = [lengths[b].max() for b in found[0]]
+    assert np.corrcoef(np.arange(len(longest)), longest)[0, 1] < 0.2  # no order in time
+    # sorted only within 64 batches: a batch of 128 batches' examples has every second length
+    found = batches_by_length(np.arange(128 * 16), 16, np.random.default_rng(0))
+    assert np.mean([np.ptp(batch) for batch in found]) == pytest.approx(2 * 15, abs=2)
+
+
+def training_batches(n=10, **settings):
+    examples = [Example(np.array([2, label, 3]), 3, label) for label in range(n)]
+    return TrainingBatches(examples, argparse.Namespace(**settings))
+
+
+def test_a_step_is_split_evenly_and_every_example_counts_once():
+    """Three micro-batches of 8 examples; of the last 2 examples one micro-batch has none."""
+    batches = training_batches(seed=1, batch_size=8, accumulation=3, max_steps=2)
+    weights = [[batches.get(step, n)[1] for n in range(3)] for step in (0, 1)]
+    assert weights == [[3 / 8, 3 / 8, 2 / 8], [1 / 2, 1 / 2, 0]]
+    counted = [label for step in (0, 1) for n in range(3) if weights[step][n]
+               for label in batches.get(step, n)[0]["labels"].tolist()]
+    assert sorted(counted) == list(range(10)) and len(batches.get(1, 2)[0]["ids"]) == 1
+
+
+def test_the_order_is_a_function_of_seed_and_epoch():
+    """Every epoch has every example once, whatever max_steps is."""
+    def epochs(seed, max_steps):
+        settings = {"seed": seed, "batch_size": 4, "accumulation": 1, "max_steps": max_steps}
+        batches = training_batches(50, **settings)
+        labels = [batches.get(step, 0)[0]["labels"] for step in range(26)]
+        return [np.concatenate(labels[:13]).tolist(), np.concatenate(labels[13:]).tolist()]
+
+    orders = [*epochs(0, 26), *epochs(1, 26)]
+    assert len({str(order) for order in orders}) == 4
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert orders[2:] == epochs(1, 60)
+
+
+def class_pairs():
+    """Pairs of labels and predictions: random, without correlation, and without class 1."""
+    rng = np.random.default_rng(0)
+    pairs = [rng.integers(0, 2, (2, n)) for n in (1, 2, 3, 7, 40, 500) for _ in range(5)]
+    pairs += [(rng.integers(0, 2, 50), np.full(50, n)) for n in (0, 1)]
+    constant = [(np.full(9, a), np.full(9, b)) for a in (0, 1) for b in (0, 1)]
+    return pairs + [(b, a) for a, b in pairs] + constant
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_class_metrics_equal_scikit_learns():
+    theirs = pytest.importorskip("sklearn.metrics")
+    for labels, predictions in class_pairs():
+        for ours, name, more in [("accuracy", "accuracy_score", {}),
+                                 ("f1", "f1_score", {"zero_division": 0}),
+                                 ("matthews_correlation", "matthews_corrcoef", {})]:
+            expected = getattr(theirs, name)(labels, predictions, **more)
+            found = METRICS[ours](labels, predictions)
+            assert found == pytest.approx(expected, abs=1e-12), ours
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_correlations_equal_scipys():
+    """Also with ties, constant input, and input that is almost constant after rounding."""
+    stats = pytest.importorskip("scipy.stats")
+    rng = np.random.default_rng(0)
+    pairs = [rng.normal(size=(2, n)) for n in (2, 3, 10, 300)]
+    pairs += [rng.integers(0, 4, (2, n)).astype(float) for n in (5, 30, 300)]  # ties
+    pairs += [(np.arange(9.0), -np.arange(9.0) ** 3), (np.ones(9), np.arange(9.0)),
+              (np.arange(9.0), np.full(9, 0.1)), (np.ones(9), np.ones(9)),
+              (1e6 + rng.normal(size=50), 1e-9 * rng.normal(size=50))]
+    for x, y in pairs:
+        for name, theirs in [("pearson", stats.pearsonr), ("spearmanr", stats.spearmanr)]:
+            expected = theirs(x, y).statistic
+            assert METRICS[name](x, y) == pytest.approx(expected, abs=1e-9, nan_ok=True)
+
+
+def test_metrics_by_hand():
+    """True positives, false positives, false negatives, true negatives: 2, 1, 3, 4. Deviations
+    (-2, -1, 3) and (1, -4, 3) give 11 / sqrt(14 * 26); ranks 1, 2, 3 and 2, 1, 3."""
+    labels = np.array([1, 1, 1, 1, 1, 0, 0, 0, 0, 0])
+    predictions = np.array([1, 1, 0, 0, 0, 1, 0, 0, 0, 0])
+    expected = {"accuracy": 0.6, "f1": 2 * 2 / (2 * 2 + 1 + 3),
+                "matthews_correlation": (2 * 4 - 1 * 3) / (3 * 5 * 5 * 7) ** 0.5}
+    for name, value in expected.items():
+        assert METRICS[name](labels, predictions) == pytest.approx(value), name
+    labels, predictions = np.array([8.0, 9.0, 13.0]), np.array([3.0, -2.0, 5.0])
+    assert METRICS["pearson"](labels, predictions) == pytest.approx(11 / (14 * 26) ** 0.5)
+    assert METRICS["spearmanr"](labels, predictions) == pytest.approx(0.5)
+
+
+def test_a_cell_is_one_field_of_a_table():
+    assert tsv_text([["a\tb", "c\r\nd"], [1, 0.5]]) == "a b\tc  d\n1\t0.5\n"
+
+
+def finished(folder, seed, scores, **settings):
+    run = {"init_from": "out/base", "update_memory": True, "task": "SST-2", "lr": 2e-5, **settings}
+    path = Path(folder, f"seed{seed}")
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps({**run, "seed": seed}))
+    results = {f"eval_{name}": score for name, score in scores.items()}
+    (path / "eval_results.json").write_text(json.dumps(results))
+
+
+def test_the_table_of_scores(tmp_path, monkeypatch, capsys):
+    """Medians over the seeds, in percent; the average of Table 4; a row for another recipe."""
+    monkeypatch.chdir(tmp_path)
+    for seed, accuracy in enumerate((0.9, 0.7, 0.8)):
+        finished("sst2", seed, {"accuracy": accuracy})
+    finished("other", 1, {"accuracy": 0.6}, lr=1e-5)
+    finished("fixed", 0, {"exact_match": 50.0, "f1": 60.5}, task="squad", update_memory=False)
+    finished("own", 0, {"pearson": 0.25, "spearmanr": 0.5}, task="path/to/own")
+    table = {"mnli": {"accuracy": 0.5, "accuracy_mm": 0.6}, "qqp": {"accuracy": 0.7, "f1": 0.1},
+             "qnli": {"accuracy": 0.8}, "sst2": {"accuracy": 0.9},
+             "cola": {"matthews_correlation": 0.4, "accuracy": 0.1}}
+    for task, scores in table.items():
+        finished(f"all_{task}", 0, scores, task=task, init_from="out/large")
+    Path("unfinished/seed0").mkdir(parents=True)
+
+    rows, records = score_table(sorted(map(str, Path().iterdir())))
+    cells = {row["initial model"] + row["memory update"]: row for row in rows}
+    assert set(cells) == {"out/base lr=2e-05Y", "out/base lr=1e-05Y", "out/baseN", "out/baseY",
+                          "out/largeY"}
+    assert cells["out/base lr=2e-05Y"]["sst2"] == "80.0"
+    assert cells["out/base lr=2e-05Y"]["seeds"] == "3"
+    assert cells["out/base lr=1e-05Y"]["sst2"] == "60.0"
+    assert cells["out/baseN"]["squad"] == "50.0/60.5" and cells["out/baseN"]["sst2"] == "-"
+    assert cells["out/baseY"]["own"] == "25.0"
+    large = cells["out/largeY"]
+    assert (large["mnli"], large["qqp"], large["cola"]) == ("50.0/60.0", "70.0", "40.0")
+    assert large["Avg"] == "65.0" == f"{(50 + 60 + 70 + 80 + 90 + 40) / 6:.1f}"
+    assert list(large) == ["initial model", "memory update", "seeds", "squad", "mnli", "qqp",
+                           "qnli", "sst2", "cola", "Avg", "own"]
+    [record] = [record for record in records if record["recipe"] == "lr=2e-05"]
+    assert record["median"] == {"sst2": [80.0]} and set(record["seeds"]["sst2"]) == {0, 1, 2}
+    measure.main(["glue", "sst2", "fixed"])
+    assert "80.0" in capsys.readouterr().out
