@@ -23,7 +23,7 @@ from lib.huggingface import PRETRAINED
 from lib.settings import Parser, whole_number
 from lib.tasks import GLUE, SQUAD
 from lib.text import TEST, Source, docstrings, find_files, read_documents, write_corpus
-from lib.tokenizer import gpt2_vocab, read_vocab
+from lib.tokenizer import gpt2_tokenizer, load_tokenizer
 
 PG19 = "https://storage.googleapis.com/deepmind-gutenberg/test/"
 TASKS = {Path(task.folder).name: task for task in GLUE}
@@ -31,20 +31,20 @@ TASKS = {Path(task.folder).name: task for task in GLUE}
 
 def docs(args):
     """Docstrings of this Python, torch and numpy; a source file is a document."""
-    vocab = find_vocab(args, 4096)
+    tokenizer = find_tokenizer(args, 4096)
     origin, files = docstrings()
     documents = [[f"{text}\n" for text in texts] for _, texts in files]
     sources = [Source(lambda: documents)]
-    write_corpus(args.name or "docs", origin, sources, vocab, 20, args.force)
+    write_corpus(args.name or "docs", origin, sources, tokenizer, 20, args.force)
 
 
 def text(args):
     """Text of your own, from files and folders of *.txt."""
-    vocab = find_vocab(args, 8192)
+    tokenizer = find_tokenizer(args, 8192)
     files = dict.fromkeys(file for path in args.paths for file in find_files(path, ".txt"))
     sources = [Source(partial(read_documents, file, args.split)) for file in files]
     origin = f"{len(sources)} text files: {' '.join(map(str, args.paths))}"
-    write_corpus(args.name, origin, sources, vocab, args.val_every or 100, args.force)
+    write_corpus(args.name, origin, sources, tokenizer, args.val_every or 100, args.force)
 
 
 def wikitext2(args):
@@ -59,7 +59,7 @@ def wikitext103(args):
 
 def write_wikitext(args, size):
     """Prepare WikiText, downloaded or from a folder or a zip on disk."""
-    vocab = find_vocab(args, 8192)
+    tokenizer = find_tokenizer(args, 8192)
     raw = "raw" if args.raw else "tokens"
     url, sha256 = download.FILES[f"wikitext-{size}{'-raw' * args.raw}-v1.zip"]
     path = args.path[0] if args.path else download.fetch(url, sha256)
@@ -69,7 +69,7 @@ def write_wikitext(args, size):
         sources.append(Source(partial(read_documents, file, "wikitext"), split))
     name = args.name or f"wikitext{size}{'_raw' * args.raw}"
     origin = str(path) if args.path else url
-    write_corpus(name, origin, sources, vocab, force=args.force)
+    write_corpus(name, origin, sources, tokenizer, force=args.force)
 
 
 def wikipedia(args):
@@ -123,7 +123,7 @@ def write_paper(args, parts, split=None):
     if args.path and len(args.path) != len(parts):
         names = " and ".join(name for name, *_ in parts)
         raise UserError(f"--from: expected {len(parts)} PATH, of {names}")
-    vocab = find_vocab(args, "bert-base-uncased")
+    tokenizer = find_tokenizer(args, "bert-base-uncased")
     sources, origins = [], []
     for number, (name, fetch, ends) in enumerate(parts):
         path = args.path[number] if args.path else fetch()
@@ -132,22 +132,22 @@ def write_paper(args, parts, split=None):
             sources.append(Source(read, split, drop_heldout=name == "bookcorpus"))
         origins.append(f"{name}: {path}")
     name = args.name or args.recipe.__name__
-    write_corpus(name, "; ".join(origins), sources, vocab, args.val_every or 1000, args.force)
+    write_corpus(name, "; ".join(origins), sources, tokenizer, args.val_every or 1000, args.force)
 
 
-def find_vocab(args, default):
-    """Return the vocabulary asked for, or `default`: the tokens by id, or how many to learn."""
+def find_tokenizer(args, default):
+    """Return the tokenizer asked for, or how many WordPieces to learn."""
     vocab = args.vocab or default
     if vocab == "gpt2":
-        vocab = gpt2_vocab()
+        vocab = gpt2_tokenizer()
     elif vocab in PRETRAINED:
         folder = Path("data/weights", vocab)
         if not (folder / "vocab.txt").exists():
             download.fetch_from_hub(PRETRAINED[vocab], ["vocab.txt"], folder)
-        vocab = read_vocab(folder)
+        vocab = load_tokenizer(folder)
     elif not isinstance(vocab, int):
-        vocab = read_vocab(vocab)
-    size = vocab if isinstance(vocab, int) else len(vocab)
+        vocab = load_tokenizer(vocab)
+    size = vocab if isinstance(vocab, int) else vocab.get_vocab_size()
     if size > 2**16:
         raise UserError(f"a vocabulary of {size:,} tokens: ids of 16 bits allow 65,536")
     return vocab

@@ -28,7 +28,7 @@ from lib.device import Progress
 from lib.download import file_sha256, new_folder, unpack
 from lib.errors import UserError, need
 from lib.files import write_text
-from lib.tokenizer import special_ids, text_tokenizer, train_vocab, vocab_facts, write_vocab
+from lib.tokenizer import special_ids, tokens_by_id, train_tokenizer, vocab_hash, write_vocab
 
 SENTENCES = 1000  # mean length of a BookCorpus document, in lines
 BATCH = 4096  # lines that are encoded at once
@@ -180,25 +180,26 @@ class Source(NamedTuple):
     drop_heldout: bool = False  # leave sentences of val and test out of train
 
 
-def write_corpus(name, origin, sources, vocab, val_every=None, force=False):
+def write_corpus(name, origin, sources, tokenizer, val_every=None, force=False):
     """Write data/<name>/, whole or not at all, and print its sizes.
 
     origin: where the text is from, in words. sources: a list of Source.
-    vocab: the tokens by id, or how many to learn from the training documents.
+    tokenizer: a tokenizers.Tokenizer, or how many WordPieces to learn from the training documents.
     val_every: one document of this many is for val, one for test, and only the first of equal
     documents is kept. Sources with official splits keep these, and all documents.
     force: replace the corpus if it exists.
     """
     with new_folder(f"data/{name}", force) as folder:
-        meta = {"name": name, "source": origin} | write_files(folder, sources, vocab, val_every)
+        facts = write_files(folder, sources, tokenizer, val_every)
+        meta = {"name": name, "source": origin, **facts}
         write_text(folder / "meta.json", json.dumps(meta, indent=1) + "\n")
     for split in SPLITS:
         documents, tokens = meta["documents"][split], meta["tokens"][split]
         print(f"data/{name}/{split}.bin: {documents:,} documents, {tokens:,} tokens")
 
 
-def write_files(folder, sources, vocab, val_every):
-    """Write the token files and the vocabulary of a corpus; return what meta.json holds of them."""
+def write_files(folder, sources, tokenizer, val_every):
+    """Write the token files and the vocabulary of a corpus; return what meta.json has of them."""
     hashes, splits, n_lines = hash_documents(sources)
     if sources[0].split is None:
         splits = hold_out(hashes, val_every)
@@ -207,26 +208,30 @@ def write_files(folder, sources, vocab, val_every):
         for source, document, split in read_all(sources, splits):
             if source.drop_heldout and split in (VAL, TEST):
                 heldout.update(document)
-    if isinstance(vocab, int):
+    if isinstance(tokenizer, int):
         def read_train():
             lines = read_kept(sources, splits, heldout)
             return (line for line, split in lines if split == TRAIN)
-        vocab = train_vocab(read_train, n_lines, vocab)
-    write_vocab(folder, vocab)
+        tokenizer = train_tokenizer(read_train, n_lines, tokenizer)
+    write_vocab(folder, tokenizer)
     lines = read_kept(sources, splits, heldout)
-    progress = Progress(lines, total=n_lines, desc="encoding", unit=" lines")
-    counts = encode(progress, folder, len(vocab))
-    facts = vocab_facts(vocab)
-    no_words = [facts[f"{use}_id"] for use in ("pad", "cls", "sep", "mask")]
+    counts = encode(folder, tokenizer, Progress(lines, total=n_lines, desc="encoding"))
+
+    vocab = tokens_by_id(tokenizer)
+    ids = special_ids(tokenizer)
+    no_words = [ids.pad, ids.cls, ids.sep, ids.mask]
 
     def by_split(numbers):
         return dict(zip(SPLITS, map(int, numbers)))
     return {
-        **facts, "duplicates": int((splits == DUPLICATE).sum()),
+        "vocab_size": len(vocab),
+        **{f"{use}_id": token_id for use, token_id in ids._asdict().items()},
+        "tokenizer_hash": vocab_hash(vocab),
+        "duplicates": int((splits == DUPLICATE).sum()),
         "unigram_perplexity": unigram_perplexity(counts[TRAIN], counts[VAL], no_words),
-        "documents": by_split(counts[:, facts["sep_id"]]),
+        "documents": by_split(counts[:, ids.sep]),
         "tokens": by_split(counts.sum(axis=1)),
-        "unknown": by_split(counts[:, facts["unk_id"]]),
+        "unknown": by_split(counts[:, ids.unk]),
         "sha256": {split: file_sha256(folder / f"{split}.bin") for split in SPLITS}}
 
 
@@ -281,14 +286,15 @@ def read_kept(sources, splits, heldout):
             yield "", split
 
 
-def encode(lines, folder, vocab_size):
+def encode(folder, tokenizer, lines):
     """Write the ids of (line, split) to train.bin, val.bin and test.bin in a folder.
 
     Returns how often each id occurs in each split: int64 (3, vocab_size).
     """
-    tokenizer = text_tokenizer(folder)
+    tokenizer.encode_special_tokens = True  # a "[SEP]" in a text is text
     sep = special_ids(tokenizer).sep
-    counts = np.zeros((len(SPLITS), vocab_size), np.int64)
+    size = tokenizer.get_vocab_size()
+    counts = np.zeros((len(SPLITS), size), np.int64)
     lines = iter(lines)
     while batch := list(itertools.islice(lines, BATCH)):
         texts = [line for line, _ in batch]
@@ -297,7 +303,7 @@ def encode(lines, folder, vocab_size):
         for (line, split), encoding in zip(batch, encodings):
             ids[split].extend(encoding.ids if line else [sep])
         for split, name in enumerate(SPLITS):
-            counts[split] += np.bincount(ids[split], minlength=vocab_size)
+            counts[split] += np.bincount(ids[split], minlength=size)
             with open(folder / f"{name}.bin", "ab") as file:
                 file.write(np.array(ids[split], "<u2").tobytes())
     return counts

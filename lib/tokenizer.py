@@ -10,6 +10,7 @@ A vocabulary is a list of tokens, by id. It is BERT's (WordPiece) or GPT-2's (by
 import collections
 import hashlib
 import itertools
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,10 @@ class Specials(NamedTuple):
 SPECIALS = Specials("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # byte-level BPE knows every text; its <|endoftext|> stands where [UNK] does
 GPT2_SPECIALS = Specials("<pad>", "<|endoftext|>", "<s>", "</s>", "<mask>")
+GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+GPT2_FILES = {  # {name: SHA-256}
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"}
 
 
 def special_tokens(vocab):
@@ -69,23 +74,17 @@ def tokens_by_id(tokenizer):
     return sorted(ids, key=ids.get)
 
 
-def write_vocab(folder, vocab):
+def write_vocab(folder, tokenizer):
     """Write vocab.txt to a folder and, for byte-level BPE, tokenizer.json."""
+    vocab = tokens_by_id(tokenizer)
     write_text(folder / "vocab.txt", "\n".join(vocab) + "\n")
     if special_tokens(vocab) is GPT2_SPECIALS:
-        write_text(folder / "tokenizer.json", byte_level_tokenizer(vocab).to_str(pretty=True))
+        write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
 
 
 def vocab_hash(vocab):
     """Return the SHA-256 of a vocabulary, which tells vocabularies apart."""
     return hashlib.sha256("\n".join(vocab).encode()).hexdigest()
-
-
-def vocab_facts(vocab):
-    """Return what meta.json holds about a vocabulary: its size, special ids and hash."""
-    specials = special_tokens(vocab)._asdict()
-    ids = {f"{use}_id": vocab.index(token) for use, token in specials.items()}
-    return {"vocab_size": len(vocab), **ids, "tokenizer_hash": vocab_hash(vocab)}
 
 
 def load_tokenizer(path):
@@ -141,8 +140,8 @@ def wordpiece_tokenizer(vocab):
     return tokenizer
 
 
-def train_vocab(read, size, vocab_size):
-    """Learn a vocabulary of WordPieces; the special tokens come first.
+def train_tokenizer(read, size, vocab_size):
+    """Learn WordPieces; return their tokenizer. The special tokens come first.
 
     read: returns an iterator over the lines of the text, whose number is `size`; called twice.
     The same text gives the same vocabulary. `tokenizers` alone would number the pieces "##a" at
@@ -163,45 +162,24 @@ def train_vocab(read, size, vocab_size):
         initial_alphabet=alphabet, limit_alphabet=len(alphabet), show_progress=False)
     lines = Progress(read(), desc=f"learning {vocab_size:,} WordPieces", total=size, unit=" lines")
     tokenizer.train_from_iterator(lines, trainer)
-    return tokens_by_id(tokenizer)
+    return wordpiece_tokenizer(tokens_by_id(tokenizer))
 
 
-def gpt2_vocab():
-    """Return GPT-2's tokens by id, then <s>, </s>, <pad>, <mask>, from tiktoken."""
-    gpt2 = need("tiktoken", "--tokenizer gpt2").get_encoding("gpt2")
-    tokens = [gpt2.decode_single_token_bytes(token_id) for token_id in range(gpt2.n_vocab - 1)]
-    # the first 256 are the bytes, in the order of the characters that stand for them
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    letter_of = {ord(byte): letter for letter, byte in zip(letters, tokens)}
-    tokens = ["".join(map(letter_of.get, token)) for token in tokens]
-    return [*tokens, "<|endoftext|>", "<s>", "</s>", "<pad>", "<mask>"]
+def gpt2_tokenizer():
+    """Make the tokenizers.Tokenizer of GPT-2's two files, with RoBERTa's special tokens.
 
-
-def byte_level_tokenizer(vocab):
-    """Make the tokenizers.Tokenizer of GPT-2's tokens, for tokenizer.json."""
-    ids = {token: token_id for token_id, token in enumerate(vocab)}
-    tokenizer = tokenizers.Tokenizer(models.BPE(ids, bpe_merges(ids)))
+    tiktoken downloads the files, or finds them in TIKTOKEN_CACHE_DIR.
+    """
+    read = need("tiktoken.load", "--tokenizer gpt2").read_file_cached
+    files = {name: read(GPT2 + name, sha256).decode() for name, sha256 in GPT2_FILES.items()}
+    ids = json.loads(files["encoder.json"])  # its last token is <|endoftext|>
+    for token in ("<s>", "</s>", "<pad>", "<mask>"):
+        ids[token] = len(ids)
+    merges = [tuple(line.split()) for line in files["vocab.bpe"].splitlines()[1:]]
+    tokenizer = tokenizers.Tokenizer(models.BPE(ids, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     for token in GPT2_SPECIALS:  # <mask> is a word with the space before it, as in RoBERTa
         added = tokenizers.AddedToken(token, lstrip=token == "<mask>", normalized=False)
         tokenizer.add_special_tokens([added])
     return tokenizer
-
-
-def bpe_merges(ids):
-    """Return the merges of a byte-level BPE vocabulary {token: id}: [(left, right)].
-
-    Merges were learned in the order of the ids. A token's characters, merged by the earlier
-    merges, are two pieces: the token's own merge.
-    """
-    merges = []
-    for token in ids.keys() - set(GPT2_SPECIALS):
-        pieces = list(token)
-        while len(pieces) > 2:
-            ranks = [ids.get(a + b, len(ids)) for a, b in itertools.pairwise(pieces)]
-            at = ranks.index(min(ranks))
-            pieces[at:at + 2] = [pieces[at] + pieces[at + 1]]
-        if len(pieces) == 2:
-            merges.append(tuple(pieces))
-    return sorted(merges, key=lambda pair: ids["".join(pair)])

@@ -11,22 +11,20 @@ import sys
 from pathlib import Path
 
 import pytest
-import tokenizers
 
 from lib.errors import UserError
 from lib.tokenizer import (
-    GPT2_SPECIALS,
     SPECIALS,
     Specials,
-    bpe_merges,
-    byte_level_tokenizer,
     full_tokenizer,
-    gpt2_vocab,
+    gpt2_tokenizer,
     load_tokenizer,
     read_vocab,
     special_ids,
     text_tokenizer,
-    train_vocab,
+    tokens_by_id,
+    train_tokenizer,
+    wordpiece_tokenizer,
     write_vocab,
 )
 from tests.helpers import PIECES, ROOT, SHARED
@@ -58,16 +56,13 @@ def test_ids_of_bert():
 
 
 def test_ids_of_gpt2(workdir, gpt2_files):
-    """tiktoken's ids, of a tokenizer that is made from the tokens alone."""
+    """tiktoken's ids, also where the tokenizer is read again."""
     import tiktoken
 
     reference = tiktoken.get_encoding("gpt2")
-    vocab = gpt2_vocab()
+    write_vocab(Path(), gpt2_tokenizer())
+    vocab = read_vocab("vocab.txt")
     assert vocab[50256:] == ["<|endoftext|>", "<s>", "</s>", "<pad>", "<mask>"]
-    merges = (gpt2_files / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
-    ids = {token: number for number, token in enumerate(vocab)}
-    assert bpe_merges(ids) == [tuple(line.split()) for line in merges if line]
-    write_vocab(Path(), vocab)
     tokenizer = text_tokenizer("vocab.txt")
     with open(SHARED / "wikipedia.txt", encoding="utf-8") as file:
         texts = [*TRICKY, "  two  spaces\n\n\ttabs \r\n", *itertools.islice(file, 1000)]
@@ -80,32 +75,10 @@ def test_ids_of_gpt2(workdir, gpt2_files):
     assert [vocab[i] for i in marked] == ["<s>", "a", "<mask>", "\u0120b", "</s>"]
 
 
-def test_a_byte_level_bpe_is_known_from_its_vocabulary():
-    """The merges of a BPE that `tokenizers` learned here, and what it makes of a text."""
-    texts = ["the cat sat on the mat, the cats sat", "a hat that\n the  rat ate at Café", "attata",
-             "aaa aaaaa aaa aaa"]
-    theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
-    theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    theirs.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
-        vocab_size=290, show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
-    learned = json.loads(theirs.to_str())["model"]
-    vocab = [*sorted(learned["vocab"], key=learned["vocab"].get), *GPT2_SPECIALS]
-    ids = {token: number for number, token in enumerate(vocab)}
-    assert len(learned["merges"]) > 20 and ["aa", "a"] in learned["merges"]  # the left pair first
-    assert bpe_merges(ids) == [tuple(pair) for pair in learned["merges"]]
-    ours = byte_level_tokenizer(vocab)
-    for text in [*texts, "", " ca", "Ünïcode 😀"]:
-        assert ours.encode(text).ids == theirs.encode(text).ids
-    the, cat = (theirs.encode(text).ids for text in ("the", " cat"))
-    assert ours.encode("<s>the <mask> cat</s>").ids == [  # the mask has the space before it
-        ids["<s>"], *the, ids["<mask>"], *cat, ids["</s>"]]
-
-
 def test_a_line_of_a_vocabulary_is_a_token(workdir):
     """Whatever white space is in it."""
     vocab = [*PIECES, "a b", "\u3000", "\u2028", "\x85c", "d\t"]
-    write_vocab(Path(), vocab)
+    write_vocab(Path(), wordpiece_tokenizer(vocab))
     assert read_vocab("vocab.txt") == read_vocab(".") == vocab
     Path("novel.txt").write_text("the cat\n")
     with pytest.raises(UserError, match="novel.txt: not a vocabulary: no .CLS., .MASK."):
@@ -164,15 +137,16 @@ def test_a_vocabulary_is_a_function_of_the_text():
     lines = random_lines()
     counts = collections.Counter(" ".join(lines[:99]).replace("\u00c9t\u00e9,", "ete ,").split())
     vocab = [*SPECIALS, *(f"##{c}" for c in "1abcdeft"), *",1abcdeft\u4e2d"]
-    assert train_vocab(lambda: lines, len(lines), 160) == merged(counts, vocab, 160)
+    tokenizer = train_tokenizer(lambda: lines, len(lines), 160)
+    assert tokens_by_id(tokenizer) == merged(counts, vocab, 160)
 
 
 def test_two_processes_learn_the_same_vocabulary(tmp_path):
     lines = random_lines()
     (tmp_path / "lines.json").write_text(json.dumps(lines))
-    code = ("import json; from lib.tokenizer import train_vocab; "
-            "lines = json.load(open('lines.json')); "
-            "print(json.dumps(train_vocab(lambda: lines, len(lines), 200)))")
+    code = ("import json; from lib.tokenizer import *; lines = json.load(open('lines.json')); "
+            "print(train_tokenizer(lambda: lines, len(lines), 200).to_str())")
     other = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True,
                            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert json.loads(other.stdout) == train_vocab(lambda: lines, len(lines), 200)
+    assert json.loads(other.stdout)["model"]["vocab"] == train_tokenizer(
+        lambda: lines, len(lines), 200).get_vocab()
