@@ -20,13 +20,13 @@ class Failure(RuntimeError):
 def run_main(main):
     """Call main() and end the process with its exit status.
 
-    A UserError is one line on stderr and status 2. A Failure, an OSError (such as a full disk), a
-    script that fails and a lack of memory are one line and status 1. Ctrl-C is status 130. Other
-    errors keep their traceback.
+    A UserError and a missing file are one line on stderr and status 2. A Failure, another OSError
+    (such as a full disk), a script that fails and a lack of memory are one line and status 1.
+    Ctrl-C is status 130. Other errors keep their traceback.
     """
     try:
         sys.exit(main())
-    except UserError as error:
+    except (UserError, FileNotFoundError) as error:
         status, line = 2, f"error: {error}"
     except (Failure, OSError, subprocess.CalledProcessError) as error:
         status, line = 1, f"error: {error}"

@@ -10,7 +10,6 @@ import inspect
 import runpy
 import sys
 import types
-from pathlib import Path
 
 from lib.errors import UserError
 
@@ -63,8 +62,6 @@ def load_settings(Config, argv):
 
 def run_config(path):
     """Run a config file. Returns the names that it defines, and their values."""
-    if not Path(path).is_file():
-        raise UserError(f"{path}: no such config file; the recipes are in configs/")
     return {key: value for key, value in runpy.run_path(path).items()
             if not key.startswith("_") and not isinstance(value, types.ModuleType)}
 

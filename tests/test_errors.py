@@ -21,7 +21,8 @@ def end(capsys, error):
 
 
 @pytest.mark.parametrize("error, status", [
-    (UserError("x"), 2), (Failure("x"), 1), (OSError(28, "x"), 1), (KeyboardInterrupt(), 130),
+    (UserError("x"), 2), (FileNotFoundError(2, "x"), 2), (Failure("x"), 1),
+    (OSError(28, "x"), 1), (KeyboardInterrupt(), 130),
     (RuntimeError("CUDA error: out of memory\nCUDA kernel errors"), 1),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 1),
     (MemoryError(), 1)])
