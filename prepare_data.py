@@ -9,8 +9,8 @@ $ python prepare_data.py weights bert-base-uncased         # to data/weights/, f
 $ python prepare_data.py glue SST-2 RTE                    # to data/glue/; squad: to data/squad/
 
 The .bin files are flat little-endian uint16 token ids. Every document ends with [SEP]; none starts
-with [CLS]. vocab.txt is BERT's (WordPiece), a trained one, or GPT-2's (--tokenizer gpt2), which
-comes with a tokenizer.json. lib.corpus.Corpus reads all of it.
+with [CLS]. vocab.txt is BERT's (WordPiece), a trained one, or GPT-2's (--tokenizer gpt2). GPT-2's
+comes with a tokenizer.json. lib.corpus.Corpus reads all files.
 """
 import re
 from functools import partial
@@ -20,7 +20,7 @@ from lib import download
 from lib.errors import UserError, run_main
 from lib.files import write_text
 from lib.huggingface import PRETRAINED
-from lib.settings import Parser, whole_number
+from lib.settings import Parser
 from lib.tasks import GLUE, SQUAD
 from lib.text import TEST, Source, docstrings, find_files, read_documents, write_corpus
 from lib.tokenizer import gpt2_tokenizer, load_tokenizer
@@ -116,7 +116,7 @@ def fetch_pg19():
 
 
 def write_paper(args, parts, split=None):
-    """Prepare a corpus of the paper, downloaded or from .parquet and .txt files on disk.
+    """Prepare a corpus of the paper, downloaded or from .parquet and .txt files.
 
     parts: [(name, where it is from, where its documents end)]. BookCorpus may also be its tar.
     """
@@ -209,11 +209,11 @@ OPTIONS = {
     "--raw": {"action": "store_true", "help": "the version without <unk>"},
     "--split": {"choices": ("blank", "file"), "default": "blank",
                 "help": "documents end at blank lines (default) or with their file"},
-    "--val_every": {"type": partial(whole_number, least=3), "metavar": "N",
+    "--val_every": {"type": int, "metavar": "N",
                     "help": "of N documents one is for val, one for test (100 for text, or 1000)"},
     "--vocab": {"metavar": "PATH", "help": "a vocab.txt, another corpus's folder, or "
                 "bert-base-uncased (the default of the paper's corpora)"},
-    "--vocab_size": {"dest": "vocab", "type": partial(whole_number, least=256), "metavar": "N",
+    "--vocab_size": {"dest": "vocab", "type": int, "metavar": "N",
                      "help": "learn N WordPieces (default: 4096 for docs, 8192)"},
     "--tokenizer": {"dest": "vocab", "choices": ["gpt2"], "help": "GPT-2's byte-level BPE"},
 }

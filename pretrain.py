@@ -31,7 +31,7 @@ from lib.distributed import (
 from lib.errors import UserError, need, run_script
 from lib.files import first_rank, lock
 from lib.run import Run
-from lib.settings import load_settings
+from lib.settings import check_choice, load_settings
 from lib.training import (
     catch_signals,
     check_finite,
@@ -282,8 +282,7 @@ def check_config(config):
     choices = {"objective": ("masked", "causal"), "model": tuple(SIZES),
                "values": ("random", "zero"), "compile": ("auto", "on", "off")}
     for name, allowed in choices.items():
-        if getattr(config, name) not in allowed:
-            raise UserError(f"{name} = {getattr(config, name)!r}: expected {', '.join(allowed)}")
+        check_choice(name, getattr(config, name), allowed)
     if config.reinit_ffn and not config.init_from:
         raise UserError("reinit_ffn = True needs init_from: without it every FFN is new")
     if config.warmup_steps > config.max_steps:

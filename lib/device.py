@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from lib.errors import UserError
 from lib.files import first_rank, under_torchrun
-from lib.settings import DTYPES, check_choice
+from lib.settings import check_choice
 
 
 def choose_device(device="auto", dtype="auto"):
@@ -21,7 +21,7 @@ def choose_device(device="auto", dtype="auto"):
     'bfloat16' or 'float16'; all but float32 are for torch.autocast, and float16 for a GradScaler.
     Returns (torch.device, torch.dtype, a line to print).
     """
-    check_choice("dtype", dtype, DTYPES)
+    check_choice("dtype", dtype, ("auto", "float32", "bfloat16", "float16"))
     if device == "auto" and torch.cuda.is_available():
         device = "cuda"
     elif device == "auto" and torch.backends.mps.is_available() and not under_torchrun():

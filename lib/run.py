@@ -123,8 +123,7 @@ class Run:
 
     def records(self):
         """Read log.jsonl, a list of dicts. A last line that is half written does not count."""
-        path = self.folder / "log.jsonl"
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+        lines = (self.folder / "log.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
         return [json.loads(line, object_hook=null_to_nan) for line in lines]
 
     def evaluations(self, checkpoint=None):

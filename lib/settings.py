@@ -13,7 +13,6 @@ import types
 
 from lib.errors import UserError
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 OTHER_NAMES = {"learning_rate": "lr", "hidden_size": "d_model"}  # what other projects call them
 
 
@@ -26,13 +25,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise UserError(f"{message} ({self.prog} --help)")
-
-
-def whole_number(text, least=1):
-    """Return the whole number in a text; for argparse's `type`."""
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least {least}")
-    return int(text)
 
 
 def load_settings(Config, argv):

@@ -80,7 +80,7 @@ def load_model(path):
         pooler = {name: w for name, w in model.state_dict().items() if "pooler" in name}
         weights = pooler | weights
     load_weights(model, weights, path, assign=True)
-    return model
+    return model.float()  # a Hugging Face folder may have float16
 
 
 def load_run(path):

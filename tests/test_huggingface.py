@@ -63,7 +63,7 @@ def assert_same_logits(ours, theirs):
         torch.testing.assert_close(logits[where], out[0][where], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["safetensors", "bin", "old names", "no prefix"])
+@pytest.mark.parametrize("layout", ["safetensors", "bin", "half", "old names", "no prefix"])
 @pytest.mark.parametrize("kind", [
     "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification", "regression",
     "BertForQuestionAnswering", "DistilBertForMaskedLM", "DistilBertForQuestionAnswering"])
@@ -85,6 +85,9 @@ def test_hugging_face_folders_give_the_same_logits(tmp_path, kind, layout):
         if layout == "no prefix":
             weights = {n.removeprefix("bert.").removeprefix("distilbert."): w
                        for n, w in weights.items()}
+        if layout == "half":
+            weights = {n: w.half() if w.is_floating_point() else w for n, w in weights.items()}
+            theirs = theirs.half().float()
         torch.save(weights, tmp_path / "pytorch_model.bin")
     ours = load_model(tmp_path).eval()
     assert type(ours) is {"S": Classifier, "r": Classifier, "Q": SpanReader}.get(
