@@ -1,6 +1,6 @@
 """Which package does a docstring come from? A task for the demo: minutes on two cores, no network.
 
-The rates also suit a task of your own on the demo: --task=FOLDER, see docs/fine_tuning.md.
+The rates also suit a task of your own on the demo: --task=FOLDER, see docs/reproduce.md.
 """
 task = "docs"  # made on the spot if it is missing
 init_from = "out/demo"  # or --init_from=out/demo_resm_init, with memory
