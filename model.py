@@ -57,8 +57,7 @@ class BertConfig:
         assert set(self.memory_layers) <= layers, \
             f"memory_layers = {self.memory_layers}: expected layers from 1 to {self.n_layer}"
         assert self.alpha or self.beta, "alpha = beta = 0: a layer needs an FFN or a memory"
-        assert self.topk <= self.n_keys, \
-            f"topk = {self.topk}: expected at most n_keys = {self.n_keys}"
+        assert self.topk <= self.n_keys, f"topk = {self.topk} of n_keys = {self.n_keys} sub-keys"
 
 
 class Layer(nn.Module):
@@ -226,10 +225,7 @@ class SpanReader(nn.Module):
         self.bert.init_weights(self.head)
 
     def forward(self, ids, mask=None, token_types=None, labels=None):
-        """Score each token as start and end: logits (batch, time, 2), or the mean loss of labels.
-
-        labels (batch, 2): positions of start and end.
-        """
+        """Score tokens as start and end: logits (batch, time, 2), or the loss of labels (batch, 2)."""
         logits = self.head(self.bert(ids, mask, token_types))
         if labels is None:
             return logits
