@@ -23,7 +23,7 @@ from lib.tokenizer import Specials
 SPLITS = ("train", "val", "test")
 MASKED = 0.15  # share of the tokens to predict
 
-# streams of random numbers, each with a generator of its own
+# streams of random numbers
 ORDER = 1  # of the training data, by epoch
 MASKS = 2  # by step and micro-batch
 DROPOUT = 3  # by step and micro-batch
@@ -32,8 +32,8 @@ DROPOUT = 3  # by step and micro-batch
 class Corpus:
     """A prepared corpus, data/<name>/.
 
-    Attributes: name, folder, meta (meta.json as a dict), vocab_size, special_ids (Specials),
-    tokenizer_hash. A corpus that is only for measuring (pg19) has no tokens in train and val.
+    Attributes: name, folder, meta (meta.json as a dict), vocab_size, special_ids (Specials). A
+    corpus that is only for measuring (pg19) has no tokens in train and val.
     """
 
     def __init__(self, name):
@@ -45,7 +45,6 @@ class Corpus:
                             f"python prepare_data.py text {name} PATH... for text of your own")
         self.meta = read_json(self.folder / "meta.json")
         self.vocab_size = self.meta["vocab_size"]
-        self.tokenizer_hash = self.meta["tokenizer_hash"]
         self.special_ids = Specials(*(self.meta[f"{use}_id"] for use in Specials._fields))
 
     def split(self, which):
@@ -122,24 +121,24 @@ class MaskedBatches:
     def get(self, step, micro):
         """Return a micro-batch: arrays ids, positions and labels by name (see mask_tokens)."""
         rng = np.random.default_rng([self.config.seed, MASKS, step, micro])
-        ids = self.corpus.enclose(self.read(step, micro))
+        ids = self.corpus.enclose(self.read(step, micro)[:, :-1])
         return mask_tokens(ids, rng, self.corpus.vocab_size, self.corpus.special_ids)
 
-    def read(self, step, micro, more=0):
-        """Return the text of a micro-batch: a list of arrays of `width` + `more` ids."""
+    def read(self, step, micro):
+        """Return the text of a micro-batch, and a token more: int64 (batch, width + 1)."""
         rows = []
         first = (step * self.config.accumulation + micro) * self.config.batch_size
         for number in range(first, first + self.config.batch_size):
             epoch, place = divmod(number, self.per_epoch)
             order, offset = draw_epoch(self.config.seed, epoch, self.per_epoch, self.width)
             start = offset + order[place] * self.width
-            rows.append(self.tokens[start:start + self.width + more])
-        return rows
+            rows.append(self.tokens[start:start + self.width + 1])
+        return np.array(rows, np.int64)
 
 
 @functools.lru_cache(maxsize=1)
 def draw_epoch(seed, epoch, sequences, width):
-    """Draw the order of an epoch's sequences, and the place in the text of the first one."""
+    """Draw the order of an epoch's sequences, and the offset of its cuts."""
     rng = np.random.default_rng([seed, ORDER, epoch])
     return rng.permutation(sequences), rng.integers(width)
 
@@ -155,12 +154,12 @@ class CausalBatches(MaskedBatches):
 
     def get(self, step, micro):
         """Return a micro-batch: ids and labels (the next tokens), int64 (batch, seq_len)."""
-        rows = np.array(self.read(step, micro, more=1), np.int64)
+        rows = self.read(step, micro)
         return {"ids": rows[:, :-1], "labels": rows[:, 1:]}
 
 
 def spread(number, most):
-    """Choose at most `most` of the indices below `number`, spread evenly. None: all of them."""
+    """Choose `most` of the indices below `number`, spread evenly; all if `most` is None."""
     return np.linspace(0, number - 1, min(most or number, number)).astype(np.int64)
 
 
@@ -188,9 +187,9 @@ def cut_split(corpus, split, seq_len, sequences=None):
 def masked_heldout(corpus, split, seq_len, batch_size, sequences=None, masking=0):
     """Return masked batches of a split: a list of dicts of ids, positions, labels.
 
-    See cut_split for `sequences`, and mask_tokens for the arrays. A padded last sequence is a
-    batch of its own. It also has `mask`, True at real tokens; 15% of these are predicted. The
-    masks depend only on the seed `masking`, the text and the vocabulary.
+    See cut_split for `sequences`, and mask_tokens for the arrays. A padded last sequence is alone
+    in its batch. This batch also has `mask`, True at real tokens, and 15% of the real tokens are
+    predicted. The masks depend only on the seed `masking`, the text and the vocabulary.
     """
     ids = cut_split(corpus, split, seq_len, sequences)
     real = ids != corpus.special_ids.pad
@@ -211,7 +210,7 @@ def masked_heldout(corpus, split, seq_len, batch_size, sequences=None, masking=0
 
 
 def causal_heldout(corpus, split, seq_len, batch_size, sequences=None, stride=None):
-    """Return batches of a split for a causal language model: a list of dicts of ids and labels.
+    """Return causal batches of a split: a list of dicts of ids and labels.
 
     Both are int64 (batch, seq_len). A label is the next token, or -100 where it does not count.
     Windows start `stride` tokens apart (by default seq_len). The last one starts earlier, to be

@@ -37,7 +37,7 @@ TRAIN, VAL, TEST, DUPLICATE = 0, 1, 2, -1  # the first three are places in SPLIT
 
 
 def find_files(path, *endings):
-    """Return [path], or the files in a folder or an archive whose names end in one of these."""
+    """List the files of a folder or an archive that have one of the endings; or [path], a file."""
     if path.name.endswith((".zip", ".tar.bz2")):
         path = unpack(path)
     if path.is_file():
@@ -51,11 +51,11 @@ def find_files(path, *endings):
 def read_documents(path, ends):
     """Yield the documents of a file, each a list of lines. Blank lines are left out.
 
-    A row of a .parquet file is a document. In a text file a document ends
-    'blank'      at a blank line,
-    'file'       with the file,
-    'wikitext'   before the title of the next article,
-    'sentences'  after about 1,000 lines, or at a blank line; rows of .parquet are lines here.
+    A row of a .parquet file is a document. `ends` says where a document of a text file ends:
+    'blank'      At a blank line.
+    'file'       With the file.
+    'wikitext'   Before the title of the next article.
+    'sentences'  At a blank line, or after about 1,000 lines. A row of .parquet is a line here.
 
     'sentences' is for BookCorpus, a sentence a line without the ends of books. A third of its books
     are in it more than once (Bandy and Vincent, 2021). The hash of two lines says where a document
@@ -90,7 +90,7 @@ def read_documents(path, ends):
 
 
 def is_title(line):
-    """Tell whether a line of WikiText looks like " = Title = ", not " = = Section = = ".
+    """Tell whether a line looks like " = Title = ", and not like " = = Section = = ".
 
     Lines of tables look like titles, too, but have no blank lines around them. With both rules
     WikiText-2 has 600, 60 and 60 articles, as published.
@@ -194,12 +194,12 @@ def write_corpus(name, origin, sources, tokenizer, val_every=None, force=False):
         meta = {"name": name, "source": origin, **facts}
         write_text(folder / "meta.json", json.dumps(meta, indent=1) + "\n")
     for split in SPLITS:
-        documents, tokens = meta["documents"][split], meta["tokens"][split]
-        print(f"data/{name}/{split}.bin: {documents:,} documents, {tokens:,} tokens")
+        sizes = [f"{meta[what][split]:,} {what}" for what in ("documents", "tokens", "unknown")]
+        print(f"data/{name}/{split}.bin: {', '.join(sizes)}")
 
 
 def write_files(folder, sources, tokenizer, val_every):
-    """Write the token files and the vocabulary of a corpus; return what meta.json has of them."""
+    """Write the token files and the vocabulary of a corpus; return their facts for meta.json."""
     hashes, splits, n_lines = hash_documents(sources)
     if sources[0].split is None:
         splits = hold_out(hashes, val_every)
@@ -220,25 +220,22 @@ def write_files(folder, sources, tokenizer, val_every):
     vocab = tokens_by_id(tokenizer)
     ids = special_ids(tokenizer)
     no_words = [ids.pad, ids.cls, ids.sep, ids.mask]
-
-    def by_split(numbers):
-        return dict(zip(SPLITS, map(int, numbers)))
     return {
         "vocab_size": len(vocab),
         **{f"{use}_id": token_id for use, token_id in ids._asdict().items()},
         "tokenizer_hash": vocab_hash(vocab),
         "duplicates": int((splits == DUPLICATE).sum()),
         "unigram_perplexity": unigram_perplexity(counts[TRAIN], counts[VAL], no_words),
-        "documents": by_split(counts[:, ids.sep]),
-        "tokens": by_split(counts.sum(axis=1)),
-        "unknown": by_split(counts[:, ids.unk]),
+        "documents": dict(zip(SPLITS, counts[:, ids.sep].tolist())),
+        "tokens": dict(zip(SPLITS, counts.sum(axis=1).tolist())),
+        "unknown": dict(zip(SPLITS, counts[:, ids.unk].tolist())),
         "sha256": {split: file_sha256(folder / f"{split}.bin") for split in SPLITS}}
 
 
 def hash_documents(sources):
     """Read the text once to hash its documents and count its lines.
 
-    Returns the hashes, uint64 (documents,), the official splits (documents,) and the number of
+    Returns the hashes, uint64 (documents,), the official splits (documents,), and the number of
     lines. Two of 10 million different documents have the same hash with probability 3e-6.
     """
     hashes, splits = bytearray(), []
@@ -252,13 +249,13 @@ def hash_documents(sources):
 
 
 def hold_out(hashes, val_every):
-    """Return each document's TRAIN, VAL, TEST or, if it was there before, DUPLICATE: int8."""
+    """Assign documents to TRAIN, VAL and TEST; equal later ones are DUPLICATE: int8."""
     firsts = np.sort(np.unique(hashes, return_index=True)[1])  # the first of equal documents
-    if len(firsts) < 3:
-        raise UserError(f"{len(firsts)} different documents in all: it takes 3 to have one for "
-                        "val and one for test; they end at blank lines, or with --split file "
-                        "where a file does")
     period = min(len(firsts), val_every)
+    if period < 3:
+        raise UserError(f"{len(firsts)} different documents, --val_every={val_every}: it takes 3, "
+                        "for train, val and test; they end at blank lines, or with --split file "
+                        "where a file does")
     place = np.arange(len(firsts)) % period
     splits = np.full(len(hashes), DUPLICATE, np.int8)
     splits[firsts] = TRAIN

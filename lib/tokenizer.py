@@ -51,7 +51,7 @@ def special_ids(tokenizer):
 
 
 def read_vocab(path):
-    """Read the tokens of a vocab.txt, or of a folder that has it: a list of str, by id.
+    """Read a vocab.txt, or the one in a folder: a list of tokens, by id.
 
     A folder with only a tokenizer.json, as transformers 5 saves it, is read too.
     """
@@ -166,9 +166,9 @@ def train_tokenizer(read, size, vocab_size):
 
 
 def gpt2_tokenizer():
-    """Make the tokenizers.Tokenizer of GPT-2's two files, with RoBERTa's special tokens.
+    """Make GPT-2's tokenizers.Tokenizer, with RoBERTa's special tokens.
 
-    tiktoken downloads the files, or finds them in TIKTOKEN_CACHE_DIR.
+    tiktoken downloads its two files, or finds them in TIKTOKEN_CACHE_DIR.
     """
     read = need("tiktoken.load", "--tokenizer gpt2").read_file_cached
     files = {name: read(GPT2 + name, sha256).decode() for name, sha256 in GPT2_FILES.items()}
