@@ -51,8 +51,8 @@ def choose_device(device="auto", dtype="auto"):
 def prepare_card(device):
     """Make a card the current one, and leave out an attention that fails on it.
 
-    Up to torch 2.14 the backward pass of cuDNN's attention can be NaN on an H100: with a mask, and
-    64 tokens more than a multiple of 128.
+    Up to torch 2.14 the backward pass of cuDNN's attention can be NaN on an H100. It needs a mask,
+    and 64 tokens more than a multiple of 128.
     """
     if device.index is not None:
         torch.cuda.set_device(device)

@@ -113,10 +113,11 @@ def load_weights(model, weights, source, strict=True, assign=False):
 def init_from(model, path, reinit_ffn=False):
     """Start from the trained model at `path` (see find_weights; section 4.1 of the paper).
 
-    Copies what fits, and prints what was loaded, left random or dropped. Random stay a task's head,
-    with reinit_ffn (ResM') the FFN of memory layers, and a Classifier's pooler if none was trained,
-    or all seeds would share one. UserError for other sizes. Returns the origin that the run keeps:
-    init_checkpoint (path of the weights), first_step (their steps, 0 if unknown), pooler_trained.
+    Copies what fits; prints what was loaded, left random or dropped. A task's head stays random.
+    reinit_ffn (ResM') leaves the FFN of memory layers random. A pooler that was never trained is
+    not copied into a Classifier, or all seeds would share it. UserError for other sizes. Returns
+    the origin that the run keeps: init_checkpoint (path of the weights), first_step (their steps,
+    0 if unknown), pooler_trained.
     """
     source, _ = find_weights(path)
     saved = read_weights(source)
