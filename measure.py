@@ -30,8 +30,7 @@ from lib.browse import (
     print_guess,
     training_examples,
 )
-from lib.corpus import causal_heldout, masked_heldout
-from lib.device import choose_device
+from lib.device import choose_device, use_device
 from lib.distributed import run_ranks
 from lib.errors import UserError, need
 from lib.figures import (
@@ -52,20 +51,19 @@ from lib.usage import (
     check_language_model,
     comparable_evaluations,
     evaluate_run,
-    open_corpus,
+    shared_batches,
     slot_staleness,
     tally,
     training_text,
     usage_metrics,
 )
-from lib.weights import find_weights, load_model, read_weights
+from lib.weights import find_weights, load_model
 from model import value_tables
 
 
 def table(args):
     """Print Table 2 (perplexity and slot usage, with --data) or 6 (usage of fine-tuned runs)."""
-    device, dtype, line = choose_device(args.device, args.dtype)
-    print(line)
+    device, dtype = use_device(args.device, args.dtype)
     if args.data:
         table_2(args, device, dtype)
     else:
@@ -74,25 +72,17 @@ def table(args):
 
 def table_2(args, device, dtype):
     """Evaluate language models on test splits, with the same batches for all."""
-    causal = read_weights(args.runs[0])["config"].causal
-    for path in args.runs:  # report mistakes before the long work starts
-        check_language_model(path, causal)
-    seq_len = min(training_text(path)[0] for path in args.runs)
-    heldout = {}
-    for name in args.data:
-        text = open_corpus(name, *args.runs), "test", seq_len, args.batch_size, args.sequences
-        if causal:  # windows overlap by half, and each token is predicted once
-            heldout[name] = [causal_heldout(*text, stride=seq_len // 2)]
-        else:
-            heldout[name] = [masked_heldout(*text, masking) for masking in range(args.repeats)]
+    seq_len, heldout = shared_batches(args.runs, args.data, args.batch_size, args.sequences,
+                                      args.repeats)
     rows, records = [], []
     for path in args.runs:
         record = evaluate_run(path, heldout, device, dtype)
-        results = record["results"]
-        row = {name: record[name] for name in ("run", "steps", "seed")}
-        row |= {f"{name} ppl": perplexity_cell(results[name]) for name in results}
-        rows.append(row | usage_cells([masking["layers"] for masking in results[args.data[0]]]))
         records.append(record)
+        row = {name: record[name] for name in ("run", "steps", "seed")}
+        for name, results in record["results"].items():
+            row[f"{name} ppl"] = perplexity_cell(results)
+        usages = [evaluation["layers"] for evaluation in record["results"][args.data[0]]]
+        rows.append({**row, **usage_cells(usages)})
     note = (f"Test splits, {args.sequences or 'all'} sequences of {seq_len}. Sequences of a "
             "causal model overlap by half, and its usage counts a token in both. Usage on "
             f"data/{args.data[0]}. Several maskings: mean [lowest, highest]. Steps: those of the "
@@ -122,7 +112,8 @@ def glue(args):
     if not rows:
         raise UserError(f"{', '.join(args.runs)}: no fine-tuned run that is done")
     note = ("Dev splits, median over the seeds of each seed's best epoch; -: not run. "
-            "Avg: of the six columns from MNLI-m to CoLA, once all are there.")
+            "squad: exact match/F1; mnli: matched/mismatched; cola: Matthews' correlation. "
+            "Avg: of the six numbers from mnli to cola, once all are there.")
     write_table(args.out, rows, note, records)
 
 
@@ -130,7 +121,7 @@ def by_class(args):
     """Draw Figure 4: how far apart two classes' slots are, before and after fine-tuning."""
     if args.out:
         need("matplotlib", "a figure")  # which is drawn after long work
-    device = open_device(args)
+    device, _ = use_device(args.device, "float32")
     records = []
     for path in args.runs:
         records += compare_classes(path, args.sequences, device)
@@ -175,13 +166,25 @@ def run_names(args):
     return dict(zip(args.runs, args.names or args.runs, strict=True))
 
 
+def open_model(args):
+    """Load the model of args.run, and read a corpus with it.
+
+    Returns (model, folder of its weights, CorpusReads). The last is None without a memory.
+    """
+    checkpoint, _ = find_weights(args.run)
+    device, _ = use_device(args.device, "float32")
+    model = load_model(checkpoint).eval().to(device)
+    if not value_tables(model):
+        return model, checkpoint, None
+    return model, checkpoint, CorpusReads(model, args.run, args.data, args.sequences)
+
+
 def slots(args):
     """Show the most read slots of a layer, or given ones, with contexts."""
-    model, checkpoint = open_model(args)
-    corpus = CorpusReads(model, args.run, args.data, args.sequences)
-    if args.layer not in corpus.layers:
+    model, checkpoint, corpus = open_model(args)
+    if args.layer not in value_tables(model):
         raise UserError(f"{args.run}: no memory in layer {args.layer}; its memory layers: "
-                        f"{list(corpus.layers)}")
+                        f"{list(value_tables(model))}")
     slots, weights = corpus.layers[args.layer]
     counts = tally(slots, weights, corpus.n_keys**2)
     read, top1 = counts["read"], counts["top1"]
@@ -199,7 +202,9 @@ def slots(args):
 
 def fill(args):
     """Guess each [MASK]; show the slots read there, and what else reads those."""
-    model, tokenizer, checkpoint, corpus = open_language_model(args, causal=False)
+    check_language_model(args.run, causal=False)
+    model, checkpoint, corpus = open_model(args)
+    tokenizer = load_tokenizer(find_weights(args.run)[1])
     special = special_tokens(tokenizer.get_vocab())
     mask_id = tokenizer.token_to_id(special.mask)
     for text in args.texts:
@@ -215,7 +220,9 @@ def fill(args):
 
 def sample(args):
     """Continue a text; show first the likeliest next tokens and the slots read for them."""
-    model, tokenizer, checkpoint, corpus = open_language_model(args, causal=True)
+    check_language_model(args.run, causal=True)
+    model, checkpoint, corpus = open_model(args)
+    tokenizer = load_tokenizer(find_weights(args.run)[1])
     start = special_tokens(tokenizer.get_vocab()).sep  # a document begins
     ids = tokenizer.encode(start + args.text).ids
     window, _ = training_text(args.run)
@@ -227,37 +234,11 @@ def sample(args):
         print(f"sample {number}: {tokenizer.decode(new[1:], skip_special_tokens=False)}")
 
 
-def open_language_model(args, causal):
-    """Load the language model of args.run, to ask it.
-
-    Returns (model, its tokenizer, folder of its weights, CorpusReads). The last is None for a
-    model without memory.
-    """
-    check_language_model(args.run, causal)
-    model, checkpoint = open_model(args)
-    corpus = None
-    if value_tables(model):
-        corpus = CorpusReads(model, args.run, args.data, args.sequences)
-    return model, load_tokenizer(find_weights(checkpoint)[1]), checkpoint, corpus
-
-
-def open_model(args):
-    """Load the model of args.run. Returns (model, folder of its weights)."""
-    checkpoint, _ = find_weights(args.run)
-    return load_model(checkpoint).eval().to(open_device(args)), checkpoint
-
-
-def open_device(args):
-    """Choose the device of --device, and print it."""
-    device, _, line = choose_device(args.device, "float32")
-    print(line)
-    return device
-
-
 def browse(args):
     """Write an HTML page of what slots know: usage, contexts, a search for words."""
-    model, checkpoint = open_model(args)
-    corpus = CorpusReads(model, args.run, args.data, args.sequences)
+    _, checkpoint, corpus = open_model(args)
+    if not corpus:
+        raise UserError(f"{args.run}: a model without memory has no slots")
     snapshots = {}
     if Path(args.run, "usage").exists():  # a folder of weights has none
         snapshots = Run(args.run).usage_snapshots()

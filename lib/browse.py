@@ -47,9 +47,6 @@ class CorpusReads:
     def __init__(self, model, path, data, sequences):
         seq_len, trained_on = training_text(path)
         self.name = data or trained_on
-        reads = {layer: [] for layer in value_tables(model)}
-        if not reads:
-            raise UserError(f"{path}: a model without memory has no slots")
         if not self.name:
             raise UserError(f"{path}: its corpus is not known: --data NAME")
         corpus = open_corpus(self.name, path)
@@ -61,6 +58,7 @@ class CorpusReads:
         else:
             self.ids = cut_split(corpus, "test", seq_len, sequences)
         device = model.bert.words.weight.device
+        reads = {layer: [] for layer in value_tables(model)}
         with watch_reads(model, lambda layer, *read: reads[layer].append(read)):
             for batch in Progress(torch.from_numpy(self.ids).split(8), f"data/{self.name}"):
                 model.bert(batch.to(device))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from lib.corpus import Corpus
+from lib.corpus import Corpus, causal_heldout, masked_heldout
 from lib.device import Progress, autocast, to_device
 from lib.distributed import deal_batches, sum_over_ranks
 from lib.errors import UserError
@@ -139,11 +139,28 @@ def evaluate_language_model(model, batches, device, dtype=torch.float32):
     return results, counts
 
 
-def evaluate_run(path, heldout, device, dtype):
-    """Evaluate a language model on several corpora: a record of Table 2.
+def shared_batches(paths, corpora, batch_size, sequences, maskings):
+    """Make test batches on which all language models at `paths` can be evaluated.
 
-    heldout: {corpus: a list of maskings, each a list of batches}.
+    Returns (seq_len, {corpus: a list of maskings, each a list of batches}). seq_len is the shortest
+    that a model was trained on. sequences: at most this number; None: all.
     """
+    causal = read_weights(paths[0])["config"].causal
+    for path in paths:
+        check_language_model(path, causal)
+    seq_len = min(training_text(path)[0] for path in paths)
+    heldout = {}
+    for name in corpora:
+        text = open_corpus(name, *paths), "test", seq_len, batch_size, sequences
+        if causal:  # windows overlap by half, and each token is predicted once
+            heldout[name] = [causal_heldout(*text, stride=seq_len // 2)]
+        else:
+            heldout[name] = [masked_heldout(*text, masking) for masking in range(maskings)]
+    return seq_len, heldout
+
+
+def evaluate_run(path, heldout, device, dtype):
+    """Evaluate a language model on what shared_batches returns: a record of Table 2."""
     checkpoint, _ = find_weights(path)
     print(f"{path}: weights of {checkpoint}")
     model = load_model(checkpoint).to(device)
