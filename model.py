@@ -225,7 +225,7 @@ class SpanReader(nn.Module):
         self.bert.init_weights(self.head)
 
     def forward(self, ids, mask=None, token_types=None, labels=None):
-        """Score tokens as start and end: logits (batch, time, 2), or the loss of labels (batch, 2)."""
+        """Score tokens as start and end: (batch, time, 2), or the loss of labels (batch, 2)."""
         logits = self.head(self.bert(ids, mask, token_types))
         if labels is None:
             return logits
