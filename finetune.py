@@ -39,10 +39,10 @@ from lib.distributed import (
 from lib.download import file_sha256
 from lib.errors import UserError
 from lib.files import first_rank, lock
-from lib.predict import predict_examples, write_predictions
+from lib.predict import predict_examples, score_dev, write_predictions
 from lib.run import Run
 from lib.settings import load_settings
-from lib.tasks import TrainingBatches, find_task, load_examples, score_dev
+from lib.tasks import TrainingBatches, find_task, load_examples
 from lib.tokenizer import text_tokenizer
 from lib.training import (
     catch_signals,
@@ -244,8 +244,8 @@ def fine_tune(config, run, task, data, train, dev, signals):
             scores = score_dev(task, dev, predictions)
             state["scores"].append({"epoch": batches.epochs(done), **scores})
             run.log({"step": done, **state["scores"][-1]})
-            shown = [f"{metric} {task.scale * score:.2f}" for metric, score in scores.items()]
-            print(f"epoch {batches.epochs(done):g}: {', '.join(shown)}", flush=True)
+            shown = ", ".join(f"{metric} {score:.4f}" for metric, score in scores.items())
+            print(f"epoch {batches.epochs(done):g}: {shown}", flush=True)
             if best_epoch(task, state["scores"]) == len(state["scores"]) - 1:
                 run.save_best(model_file(model, task.labels))
                 write_predictions(run.folder, task, dev, predictions)
@@ -271,14 +271,14 @@ def best_epoch(task, scores):
 
 
 def write_medians(task, out):
-    """Write the medians over all seeds in `out` that are done, and print the first metric's."""
+    """Write the medians over all seeds in `out` that are done, and print the main one."""
     results = {run.settings()["seed"]: run.results() for run in Run(out).seeds() if run.results()}
     medians = {}
     for key in results[min(results)]:
         medians[key] = float(np.median([scores[key] for scores in results.values()]))
     Run(out).write_results({**medians, "seeds": results})
     metric = task.metrics[0]
-    print(f"median of {len(results)}: {metric} {task.scale * medians[f'eval_{metric}']:.2f}; "
+    print(f"median of {len(results)}: {metric} {medians[f'eval_{metric}']:.4f}; "
           f"{out}/eval_results.json")
 
 

@@ -1,5 +1,5 @@
 """
-Predict with a fine-tuned model: classes with probabilities, scores, or answers.
+Predict with a fine-tuned model: classes with probabilities, scores, or answers. Score it.
 
 >>> header, rows = predict_file("out/base_sst2", Path("new.tsv"), torch.device("cpu"))
 """
@@ -13,7 +13,7 @@ from lib.distributed import deal_batches, sum_over_ranks
 from lib.errors import UserError
 from lib.files import write_text
 from lib.run import Run
-from lib.squad import Question, Window, best_answers, make_windows, read_squad
+from lib.squad import Question, Window, best_answers, make_windows, read_squad, score_squad
 from lib.tasks import (
     batches_by_length,
     encode_examples,
@@ -70,6 +70,43 @@ def best_spans(logits, windows, longest=30):
         first, last = divmod(scores.argmax().item(), len(start))
         span[:] = scores[first, last], first, last
     return spans
+
+
+def score_dev(task, dev, predictions):
+    """Score the predictions for the dev splits (see predict_examples): {metric: number}.
+
+    dev, predictions: dicts with the keys of task.dev.
+    """
+    scores = {}
+    for suffix, examples in dev.items():
+        if task.reads_spans:
+            return score_squad(best_answers(examples, predictions[suffix]))
+        labels = np.array([example.label for example in examples])
+        predicted = predictions[suffix]
+        predicted = predicted.argmax(1) if task.labels else predicted[:, 0]
+        for metric in task.metrics:
+            scores[metric + suffix] = float(METRICS[metric](labels, predicted))
+    return scores
+
+
+def pearson(x, y):
+    """Compute the correlation; nan if x or y is constant."""
+    return np.corrcoef(x, y)[0, 1] if np.ptp(x) and np.ptp(y) else np.nan
+
+
+def mean_ranks(x):
+    """Rank numbers from 1; equal numbers share their mean rank."""
+    _, inverse, count = np.unique(x, return_inverse=True, return_counts=True)
+    return (count.cumsum() - (count - 1) / 2)[inverse]
+
+
+METRICS = {  # of labels x and predictions y, arrays (n,)
+    "accuracy": lambda x, y: (x == y).mean(),
+    "f1": lambda x, y: 2 * (x @ y) / max(1, (x + y).sum()),  # of class 1; 0 if it never occurs
+    "matthews_correlation": lambda x, y: np.nan_to_num(pearson(x, y)),  # 0 if x or y is constant
+    "pearson": pearson,
+    "spearmanr": lambda x, y: pearson(mean_ranks(x), mean_ranks(y)),
+}
 
 
 def write_predictions(folder, task, dev, predictions):

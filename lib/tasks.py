@@ -1,5 +1,5 @@
 """
-Describe the tasks (GLUE, SQuAD 1.1, folders of your own), read their files, and score them.
+Describe the tasks (GLUE, SQuAD 1.1, folders of your own), read and encode their files.
 
 >>> task = find_task("sst2")                        # data/glue/SST-2
 >>> texts, labels = read_split(task, "train")
@@ -15,7 +15,7 @@ import numpy as np
 from lib.corpus import ORDER
 from lib.errors import UserError, run_script
 from lib.run import Run, recipe_differences
-from lib.squad import best_answers, make_windows, read_squad, score_squad
+from lib.squad import make_windows, read_squad
 from lib.tokenizer import special_ids, tokenize
 
 
@@ -23,13 +23,12 @@ from lib.tokenizer import special_ids, tokenize
 class Task:
     """Describe a task: what is official about it, and where its files are."""
     name: str
-    folder: str
+    folder: str | Path
     labels: list  # classes; [] for a score or a span
     metrics: list  # the first one picks the best epoch
     table_metrics: list  # the ones in tables of scores
     archives: list = ()  # the files to download
     dev: dict = field(default_factory=lambda: {"": "dev"})  # {suffix of metrics: split}
-    scale: int = 100  # from a metric to percent
     reads_spans: bool = False  # answers are spans of a paragraph
 
     def file(self, split):
@@ -59,7 +58,7 @@ GLUE = [  # the columns of Table 4 from left to right, then the other tasks
     Task("rte", "data/glue/RTE", ENTAILED, ["accuracy"], ["accuracy"], ["RTE.zip"]),
 ]
 SQUAD = Task("squad", "data/squad", [], ["f1", "exact_match"], ["exact_match", "f1"],
-             ["train-v1.1.json", "dev-v1.1.json"], scale=1, reads_spans=True)
+             ["train-v1.1.json", "dev-v1.1.json"], reads_spans=True)
 TASKS = {task.name: task for task in [SQUAD, *GLUE]}
 
 # Columns of texts and of labels, in the official files and in a person's own
@@ -72,15 +71,17 @@ COLA = ["source", "label", "star", "sentence"]  # its train.tsv and dev.tsv have
 def find_task(name):
     """Find a Task: "sst2" or "SST-2", "squad", "docs" (made if missing), or a folder's path."""
     key = task_name(name)
-    folder = TASKS[key].folder if key in TASKS else name
+    if key in TASKS and Path(TASKS[key].folder).is_dir():
+        return TASKS[key]
+    folder = Path(name)
     if name == "docs":
-        folder = "data/docs_task"
-        if not Path(folder).exists():
+        folder = Path("data/docs_task")
+        if not folder.exists():
             run_script("prepare_data.py", "docs_task")
-    if not name or not Path(folder).is_dir():
-        raise UserError(f"task = {name!r}: no folder {folder}: expected docs, {', '.join(TASKS)} "
-                        "(python prepare_data.py fetches them), or a folder of your own")
-    return TASKS[key] if key in TASKS else own_task(key, folder)
+    if not (folder / "train.tsv").is_file():
+        raise UserError(f"task = {name!r}: not there: expected docs, {', '.join(TASKS)} (python "
+                        "prepare_data.py fetches them), or a folder with train.tsv and dev.tsv")
+    return own_task(key, folder)
 
 
 def task_name(name):
@@ -97,7 +98,7 @@ def task_name(name):
 
 def own_task(name, folder):
     """Describe a task of your own by its train.tsv: its classes, or scores as in STS-B."""
-    path = Path(folder, "train.tsv")
+    path = folder / "train.tsv"
     rows = read_table(path)
     column = find_columns(path, rows, LABELS)[0]
     if column == "score":
@@ -239,11 +240,12 @@ def batches_by_length(lengths, size, rng=None):
     within 64 batches at a time.
     """
     n = len(lengths)
-    order = np.arange(n) if rng is None else rng.permutation(n)
-    bucket = n if rng is None else 64 * size
-    order = order[np.lexsort((lengths[order], np.arange(n) // bucket))]
+    if rng is None:
+        return np.split(np.argsort(lengths, kind="stable"), range(size, n, size))
+    order = rng.permutation(n)
+    order = order[np.lexsort((lengths[order], np.arange(n) // (64 * size)))]
     batches = np.split(order, range(size, n, size))
-    return batches if rng is None else [batches[i] for i in rng.permutation(len(batches))]
+    return [batches[i] for i in rng.permutation(len(batches))]
 
 
 class TrainingBatches:
@@ -275,42 +277,6 @@ class TrainingBatches:
         chosen = [self.examples[n] for n in index]
         return {**pad(chosen), "labels": np.array([example.label for example in chosen])}, weight
 
-
-def score_dev(task, dev, predictions):
-    """Score the predictions for the dev splits (see predict_examples): {metric: number}.
-
-    dev, predictions: dicts with the keys of task.dev.
-    """
-    scores = {}
-    for suffix, examples in dev.items():
-        if task.reads_spans:
-            return score_squad(best_answers(examples, predictions[suffix]))
-        labels = np.array([example.label for example in examples])
-        predicted = predictions[suffix]
-        predicted = predicted.argmax(1) if task.labels else predicted[:, 0]
-        for metric in task.metrics:
-            scores[metric + suffix] = float(METRICS[metric](labels, predicted))
-    return scores
-
-
-def pearson(x, y):
-    """Compute the correlation; nan if x or y is constant."""
-    return np.corrcoef(x, y)[0, 1] if np.ptp(x) and np.ptp(y) else np.nan
-
-
-def mean_ranks(x):
-    """Rank numbers from 1; equal numbers share their mean rank."""
-    _, inverse, count = np.unique(x, return_inverse=True, return_counts=True)
-    return (count.cumsum() - (count - 1) / 2)[inverse]
-
-
-METRICS = {  # of labels x and predictions y, arrays (n,)
-    "accuracy": lambda x, y: (x == y).mean(),
-    "f1": lambda x, y: 2 * (x @ y) / max(1, (x + y).sum()),  # of class 1; 0 if it never occurs
-    "matthews_correlation": lambda x, y: np.nan_to_num(pearson(x, y)),  # 0 if x or y is constant
-    "pearson": pearson,
-    "spearmanr": lambda x, y: pearson(mean_ranks(x), mean_ranks(y)),
-}
 
 TABLE_4 = list(TASKS)[:6]  # its columns; its average leaves SQuAD out
 
@@ -352,8 +318,7 @@ def score_table(paths):
 
 def median_scores(task, seeds):
     """Return the median of each of a task's metrics over its seeds, in percent."""
-    metrics, scale = ["accuracy", "pearson"], 100  # a task of your own has one of the two
-    if task in TASKS:
-        metrics, scale = TASKS[task].table_metrics, TASKS[task].scale
+    metrics = TASKS[task].table_metrics if task in TASKS else ["accuracy", "pearson"]
+    scale = 1 if task == "squad" else 100
     scores = [[results.get(f"eval_{metric}") for results in seeds] for metric in metrics]
     return [scale * float(np.median(values)) for values in scores if None not in values]

@@ -123,15 +123,6 @@ def test_regression_and_frozen_values(tuned):
     assert table(run / "predictions_dev.tsv")[-1][3] == "2.4"  # not float32's neighbour of it
 
 
-def test_bfloat16_fine_tuning(tuned):
-    """Another program, nearly the same losses."""
-    found = []
-    for dtype in ("float32", "bfloat16"):
-        assert tune("--dropout=0", "--epochs=1", f"--out=out/{dtype}", f"--dtype={dtype}") == 0
-        found.append([r["loss"] for r in log(f"out/{dtype}/seed0") if "loss" in r])
-    assert found[0] == pytest.approx(found[1], abs=0.05) and found[0] != found[1]
-
-
 def assert_same_tuning(run, reference):
     def timeless(path):
         return [{k: v for k, v in r.items() if k not in ("examples_per_s", "elapsed")}

@@ -62,15 +62,6 @@ def test_classes_with_probabilities(tuned):
         predict(run, "new.tsv")
 
 
-def test_scores_of_pairs(tuned):
-    assert tune("--task=pairs", "--epochs=1") == 0
-    header, *rows = predict("out/tiny_pairs", "pairs/test.tsv")
-    assert header == ["sentence1", "sentence2", "prediction"] and len(rows) == 7
-    for first, second, score in rows:
-        expected = say(Path("out/tiny_pairs/seed0"), first, second)
-        assert float(score) == pytest.approx(expected.item(), abs=1e-3)
-
-
 def test_answers_with_scores(tuned):
     """Learned by heart, from windows of 24 tokens. Each answer is the best span of all."""
     args = ["--task=squad", "--max_len=24", "--doc_stride=8", "--dropout=0", "--max_steps=60"]

@@ -205,7 +205,7 @@ def test_squad_scores():
 
 
 def test_squad_scores_are_means():
-    """Known numbers: the F1 of 2 words against 3, with 2 in common, is 80; of none it is 0."""
+    """The F1 of 2 words against 3, with 2 in common, is 80; of none it is 0."""
     said = ["a big red dog.", "red dog", "", "cat"]
     answers = {Question("q", "?", "", [(0, "big red dog")]): (text, 0.0) for text in said}
     assert score_squad(answers) == pytest.approx({"exact_match": 25, "f1": 45})
