@@ -125,7 +125,7 @@ MISTAKES = [  # (script, arguments, what else is wrong, words of the line)
      "trained on other data: train"),
     ("finetune", "tune.py --init_from=", None, "init_from is empty"),
     ("finetune", "tune.py --task=nothing", None, "'nothing'"),
-    ("finetune", "tune.py --task=rte", None, "data/glue/RTE"),
+    ("finetune", "tune.py --task=rte", None, "task = 'rte'"),
     ("finetune", "tune.py --max_len=500", None, "max_len = 500"),
     ("finetune", "tune.py --warmup=500", None, "warmup = 500"),
     ("finetune", "tune.py --init_from=out/causal", None, "a causal language model"),
