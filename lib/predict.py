@@ -55,8 +55,9 @@ def predict_examples(model, examples, batch_size=32, dtype=torch.float32):
 
 
 def best_spans(logits, windows, longest=30):
-    """Choose each window's span with the highest sum of two logits, of at most `longest` tokens.
+    """Choose each window's span with the highest sum of two logits.
 
+    A span has at most `longest` tokens, as in Devlin et al. All spans are tried.
     logits: (batch, time, 2), of the start and the end. Returns (batch, 3): the score, the first and
     the last position. A window without a span scores -inf.
     """
@@ -73,9 +74,9 @@ def best_spans(logits, windows, longest=30):
 
 
 def score_dev(task, dev, predictions):
-    """Score the predictions for the dev splits (see predict_examples): {metric: number}.
+    """Score the predictions for the dev splits: {metric: number}.
 
-    dev, predictions: dicts with the keys of task.dev.
+    dev: Examples or Windows, predictions: see predict_examples; both by the keys of task.dev.
     """
     scores = {}
     for suffix, examples in dev.items():
@@ -110,9 +111,9 @@ METRICS = {  # of labels x and predictions y, arrays (n,)
 
 
 def write_predictions(folder, task, dev, predictions):
-    """Write predictions_DEV.tsv with texts and labels, or for SQuAD its official .json.
+    """Write predictions_DEV.tsv, or the official .json of SQuAD.
 
-    dev, predictions: dicts with the keys of task.dev.
+    The table has texts and labels, too. dev, predictions: see score_dev.
     """
     for suffix, split in task.dev.items():
         header, cells = prediction_table(dev[suffix], predictions[suffix], task.labels)
@@ -130,9 +131,9 @@ def write_predictions(folder, task, dev, predictions):
 
 
 def prediction_table(examples, predictions, labels):
-    """Return header and rows: answers or scores, or classes with probabilities.
+    """Return header and rows: answers, scores, or classes with probabilities.
 
-    labels: the classes, if there are any.
+    labels: the names of the classes, none for scores and answers.
     """
     if isinstance(examples[0], Window):
         answers = best_answers(examples, predictions).values()
@@ -144,11 +145,11 @@ def prediction_table(examples, predictions, labels):
 
 
 def predict_file(run, file, device):
-    """Predict for a file of new texts with a fine-tuned model. run: see find_weights.
+    """Predict for a file of new texts with a fine-tuned model.
 
-    file: a TSV file with the columns of training; for SQuAD with question and context, or a .json
-    as SQuAD's. Other columns may be there. Returns header and rows of a table: the file's columns,
-    the prediction, and the probability of a class or the score of an answer.
+    run: see find_weights. file: a TSV file with the columns of training. For SQuAD it has question
+    and context, or is a .json as SQuAD's. Other columns may be there. Returns header and rows of a
+    table: the file's columns, the prediction, and a class's probability or an answer's score.
     """
     folder, vocab = find_weights(run)
     saved = read_weights(folder)

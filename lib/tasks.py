@@ -110,7 +110,10 @@ def own_task(name, folder):
 
 
 def read_split(task, split):
-    """Read a split: a list of tuples of one or two texts, and an array of classes or scores."""
+    """Read a split: its texts, tuples of one or two, and its labels.
+
+    The labels are an array (n,) of classes, int64, or of scores, float32.
+    """
     path = task.file(split)
     columns = COLA if task.name == "cola" else None
     rows = read_table(path, columns, skip_broken=task.name == "qqp")
@@ -284,8 +287,8 @@ TABLE_4 = list(TASKS)[:6]  # its columns; its average leaves SQuAD out
 def score_table(paths):
     """Make the table of fine-tuned runs: rows, dicts by column, and records for JSON.
 
-    A row has the medians over the seeds of one initial model. Runs on one task that differ in
-    more than the seed have rows of their own, named by their settings: "lr=2e-05".
+    A row has the medians over the seeds of one initial model. If its runs on one task differ in
+    more than the seed, each recipe has a row, named by its settings: "lr=2e-05".
     """
     runs = [run for path in paths for run in Run(path).seeds() if run.results()]
     settings = [run.settings() for run in runs]
