@@ -197,24 +197,23 @@ def weights(args):
 
 
 OPTIONS = {
-    "name": {"metavar": "NAME", "help": "the corpus is data/NAME"},
-    "paths": {"nargs": "+", "type": Path, "metavar": "PATH", "help": "a text file or a folder"},
-    "tasks": {"nargs": "*", "metavar": "TASK", "help": f"of {', '.join(TASKS)}"},
-    "names": {"nargs": "+", "metavar": "NAME",
-              "help": f"{', '.join(PRETRAINED)}, or ORG/NAME of the hub"},
+    "name": {"help": "the corpus is data/NAME"},
+    "paths": {"nargs": "+", "type": Path, "help": "text files and folders"},
+    "tasks": {"nargs": "*", "help": f"of {', '.join(TASKS)}"},
+    "names": {"nargs": "+", "help": f"{', '.join(PRETRAINED)}, or ORG/NAME of the hub"},
     "--name": {"help": "the corpus is data/NAME, by default named as the command"},
     "--force": {"action": "store_true", "help": "replace what exists"},
-    "--from": {"dest": "path", "nargs": "+", "type": Path, "metavar": "PATH",
+    "--from": {"dest": "path", "nargs": "+", "type": Path,
                "help": "on disk, instead of a download: a file, or a folder with the files"},
     "--raw": {"action": "store_true", "help": "the version without <unk>"},
     "--split": {"choices": ("blank", "file"), "default": "blank",
                 "help": "documents end at blank lines (default) or with their file"},
-    "--val_every": {"type": int, "metavar": "N",
-                    "help": "of N documents one is for val, one for test (100 for text, or 1000)"},
-    "--vocab": {"metavar": "PATH", "help": "a vocab.txt, another corpus's folder, or "
-                "bert-base-uncased (the default of the paper's corpora)"},
-    "--vocab_size": {"dest": "vocab", "type": int, "metavar": "N",
-                     "help": "learn N WordPieces (default: 4096 for docs, 8192)"},
+    "--val_every": {"type": int, "help": "of so many documents one is for val, one for test "
+                    "(100 for text, or 1000)"},
+    "--vocab": {"help": "a vocab.txt, another corpus's folder, or bert-base-uncased (the default "
+                "of the paper's corpora)"},
+    "--vocab_size": {"dest": "vocab", "type": int, "help": "learn so many WordPieces (default: "
+                     "4096 for docs, 8192)"},
     "--tokenizer": {"dest": "vocab", "choices": ["gpt2"], "help": "GPT-2's byte-level BPE"},
 }
 VOCAB = "--vocab --vocab_size --tokenizer --force"
