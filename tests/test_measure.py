@@ -1,0 +1,217 @@
+"""
+measure.py's commands, from runs to tables, figures and texts.
+"""
+import collections
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import measure
+from lib.browse import draw_halves, training_examples
+from lib.corpus import Corpus, cut_split, masked_heldout
+from lib.errors import UserError
+from lib.run import Run
+from lib.tokenizer import load_tokenizer
+from lib.usage import class_distances, evaluate_language_model, watch_reads
+from lib.weights import load_model
+from tests.helpers import PIECES, save_model, tiny_bert, train, tune
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def trained(prepared, tmp_path_factory):
+    """A folder with out/plain, out/tiny with memories in layers 2 and 3, and out/more."""
+    folder = tmp_path_factory.mktemp("trained")
+    shutil.copytree(prepared, folder, dirs_exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert train("--max_steps=4", "--eval_interval=2", "--usage_interval=2") == 0
+        assert train("--max_steps=2", "--memory_layers=", "--out=out/plain") == 0
+        assert train("--max_steps=2", "--init_from=out/tiny", "--seed=7", "--out=out/more") == 0
+    return folder
+
+
+@pytest.fixture
+def runs(trained, tmp_path, monkeypatch):
+    """The working directory: a copy of `trained`."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    return tmp_path
+
+
+def rows_of(text):
+    """The rows of a Markdown table, dicts by column."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]]
+             for line in text.splitlines() if line.startswith("|")]
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+
+
+def read(name):
+    return json.loads(Path(name).read_text())
+
+
+def test_table_2(runs, capsys):
+    """Cells are the results of evaluate_language_model; JSON keeps every masking."""
+    measure.main(["table", "out/plain", "out/tiny", "out/more", "--data", "tiny", "--repeats", "2",
+                  "--batch_size", "3", "--device", "cpu", "--out", "t"])
+    rows = rows_of(capsys.readouterr().out)
+    assert rows_of(Path("t.md").read_text()) == rows
+    records = read("t.json")["runs"]
+    assert [(row["run"], row["steps"], row["seed"], row["layers"]) for row in rows] == [
+        ("out/plain", "2", "0", "-"), ("out/tiny", "4", "0", "2/3"),
+        ("out/more", "4 + 2", "7", "2/3")]
+    model, found = load_model("out/tiny"), records[1]["results"]["tiny"]
+    expected = [evaluate_language_model(model, masked_heldout(Corpus("tiny"), "test", 16, 8,
+                                                              masking=n), CPU)[0] for n in (0, 1)]
+    for one, same in zip(expected, found, strict=True):
+        assert same["perplexity"] == pytest.approx(one["perplexity"], rel=1e-5)
+        assert same["masked_tokens"] == one["masked_tokens"]
+        for layer in (2, 3):
+            assert same["layers"][str(layer)] == pytest.approx(one["layers"][layer], rel=1e-5)
+    first, second = sorted(result["perplexity"] for result in found)
+    assert rows[1]["tiny ppl"] == f"{(first + second) / 2:.2f} [{first:.2f}, {second:.2f}]"
+    measure.main(["table", "out/tiny/step_000004", "--data", "tiny", "--sequences", "2"])
+    assert rows_of(capsys.readouterr().out)[0]["accesses"] == "64/64"  # 2 x 16 tokens x 2 heads
+
+
+def test_table_6_and_figure_4(tuned, monkeypatch, capsys):
+    """Both count what the real tokens of each text read, and no more."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    assert tune("--epochs=1") == 0
+    capsys.readouterr()
+    measure.main(["table", "out/tiny_own", "--out", "table6"])
+    [row] = rows_of(capsys.readouterr().out)
+    assert (row["task"], row["examples"], row["layers"]) == ("own", "200", "2/3")
+    measure.main(["by_class", "out/tiny_own", "--out", "figure4", "--device", "cpu"])
+    assert Path("figure4.png").read_bytes()[1:4] == b"PNG"
+
+    def count(path, examples):
+        """The top-1 counts of layer 2, text by text, which needs no padding."""
+        model, counts = load_model(path).eval(), np.zeros(64, int)
+
+        def see(layer, slots, weights):
+            if layer == 2:
+                np.add.at(counts, slots[..., 0].numpy(), 1)
+
+        with watch_reads(model, see), torch.no_grad():
+            for example in examples:
+                model.bert(torch.from_numpy(example.ids.astype(int))[None])
+        return counts
+
+    _, examples = training_examples("out/tiny_own", None)
+    counts = count("out/tiny_own", examples)
+    usage = read("table6.json")[0]["layers"]["2"]
+    assert (usage["accesses"], usage["top1_mu"]) == (counts.sum(), (counts > 0).mean())
+    records = read("figure4.json")
+    assert [(record["when"], record["layer"]) for record in records] == [
+        ("before", 2), ("before", 3), ("after", 2), ("after", 3)]
+    for record, path in ((records[0], "out/tiny"), (records[2], "out/tiny_own")):
+        top1 = np.array([count(path, half) for half in draw_halves("own", examples)])
+        expected = class_distances(top1[2:], top1[:2])  # class 1 is the positive one
+        assert {key: record[key] for key in expected} == pytest.approx(expected, abs=0.01)
+        assert record["accesses"] == top1.sum() // 4
+
+
+def test_figures_2_and_3(runs, capsys):
+    pytest.importorskip("matplotlib")
+    measure.main(["staleness", "out/tiny", "--out", "two"])
+    rows = rows_of(capsys.readouterr().out)
+    records = read("two.json")
+    assert [(row["layer"], row["never"], row["4"]) for row in rows] == [
+        (str(record["layer"]), f"{record['slots']['never']:.1%}", f"{record['slots']['4']:.1%}")
+        for record in records]
+    measure.main(["curves", "out/tiny", "out/more", "--names", "a", "$b$", "--out", "new/three"])
+    rows, logs = rows_of(capsys.readouterr().out), read("new/three.json")
+    assert [(row["run"], row["steps"]) for row in rows] == [("out/tiny", "4"), ("out/more", "6")]
+    assert logs["out/more"] == json.loads(json.dumps(Run("out/more").evaluations()))
+    last = logs["out/tiny"][-1]
+    assert rows[0]["top-1 MU"] == "/".join(f"{last['layers'][n]['top1_mu']:.1%}" for n in "23")
+    assert {path.suffix for path in Path("new").iterdir()} == {".json", ".md", ".png", ".svg"}
+
+
+def test_slots_are_those_that_contexts_read_most(runs, capsys):
+    """Against reads of one sequence after the other."""
+    measure.main(["slots", "out/tiny", "--layer", "2", "--most", "2", "--contexts", "4",
+                  "--device", "cpu", "--out", "s"])
+    assert Path("s.md").read_text() in capsys.readouterr().out
+    model, tokenizer = load_model("out/tiny").eval(), load_tokenizer("out/tiny")
+    reads, counts, top1 = {}, collections.Counter(), collections.Counter()
+    strength = collections.defaultdict(dict)  # {slot: {context: weight}}
+    with watch_reads(model, lambda layer, *read: reads.update({layer: read})), torch.no_grad():
+        for ids in torch.from_numpy(cut_split(Corpus("tiny"), "test", 16, 512)):
+            model.bert(ids[None])
+            words = [tokenizer.id_to_token(i) for i in ids.tolist()]
+            for t, (slots, weights) in enumerate(zip(*reads[2], strict=True)):
+                context = "".join([*words[max(0, t - 8):t], f"«{words[t]}»", *words[t + 1:t + 9]])
+                sums = collections.Counter()
+                top1.update(slots[:, 0].tolist())
+                for slot, weight in zip(slots.flatten().tolist(), weights.flatten().tolist()):
+                    counts[slot] += 1
+                    sums[slot] += weight
+                for slot, weight in sums.items():
+                    strength[slot][context] = max(strength[slot].get(context, 0), weight)
+    found = read("s.json")
+    assert [slot["reads"] for slot in found] == [n for _, n in counts.most_common(2)]
+    for slot in found:
+        number, own = slot["slot"], strength[slot["slot"]]
+        assert (slot["reads"], slot["top1"]) == (counts[number], top1[number])
+        assert [weight for weight, _ in slot["contexts"]] == pytest.approx(
+            sorted(own.values(), reverse=True)[:4], rel=1e-5)
+        for weight, context in slot["contexts"]:
+            assert own[context.replace(" ", "")] == pytest.approx(weight, rel=1e-5)
+
+
+def test_fill_guesses_from_the_text_between_cls_and_sep(workdir, capsys):
+    """A model without memory needs no corpus."""
+    model = tiny_bert(vocab_size=len(PIECES), init_std=0.5).eval()
+    save_model("out/run", model)
+    shutil.copy("vocab.txt", "out/run")
+    measure.main(["fill", "out/run", "the [MASK] sat", "--device", "cpu"])
+    with torch.no_grad():
+        best = model(torch.tensor([[2, 5, 4, 7, 3]]))[0, 2].softmax(0).topk(5)
+    pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    lines = map(str.split, capsys.readouterr().out.splitlines())
+    assert [line for line in lines if line[0].endswith("%")] == [
+        [f"{p:.1%}", PIECES[i]] for p, i in pairs]
+
+
+def test_fill_shows_what_else_reads_a_slot(runs, capsys):
+    measure.main(["fill", "out/tiny", "the [MASK] cat", "--contexts", "2"])
+    text = capsys.readouterr().out
+    assert "[MASK] at token 2:" in text and "layer 2 read" in text and "layer 3 read" in text
+    slot = text.split("head 1: ")[1].split()[0]
+    measure.main(["slots", "out/tiny", "--layer", "2", "--slot", slot, "--contexts", "2"])
+    rows = rows_of(capsys.readouterr().out)
+    assert len(rows) == 2
+    for row in rows:
+        assert f"({row['weight']}) {row['context']}" in text
+
+
+def test_browse_writes_a_page(runs):
+    measure.main(["browse", "out/tiny", "--out", "memory"])
+    page = Path("memory.html").read_text(encoding="utf-8")
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert (data["title"], data["steps"], data["seq_len"]) == ("out/tiny", [2, 4], 16)
+    assert [layer["layer"] for layer in data["layers"]] == [2, 3]
+    assert sum(data["layers"][0]["top1"]) == 2 * len(data["text"])  # heads
+
+
+@pytest.mark.parametrize(("command", "message"), [
+    ("slots out/tiny --layer 1", r"out/tiny: no memory in layer 1; its memory layers: \[2, 3\]"),
+    ("fill out/tiny word", "no .MASK. in 'word'"),
+    ("sample out/tiny word", "out/tiny is a masked language model"),
+    ("browse out/plain --out page", "out/plain: a model without memory"),
+    ("table out/tiny", "out/tiny: not a fine-tuned run; table takes others with --data"),
+    ("table out/tiny --data other", "out/tiny was trained with another vocabulary"),
+    ("glue out/tiny", "out/tiny: no fine-tuned run"),
+    ("curves", "the following arguments are required: out/RUN")])
+def test_mistakes_get_a_line(runs, command, message):
+    with pytest.raises(UserError, match=message):
+        measure.main(command.split())

@@ -1,0 +1,272 @@
+"""
+Slot usage and perplexity, against section 3.2 read by read and plain loops in float64.
+"""
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lib.corpus import Corpus, causal_heldout, masked_heldout
+from lib.errors import UserError
+from lib.run import Run
+from lib.usage import (
+    class_distances,
+    comparable_evaluations,
+    count_reads,
+    evaluate_language_model,
+    last_used,
+    open_corpus,
+    slot_staleness,
+    usage_metrics,
+    watch_reads,
+)
+from tests.helpers import save_model, tiny_bert
+
+CPU = torch.device("cpu")
+
+
+def spread_weights(model, std=0.5):
+    """Make a model whose predictions differ."""
+    for p in model.parameters():
+        nn.init.normal_(p, std=std)
+    return model.eval()
+
+
+def search_all_slots(memory, hidden):
+    """Find what a memory reads for (tokens, d_model) hidden states, by the scores of all slots."""
+    tokens = len(hidden)
+    heads, _, _, half = memory.keys.shape
+    query = memory.query_norm(memory.query(hidden)).view(tokens, heads, 2, half)
+    first, second = (torch.einsum("thd,hkd->thk", query[:, :, n], memory.keys[:, n])
+                     for n in (0, 1))
+    scores = (first[..., :, None] + second[..., None, :]).flatten(2)  # slot = n_keys * i + j
+    best = scores.topk(memory.topk)
+    return best.indices, best.values.softmax(2)
+
+
+def metrics_read_by_read(slots, weights, n_slots):
+    """Section 3.2 in plain Python. slots, weights: (tokens, heads, topk)."""
+    slots, weights = slots.flatten(0, 1).tolist(), weights.flatten(0, 1).tolist()
+    read, top1, weight, effective_k = [0] * n_slots, [0] * n_slots, [0.0] * n_slots, 0.0
+    for access, shares in zip(slots, weights, strict=True):
+        top1[access[0]] += 1
+        effective_k += math.prod(share ** -share for share in shares)
+        for slot, share in zip(access, shares, strict=True):
+            read[slot] += 1
+            weight[slot] += share
+
+    def kl(counts):
+        total = sum(counts)
+        return sum(c / total * math.log(c / total * n_slots) for c in counts if c)
+
+    return {"mu": sum(map(bool, read)) / n_slots, "top1_mu": sum(map(bool, top1)) / n_slots,
+            "kl_u": kl(read), "kl_w": kl(weight), "effective_k": effective_k / len(slots),
+            "accesses": len(slots)}, read, top1, weight
+
+
+@torch.no_grad()
+def test_counts_are_those_of_a_search_over_all_slots():
+    """With and without a mask; padding is not counted."""
+    model = tiny_bert(memory_layers=(1,), n_layer=1).eval()
+    memory, x = model.bert.layers[0].memory, torch.randn(5, 7, 8)
+    for mask in (None, torch.arange(7) < torch.tensor([7, 5, 1, 6, 2])[:, None]):
+        with count_reads(model) as counts:
+            memory(x, mask)
+        real = x.flatten(0, 1) if mask is None else x[mask]
+        expected, read, top1, weight = metrics_read_by_read(*search_all_slots(memory, real), 16)
+        assert counts[1]["read"].tolist() == read
+        assert counts[1]["top1"].tolist() == top1
+        assert counts[1]["weight"] == pytest.approx(weight, rel=1e-5)
+        found = usage_metrics(**counts[1])
+        assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_uniform_usage_is_that_of_random_slots():
+    rng, n_slots, topk, accesses = np.random.default_rng(0), 64, 4, 20
+    shares = []
+    for _ in range(2000):
+        slots = np.array([rng.choice(n_slots, topk, replace=False) for _ in range(accesses)])
+        shares.append([len({*slots.flat}) / n_slots, len({*slots[:, 0]}) / n_slots])
+    counts = np.bincount(slots.ravel(), minlength=n_slots)
+    top1 = np.bincount(slots[:, 0], minlength=n_slots)
+    m = usage_metrics(counts, top1, counts, effective_k=1)
+    assert [m["mu_uniform"], m["top1_mu_uniform"]] == pytest.approx(np.mean(shares, 0), abs=0.005)
+
+
+def plain_loss(model, batches):
+    """(loss in nats, accuracy, number) of all predicted positions, one by one in float64."""
+    total, right, number = 0.0, 0, 0
+    for batch in batches:
+        positions = batch.get("positions")
+        for row in range(len(batch["ids"])):
+            mask = torch.tensor(batch["mask"][[row]]) if "mask" in batch else None
+            with torch.no_grad():
+                logits = model(torch.tensor(batch["ids"][[row]]), mask)[0].double().numpy()
+            for n, label in enumerate(batch["labels"][row]):
+                if label != -100:
+                    scores = logits[n if positions is None else positions[row, n]]
+                    top = scores.max()
+                    total += np.log(np.exp(scores - top).sum()) + top - scores[label]
+                    right += scores.argmax() == label
+                    number += 1
+    return total / number, right / number, number
+
+
+def test_masked_perplexity_is_that_of_a_plain_loop(place):
+    """On a whole split, its padded end included, in batches of any size."""
+    corpus = Corpus("tiny")
+    model = spread_weights(tiny_bert(memory_layers=(2,), vocab_size=corpus.vocab_size))
+    batches = masked_heldout(corpus, "test", 16, 8)
+    assert not batches[-1]["mask"].all()
+    loss, accuracy, number = plain_loss(model, batches)
+    for size in (1, 5, 1000):
+        results, counts = evaluate_language_model(model, masked_heldout(corpus, "test", 16, size),
+                                                  CPU)
+        assert results["loss"] == pytest.approx(loss, rel=1e-5)
+        assert results["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+        assert (results["accuracy"], results["masked_tokens"]) == (accuracy, number)
+        real = sum(batch.get("mask", np.ones_like(batch["ids"])).sum() for batch in batches)
+        assert results["layers"][2]["accesses"] == counts[2]["top1"].sum() == 2 * real
+
+
+def test_causal_perplexity_predicts_each_token_once(place):
+    """Windows overlap by half: from the first window that reaches a token."""
+    corpus = Corpus("tiny")
+    model = spread_weights(tiny_bert(causal=True, vocab_size=corpus.vocab_size))
+    text = [corpus.special_ids.sep, *corpus.split("test").tolist()]
+    starts = [*range(0, len(text) - 17, 8), len(text) - 17]
+    total = 0.0
+    for at in range(1, len(text)):
+        start = next(start for start in starts if at <= start + 16)
+        with torch.no_grad():
+            logits = model(torch.tensor([text[start:start + 16]]))[0, at - start - 1].double()
+        total -= logits.log_softmax(0)[text[at]].item()
+    batches = causal_heldout(corpus, "test", 16, 5, stride=8)
+    results, _ = evaluate_language_model(model, batches, CPU)
+    assert results["masked_tokens"] == len(text) - 1
+    assert results["loss"] == pytest.approx(total / (len(text) - 1), rel=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_evaluation_changes_nothing_in_the_model(training):
+    model, rng = tiny_bert(memory_layers=(1, 3)).train(training), np.random.default_rng(0)
+    ids, positions, labels = rng.integers(12, size=(3, 2, 12))
+    before = [b.clone() for b in model.buffers()]
+    evaluate_language_model(model, [{"ids": ids, "positions": positions, "labels": labels}], CPU)
+    assert model.training == training
+    assert all(map(torch.equal, before, model.buffers()))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_model_is_counted_too(whole):
+    """Compiled and called before: its graph knows no hooks that came later."""
+    ids = torch.randint(40, (2, 12))
+    model = tiny_bert(memory_layers=(1, 3)).eval()
+    found = []
+    for compiled in (False, True):
+        if compiled and whole:
+            model = torch.compile(model, backend="eager")
+        if compiled and not whole:
+            for layer in model.bert.layers:
+                layer.compile(backend="eager")
+        with torch.no_grad():
+            model(ids)
+            with count_reads(model) as counts:
+                model(ids)
+        found.append(counts)
+    torch.compiler.reset()
+    for layer in (1, 3):
+        assert found[0][layer]["read"].sum() == 2 * 12 * 2 * 3
+        assert np.array_equal(found[0][layer]["read"], found[1][layer]["read"])
+
+
+@torch.no_grad()
+def test_watching_ends_with_the_block():
+    model, seen = tiny_bert(memory_layers=(2,)).eval(), []
+    ids = torch.randint(40, (2, 12))
+    with watch_reads(model, lambda layer, slots, weights: seen.append((layer, slots, weights))):
+        model(ids)
+    model(ids)
+    [(layer, slots, weights)] = seen
+    assert layer == 2 and slots.shape == weights.shape == (24, 2, 3)
+    assert (weights.diff(dim=2) <= 0).all() and weights.sum(2).allclose(torch.ones(24, 2))
+
+
+def write_run(folder, evaluations=(60,), **settings):
+    """Write what a comparison reads of a run. evaluations: their numbers of tokens."""
+    settings = {"tokenizer_hash": "h", "dataset": "tiny", "objective": "masked", "seq_len": 16,
+                "data": {"val": "1"}, "first_step": 0, "memory_layers": [2], **settings}
+    Path(folder).mkdir()
+    Path(folder, "config.json").write_text(json.dumps(settings))
+    lines = [{"step": n, "perplexity": 9.0, "accuracy": 0.5, "layers": {}, "masked_tokens": count}
+             for n, count in enumerate(evaluations)]
+    Path(folder, "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.mark.parametrize(("changed", "what"), [
+    ({"tokenizer_hash": "g"}, "vocabulary"), ({"dataset": "other"}, "corpus"),
+    ({"objective": "causal"}, "objective"), ({"data": {"val": "2"}}, "text of the same name"),
+    ({"seq_len": 32}, "sequence length"), ({"evaluations": (60, 50)}, "number of held-out tokens")])
+def test_perplexities_of_other_texts_are_not_compared(tmp_path, changed, what):
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", (60, 60))]
+    assert [len(log) for log in comparable_evaluations(runs).values()] == [1, 2]
+    runs.append(write_run(tmp_path / "c", **changed))
+    with pytest.raises(UserError, match=f"c has another {what}"):
+        comparable_evaluations(runs)
+
+
+def test_a_corpus_must_have_the_models_vocabulary(place):
+    save_model("out/run", tiny_bert())
+    Path("out/run/vocab.txt").write_text(Path("tiny.txt").read_text())
+    assert open_corpus("tiny", "out/run").name == "tiny"
+    with pytest.raises(UserError, match="out/run was trained with another vocabulary"):
+        open_corpus("other", "out/run")
+
+
+def test_staleness_slot_by_slot(tmp_path):
+    run = write_run(tmp_path / "run")
+    steps = [500_000, 1_000_000, 1_500_000]  # where names no longer sort by step
+    top1 = np.array([[3, 0, 0, 1, 0], [0, 2, 0, 1, 0], [0, 0, 4, 1, 0]])
+    for step, counts in zip(steps, top1, strict=True):
+        Run(run).write_usage(step, {2: {"read": counts, "top1": counts}})
+    assert last_used(Run(run).usage_snapshots(), 2).tolist() == [1, 2, 3, 3, 0]
+    [record] = slot_staleness(run)
+    assert record["slots"] == dict(zip(["never", *steps], [0.2, 0.2, 0.2, 0.4], strict=True))
+    assert (record["layer"], record["accesses"]) == (2, 5)
+
+
+def test_distances_of_classes_slot_by_slot():
+    """Figure 4: KL(p || 0.9 q + 0.1 p) and IOU, each beside its floor."""
+    def shares(counts):
+        return [count / sum(counts) for count in counts.tolist()]
+
+    def kl(a, b):
+        return sum(p * math.log(p / (0.9 * q + 0.1 * p)) for p, q in zip(a, b, strict=True) if p)
+
+    def overlap(a, b):
+        return sum(map(min, a, b))
+
+    positive, negative = np.random.default_rng(0).integers(0, 9, (2, 2, 50))
+    found = class_distances(positive, 3 * negative)
+    (a, b), (c, d) = map(shares, positive), map(shares, negative)
+    mean = {}
+    for measure in (kl, overlap):
+        mean[measure] = (sum(itertools.starmap(measure, ((a, c), (a, d), (b, c), (b, d)))) / 4,
+                         sum(itertools.starmap(measure, ((a, b), (b, a), (c, d), (d, c)))) / 4)
+    between, floor = mean[kl]
+    most = math.log(10)  # stays; the floor becomes 0
+    assert [found["kl_between"], found["kl_floor"], found["kl"]] == pytest.approx(
+        [between, floor, most - most * (most - between) / (most - floor)])
+    between, floor = mean[overlap]
+    assert [found["iou_between"], found["iou_floor"], found["iou"]] == pytest.approx(
+        [share / (2 - share) for share in (between, floor, between / floor)])
+    same = class_distances(positive[[0, 0]], positive[[0, 0]])
+    assert (same["kl"], same["iou"]) == pytest.approx((0, 1))
+    apart = class_distances(np.array([[3, 1, 0]] * 2), np.array([[0, 0, 7]] * 2))
+    assert (apart["kl"], apart["iou"]) == pytest.approx((math.log(10), 0))
