@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
 
 import finetune
@@ -152,15 +151,6 @@ def write_parquet(path, texts, column="text"):
     parquet = pytest.importorskip("pyarrow.parquet")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pyarrow.table({column: texts, "id": list(range(len(texts)))}), path)
-
-
-def byte_level_bpe(folder):
-    """`tokenizers`' byte-level BPE of the two files, which shares no code with tiktoken."""
-    lines = (folder / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(
-        json.loads((folder / "encoder.json").read_text()), [tuple(x.split()) for x in lines if x]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return tokenizer
 
 
 WIKITEXT = """ \n = First = \n \n a cat \n \n = = Part = = \n \n the mat \n Key : G \n = Goals = \n
