@@ -4,12 +4,15 @@ A memory alone, saved and loaded: beside its model, beside an adapter of PEFT.
 import pytest
 import torch
 
-from for_transformers.adapter import find_memories, load_memory, save_memory, train_memory
 from for_transformers.add_memory import add_memory
 from lib.errors import UserError
 from tests.helpers import assert_near, assert_same
-from tests.small_models import MEMORY, batch, logits, small_model, transformers, with_memory
+from tests.small_models import MEMORY, batch, logits, small_model, transformers
 from values import LazyAdam
+
+pytest.importorskip("safetensors")
+
+from for_transformers.adapter import find_memories, load_memory, save_memory, train_memory
 
 
 def base(kind="BertForMaskedLM", **more):
@@ -91,6 +94,7 @@ def test_an_adapter_and_a_memory(tmp_path, adapter_first):
         tables = add_memory(model, (1, 3), **MEMORY)
         model = lora(model)
     train_memory(model)
+    assert not tables[1].weight.requires_grad  # DistributedDataParallel passes it by
     before = {name: w.clone() for name, w in model.state_dict().items()}
     dense = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     values = LazyAdam(tables.values())
@@ -119,16 +123,3 @@ def test_an_adapter_in_the_memory_is_refused(tmp_path, config):
     for work in (train_memory, lambda model: save_memory(model, tmp_path)):
         with pytest.raises(UserError, match="PEFT changes 1..* of the memories: .*exclude_modules"):
             work(model)
-
-
-@pytest.mark.parametrize("kind, target", [
-    ("BertForMaskedLM", "output.dense"), ("LlamaForCausalLM", "down_proj"),
-    ("OPTForCausalLM", "fc2")])
-def test_a_merged_adapter_changes_no_output(kind, target):
-    """alpha scales the adapter with the FFN, and the memory stays."""
-    model = with_memory(kind, alpha=1.0 if kind.startswith("OPT") else 0.5)
-    model = lora(model, target_modules=[target]).eval()
-    expected = logits(model, *batch())
-    merged = model.merge_and_unload()
-    assert len(find_memories(merged)) == 2
-    assert_near(logits(merged, *batch()), expected, 1e-6)
