@@ -69,9 +69,11 @@ def count_reads(model):
 
 
 def tally(slots, weights, n_slots):
-    """Count accesses, which we take to be x in section 3.2: one lookup by one head for one token.
+    """Count the accesses of a lookup.
 
-    slots, weights: tensors (tokens, heads, topk), best first. Returns a dict:
+    An access is one head reading for one token, which we take to be x in section 3.2. slots,
+    weights: tensors (tokens, heads, topk), best first. Returns a dict:
+
     - read (n_slots,): how often each slot was among the top k
     - top1 (n_slots,): how often it was the best
     - weight (n_slots,): the sum of its softmax weights
@@ -234,8 +236,11 @@ def comparable_evaluations(paths):
 
 
 def last_used(snapshots, layer):
-    """Find the last snapshot in which each slot was top-1: its number from 1, or 0 for none.
-    snapshots: what Run.usage_snapshots() returns. Returns (n_slots,)."""
+    """Find the last usage snapshot in which each slot was top-1.
+
+    snapshots: what Run.usage_snapshots() returns. Returns (n_slots,): the number of the snapshot,
+    counted from 1; 0 for none.
+    """
     last = 0
     for number, arrays in enumerate(snapshots.values(), 1):
         last = np.where(arrays[f"layer{layer}_top1"] > 0, number, last)
@@ -243,10 +248,10 @@ def last_used(snapshots, layer):
 
 
 def slot_staleness(path):
-    """Count when the slots of a run were last top-1 (Figure 2): a record for each memory layer.
+    """Count when the slots of a run were last top-1 (Figure 2).
 
-    Its `slots` is {step of a snapshot, or "never": share of the slots}. Its `accesses` are those
-    of the last snapshot.
+    Returns a record for each memory layer. Its `slots` is {step of a snapshot, or "never": share of
+    the slots}. Its `accesses` are those of the last snapshot.
     """
     snapshots = Run(path).usage_snapshots()
     newest = snapshots[max(snapshots)]
