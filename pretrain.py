@@ -176,7 +176,7 @@ def train(config, run, argv):
         evaluate(0, config, model, held_out, device, dtype, run)
 
     model.train()
-    new = []  # (loss, norm) of the steps since the last look, still on the device
+    recent = []  # (loss, norm) of the steps since the last look, still on the device
     start = time.perf_counter()
     for step in range(state["step"], config.max_steps):
         set_rate(dense, learning_rate(config, step))
@@ -200,7 +200,7 @@ def train(config, run, argv):
         dense.zero_grad()
         values.zero_grad()
 
-        new.append((loss, norm))
+        recent.append((loss, norm))
         done = step + 1  # updates
         stopped = any_signalled(signals)
         log = is_due(done, config.log_interval, config)
@@ -211,13 +211,13 @@ def train(config, run, argv):
         if not (log or look or save):
             continue
 
-        new = [(loss.item(), norm.item()) for loss, norm in new]  # waits for the device
-        check_finite(new, config, done)
+        recent = [(loss.item(), norm.item()) for loss, norm in recent]  # waits for the device
+        check_finite(recent, config, done)
         state["step"] = done
         state["seconds"] += time.perf_counter() - start
-        state["losses"] += [loss for loss, _ in new]
+        state["losses"] += [loss for loss, _ in recent]
         if log:
-            log_training(run, state, config, batches, new[-1][1], peak_share)
+            log_training(run, state, config, batches, recent[-1][1], peak_share)
         if look:
             counts = evaluate(done, config, model, held_out, device, dtype, run)
             if snapshot:
@@ -227,7 +227,7 @@ def train(config, run, argv):
             saved = run.save_checkpoint(done, files, config.keep_checkpoints)
         if stopped:
             break
-        new = []
+        recent = []
         start = time.perf_counter()
 
     if state["step"] < config.max_steps:
@@ -250,17 +250,11 @@ def evaluate(step, config, model, held_out, device, dtype, run):
     results, counts = evaluate_language_model(model, held_out, device, dtype)
     run.log({"step": step, **results})
     print(f"step {step:,}: " + "\n  ".join(describe_evaluation(results)), flush=True)
-    if not first_rank():
-        return counts
-    records = run.records()
     # from scratch usage can first fall and then return: the first quarter does not count
     first = 0 if config.init_from else config.max_steps / 4
-    evaluations = [record for record in records if "perplexity" in record
-                   and record["step"] >= first]
-    warned = {record["about"] for record in records if "warning" in record}
-    for layer in results["layers"] if evaluations else ():
-        line = usage_warning(evaluations, str(layer))
-        if line and str(layer) not in warned:
+    for layer in results["layers"] if first_rank() else ():
+        line = usage_warning(run.records(), str(layer), first)
+        if line:
             print(f"warning: {line}", flush=True)
             run.log({"step": step, "warning": line, "about": str(layer)})
     return counts
@@ -280,7 +274,7 @@ def model_sizes(config):
 def check_config(config):
     """Raise UserError for settings that do not fit together, before anything is written."""
     choices = {"objective": ("masked", "causal"), "model": tuple(SIZES),
-               "values": ("random", "zero"), "compile": ("auto", "on", "off")}
+               "values": ("random", "zero")}
     for name, allowed in choices.items():
         check_choice(name, getattr(config, name), allowed)
     if config.reinit_ffn and not config.init_from:

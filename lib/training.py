@@ -199,16 +199,23 @@ def share_of_peak(model, seq_len, device, dtype):
     return flops_per_token(model, seq_len) / (get_world_size() * peak)
 
 
-def usage_warning(evaluations, layer):
+def usage_warning(records, layer, first_step=0):
     """Return a line if a layer's top-1 usage fell by a third from its best, else None.
 
-    evaluations: the log's records, oldest first.
+    records: the log's, oldest first. Evaluations before first_step do not count. A layer is warned
+    of once.
     """
-    usage = [record["layers"][layer]["top1_mu"] for record in evaluations]
-    best = int(np.argmax(usage))
-    if usage[-1] > (1 - DRIFT) * usage[best]:
+    usage = {}  # {step: top-1 usage}
+    for record in records:
+        if record.get("about") == layer:
+            return None
+        if "perplexity" in record and record["step"] >= first_step:
+            usage[record["step"]] = now = record["layers"][layer]["top1_mu"]
+    if not usage:
         return None
-    return (f"top-1 usage of layer {layer} fell from {usage[best]:.1%} at step "
-            f"{evaluations[best]['step']:,} to {usage[-1]:.1%} at step "
-            f"{evaluations[-1]['step']:,}: slots fall out of use; a lower keys_lr or lr keeps "
-            "more of them")
+    best_step = max(usage, key=usage.get)
+    if now > (1 - DRIFT) * usage[best_step]:
+        return None
+    return (f"top-1 usage of layer {layer} fell from {usage[best_step]:.1%} at step "
+            f"{best_step:,} to {now:.1%} at step {max(usage):,}: slots fall out of use; a lower "
+            "keys_lr or lr keeps more of them")

@@ -148,10 +148,15 @@ def test_share_of_a_cards_peak(monkeypatch, card, peak):
     assert peak_flops(torch.device("cpu")) is None
 
 
-def test_a_fall_of_usage_is_a_warning():
+def test_a_fall_of_usage_is_a_warning_once():
     def records(*usage):
-        return [{"step": 10 * n, "layers": {"2": {"top1_mu": u}}} for n, u in enumerate(usage)]
+        return [{"step": 10 * n, "perplexity": 9.0, "layers": {"2": {"top1_mu": u}}}
+                for n, u in enumerate(usage)]
 
+    fallen = records(0.5, 0.9, 0.59)
     assert usage_warning(records(0.5, 0.9, 0.61), "2") is None
-    line = usage_warning(records(0.5, 0.9, 0.59), "2")
+    line = usage_warning(fallen, "2")
     assert "layer 2 fell from 90.0% at step 10 to 59.0% at step 20" in line
+    assert usage_warning(fallen, "2", first_step=11) is None
+    assert usage_warning(fallen, "2", first_step=21) is None
+    assert usage_warning([*fallen, {"step": 20, "warning": line, "about": "2"}], "2") is None
