@@ -4,9 +4,8 @@ Run a script in the processes of torchrun (NCCL between CUDA cards, gloo between
 $ torchrun --standalone --nproc_per_node=4 pretrain.py configs/base_resm_init.py
 
 The ranks share the micro-batches of a step. A micro-batch and its dropout are a function of (seed,
-step, micro-batch). Any number of ranks therefore makes the same step, except for the order of sums.
-Each rank has all dense weights, and adds up their gradients with the others. Each has some columns
-of every value table. Files are the same as one process's.
+step, micro-batch), and any number of ranks makes the same step. Each rank has all dense weights and
+adds up their gradients with the others. Each has some columns of every value table.
 """
 import contextlib
 import mmap
@@ -158,9 +157,9 @@ def batch_norms(model):
 def sum_gradients(model, loss, count):
     """Add up the dense gradients and the loss over the ranks. Returns the sum of the losses.
 
-    Every rank calls it once a step, after its `count` micro-batches. The running statistics of
-    batch norms become those of one process: a mean over the ranks, in which later micro-batches
-    weigh more. All this is one all-reduce.
+    Every rank calls it after its `count` micro-batches of a step. The running statistics of batch
+    norms become those of one process: a mean over the ranks, in which later micro-batches weigh
+    more.
     """
     if not is_distributed():
         return loss
@@ -195,18 +194,12 @@ class ShardedValueTable(ValueTable):
 
     Each rank sends all other ranks the slots that its tokens read. Each sums up its columns for the
     tokens of all ranks and sends the sums back. Gradients go the other way. Every rank gets what
-    the update of its columns needs, exactly, and no gradient of values is ever reduced. LazyAdam's
-    moments are cut like the values.
+    the update of its columns needs, exactly. LazyAdam's moments are cut like the values.
 
-    Slots travel in int32, all else in `dtype`. The ranks may have different numbers of tokens. A
-    rank has T tokens with R = heads * topk reads each. Let W be the number of ranks and s the bytes
-    of a number (4, or 2 in bfloat16). For each layer and micro-batch a rank sends:
+    Slots travel in int32, all else in `dtype`: under autocast weights are rounded to bfloat16. With
+    W ranks, T tokens of a rank, R = heads * topk reads and s bytes a number, a rank sends
         forward   (W - 1) * T * ((4 + s) * R + s * dim / W)    slots, weights; sums of rows
         backward  (W - 1) * T * (s * R + s * dim / W)          gradients of weights; of sums
-    and T itself, 8 bytes to each rank. torch.compile has a graph break here.
-
-    Under autocast the weights of reads are rounded to bfloat16 (1 part in 256) before they travel,
-    and each rank's part of their gradients is rounded too. One process has them in float32.
     """
     replicated = False
 
@@ -298,8 +291,8 @@ def map_moments(function, state):
 def save_whole(content, path):
     """Save nested dicts and lists as torch.save does, with whole tensors in place of Columns.
 
-    Every rank must call it. The first one makes a file with room for all tensors, maps it into
-    memory and fills in one tensor at a time. It never has two whole tables in memory.
+    Every rank must call it. The first one makes a file with room for all tensors and fills in one
+    at a time. It never has two whole tables in memory.
     """
     if not is_distributed():
         torch.save(content, path)
