@@ -13,16 +13,8 @@ from lib.distributed import deal_batches, sum_over_ranks
 from lib.errors import UserError
 from lib.files import write_text
 from lib.run import Run
-from lib.squad import Question, Window, best_answers, make_windows, read_squad, score_squad
-from lib.tasks import (
-    batches_by_length,
-    encode_examples,
-    pad,
-    pick_texts,
-    read_split,
-    read_table,
-    tsv_text,
-)
+from lib.squad import best_answers, make_windows, read_squad, score_squad
+from lib.tasks import batches_by_length, encode_examples, pad, pick_texts, read_table, tsv_text
 from lib.tokenizer import text_tokenizer
 from lib.weights import find_weights, load_model, read_weights
 from model import SpanReader
@@ -111,33 +103,28 @@ METRICS = {  # of labels x and predictions y, arrays (n,)
 
 
 def write_predictions(folder, task, dev, predictions):
-    """Write predictions_DEV.tsv, or the official .json of SQuAD.
+    """Write predictions_DEV.tsv with texts and labels, or SQuAD's official .json.
 
-    The table has texts and labels, too. dev, predictions: see score_dev.
+    dev, predictions: see score_dev.
     """
-    for suffix, split in task.dev.items():
-        header, cells = prediction_table(dev[suffix], predictions[suffix], task.labels)
+    for suffix, examples in dev.items():
+        path = folder / f"predictions_{task.dev[suffix]}.tsv"
         if task.reads_spans:
-            questions = dict.fromkeys(window.question for window in dev[suffix])
-            answers = {question.id: text for question, (text, _) in zip(questions, cells)}
-            write_text(folder / f"predictions_{split}.json", json.dumps(answers, indent=1))
+            answers = best_answers(examples, predictions[suffix])
+            said = {question.id: text for question, (text, _) in answers.items()}
+            write_text(path.with_suffix(".json"), json.dumps(said, indent=1))
             continue
-        texts, labels = read_split(task, split)
-        columns = ["sentence"] if len(texts[0]) == 1 else ["sentence1", "sentence2"]
+        header, cells = prediction_table(predictions[suffix], task.labels)
+        columns = ["sentence"] if len(examples[0].texts) == 1 else ["sentence1", "sentence2"]
         table = [["index", *columns, "label", *header]]
-        for n, (text, label, row) in enumerate(zip(texts, labels, cells)):
-            table.append([n, *text, task.labels[label] if task.labels else label, *row])
-        write_text(folder / f"predictions_{split}.tsv", tsv_text(table))
+        for n, (example, row) in enumerate(zip(examples, cells)):
+            label = task.labels[example.label] if task.labels else example.label
+            table.append([n, *example.texts, label, *row])
+        write_text(path, tsv_text(table))
 
 
-def prediction_table(examples, predictions, labels):
-    """Return header and rows: answers, scores, or classes with probabilities.
-
-    labels: the names of the classes, none for scores and answers.
-    """
-    if isinstance(examples[0], Window):
-        answers = best_answers(examples, predictions).values()
-        return ["prediction", "score"], [[text, f"{score:.3f}"] for text, score in answers]
+def prediction_table(predictions, labels):
+    """Return header and rows: scores, or the classes named by `labels` with probabilities."""
     if not labels:
         return ["prediction"], [[f"{score:.3f}"] for [score] in predictions]
     rows = [[labels[row.argmax()], f"{row.max():.4f}"] for row in predictions]
@@ -147,9 +134,9 @@ def prediction_table(examples, predictions, labels):
 def predict_file(run, file, device):
     """Predict for a file of new texts with a fine-tuned model.
 
-    run: see find_weights. file: a TSV file with the columns of training. For SQuAD it has question
-    and context, or is a .json as SQuAD's. Other columns may be there. Returns header and rows of a
-    table: the file's columns, the prediction, and a class's probability or an answer's score.
+    run: see find_weights. file: a TSV file with the columns of training, or for SQuAD a .json in
+    its layout. Returns header and rows of a table: all columns of the TSV, or each question, then
+    the prediction, and a class's probability or an answer's score.
     """
     folder, vocab = find_weights(run)
     saved = read_weights(folder)
@@ -157,29 +144,17 @@ def predict_file(run, file, device):
         raise UserError(f"{run}: not a fine-tuned model: python finetune.py makes one")
     model = load_model(folder).to(device)
     tokenizer = text_tokenizer(vocab)
-    settings = {"max_len": min(384, saved["config"].max_len), "doc_stride": 128}
-    if (folder / "model.pt").is_file():  # not in Hugging Face layout
-        settings = Run(folder.parent).settings()
+    settings = Run(folder.parent).settings()  # {} for Hugging Face's layout
+    max_len = settings.get("max_len", min(384, saved["config"].max_len))
     if saved["head"] == "span":
-        rows, questions = read_questions(file)
-        limits = settings["max_len"], settings["doc_stride"]
-        examples = make_windows(tokenizer, questions, *limits)
-    else:
-        rows = read_table(file)
-        texts = pick_texts(file, rows)
-        examples = encode_examples(tokenizer, texts, [None] * len(rows), settings["max_len"])
-    predictions = predict_examples(model, examples)
-    more, cells = prediction_table(examples, predictions, saved.get("labels"))
-    table = [[*row.values(), *new] for row, new in zip(rows, cells, strict=True)]
-    return [*rows[0], *more], table
-
-
-def read_questions(file):
-    """Read new questions: the rows of a table, dicts by column, and the Questions."""
-    if file.suffix == ".json":
-        questions = read_squad(file)
-        return [{"id": q.id, "question": q.text} for q in questions], questions
+        stride = settings.get("doc_stride", 128)
+        windows = make_windows(tokenizer, read_squad(file), max_len, stride)
+        answers = best_answers(windows, predict_examples(model, windows))
+        table = [[question.id, question.text, text, f"{score:.3f}"]
+                 for question, (text, score) in answers.items()]
+        return ["id", "question", "prediction", "score"], table
     rows = read_table(file)
-    if not rows[0].keys() >= {"question", "context"}:
-        raise UserError(f"{file}:1: columns {list(rows[0])}: expected question and context")
-    return rows, [Question("", row["question"], row["context"], []) for row in rows]
+    examples = encode_examples(tokenizer, pick_texts(file, rows), [None] * len(rows), max_len)
+    header, cells = prediction_table(predict_examples(model, examples), saved["labels"])
+    table = [[*row.values(), *new] for row, new in zip(rows, cells)]
+    return [*rows[0], *header], table

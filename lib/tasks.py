@@ -7,14 +7,13 @@ Describe the tasks (GLUE, SQuAD 1.1, folders of your own), read and encode their
 import math
 import re
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 
 from lib.corpus import ORDER
 from lib.errors import UserError, run_script
-from lib.run import Run, recipe_differences
+from lib.run import Run
 from lib.squad import make_windows, read_squad
 from lib.tokenizer import special_ids, tokenize
 
@@ -26,7 +25,7 @@ class Task:
     folder: str | Path
     labels: list  # classes; [] for a score or a span
     metrics: list  # the first one picks the best epoch
-    table_metrics: list  # the ones in tables of scores
+    table_metrics: list = ()  # the ones in tables of scores
     archives: list = ()  # the files to download
     dev: dict = field(default_factory=lambda: {"": "dev"})  # {suffix of metrics: split}
     reads_spans: bool = False  # answers are spans of a paragraph
@@ -69,7 +68,10 @@ COLA = ["source", "label", "star", "sentence"]  # its train.tsv and dev.tsv have
 
 
 def find_task(name):
-    """Find a Task: "sst2" or "SST-2", "squad", "docs" (made if missing), or a folder's path."""
+    """Find a Task: "sst2" or "SST-2", "squad", "docs" (made if missing), or a folder's path.
+
+    The train.tsv of a folder says whether the task has classes or, as in STS-B, scores.
+    """
     key = task_name(name)
     if key in TASKS and Path(TASKS[key].folder).is_dir():
         return TASKS[key]
@@ -78,10 +80,18 @@ def find_task(name):
         folder = Path("data/docs_task")
         if not folder.exists():
             run_script("prepare_data.py", "docs_task")
-    if not (folder / "train.tsv").is_file():
+    path = folder / "train.tsv"
+    if not path.is_file():
         raise UserError(f"task = {name!r}: not there: expected docs, {', '.join(TASKS)} (python "
                         "prepare_data.py fetches them), or a folder with train.tsv and dev.tsv")
-    return own_task(key, folder)
+    rows = read_table(path)
+    column = find_columns(path, rows, LABELS)[0]
+    if column == "score":
+        return Task(key, folder, [], CORRELATIONS)
+    classes = sorted({row[column] for row in rows})
+    if len(classes) < 2:
+        raise UserError(f"{path}: labels {classes}: expected two classes or more")
+    return Task(key, folder, classes, ["accuracy"])
 
 
 def task_name(name):
@@ -94,19 +104,6 @@ def task_name(name):
     if key in TASKS:
         return key
     return f"own_{own}" if own in TASKS else own
-
-
-def own_task(name, folder):
-    """Describe a task of your own by its train.tsv: its classes, or scores as in STS-B."""
-    path = folder / "train.tsv"
-    rows = read_table(path)
-    column = find_columns(path, rows, LABELS)[0]
-    if column == "score":
-        return Task(name, folder, [], CORRELATIONS, ["pearson"])
-    classes = sorted({row[column] for row in rows})
-    if len(classes) < 2:
-        raise UserError(f"{path}: labels {classes}: expected two classes or more")
-    return Task(name, folder, classes, ["accuracy"], ["accuracy"])
 
 
 def read_split(task, split):
@@ -186,6 +183,7 @@ class Example:
     ids: np.ndarray  # (length,) token ids
     first_length: int  # tokens of [CLS] a [SEP], which have token type 0
     label: float | None  # a class or a score
+    texts: tuple = ()  # a, or a and b
 
 
 def encode_examples(tokenizer, texts, labels, max_len):
@@ -204,7 +202,7 @@ def encode_examples(tokenizer, texts, labels, max_len):
         ids = [special.cls]
         for piece in pieces:
             ids += [*piece, special.sep]
-        examples.append(Example(np.array(ids, np.uint16), len(pieces[0]) + 2, label))
+        examples.append(Example(np.array(ids, np.uint16), len(pieces[0]) + 2, label, row))
     return examples
 
 
@@ -215,8 +213,7 @@ def load_examples(task, split, tokenizer, max_len, stride):
         examples = make_windows(tokenizer, read_squad(path), max_len, stride)
     else:
         examples = encode_examples(tokenizer, *read_split(task, split), max_len)
-    mean = np.mean([len(example.ids) for example in examples])
-    print(f"{path}: {len(examples):,} examples, {mean:.1f} tokens each")
+    print(f"{path}: {len(examples):,} examples")
     return examples
 
 
@@ -287,18 +284,20 @@ TABLE_4 = list(TASKS)[:6]  # its columns; its average leaves SQuAD out
 def score_table(paths):
     """Make the table of fine-tuned runs: rows, dicts by column, and records for JSON.
 
-    A row has the medians over the seeds of one initial model. If its runs on one task differ in
-    more than the seed, each recipe has a row, named by its settings: "lr=2e-05".
+    A row has the medians over the seeds of one initial model, a folder for each task. A second
+    folder of a task is another recipe: it has a row of its own with the folder's name.
     """
-    runs = [run for path in paths for run in Run(path).seeds() if run.results()]
-    settings = [run.settings() for run in runs]
-    system_of = itemgetter("init_from", "update_memory", "task")
     systems = {}  # {(initial model, update_memory, recipe): {task: {seed: scores}}}
-    for run, own in zip(runs, settings):
-        same = [other for other in settings if system_of(other) == system_of(own)]
-        recipe = ", ".join(f"{name}={own[name]}" for name in recipe_differences(own, same))
-        tasks = systems.setdefault((own["init_from"], own["update_memory"], recipe), {})
-        tasks.setdefault(task_name(own["task"]), {})[own["seed"]] = run.results()
+    for path in paths:
+        runs = [run for run in Run(path).seeds() if run.results()]
+        if not runs:
+            continue
+        settings = runs[0].settings()
+        task = task_name(settings["task"])
+        system = settings["init_from"], settings["update_memory"]
+        recipe = path if task in systems.get((*system, ""), {}) else ""
+        tasks = systems.setdefault((*system, recipe), {})
+        tasks[task] = {run.settings()["seed"]: run.results() for run in runs}
 
     scored = {task for tasks in systems.values() for task in tasks}
     columns = [*TABLE_4, "Avg", *sorted(scored - set(TABLE_4))]
