@@ -23,41 +23,28 @@ import torch
 
 from lib.browse import (
     CorpusReads,
+    check_language_model,
     compare_classes,
     count_task_reads,
     page_data,
     page_html,
     print_guess,
     training_examples,
+    training_text,
 )
-from lib.device import choose_device, use_device
+from lib.corpus import causal_heldout, masked_heldout
+from lib.device import Progress, choose_device, use_device
 from lib.distributed import run_ranks
-from lib.errors import UserError, need
-from lib.figures import (
-    draw_class_distances,
-    draw_curves,
-    draw_staleness,
-    perplexity_cell,
-    usage_cells,
-    write_table,
-)
+from lib.errors import UserError
+from lib.figures import draw_class_distances, draw_curves, draw_staleness, usage_cells, write_table
 from lib.files import write_text
 from lib.predict import predict_file
 from lib.run import Run
 from lib.settings import Parser
 from lib.tasks import score_table, tsv_text
 from lib.tokenizer import load_tokenizer, special_tokens
-from lib.usage import (
-    check_language_model,
-    comparable_evaluations,
-    evaluate_run,
-    shared_batches,
-    slot_staleness,
-    tally,
-    training_text,
-    usage_metrics,
-)
-from lib.weights import find_weights, load_model
+from lib.usage import evaluate_language_model, open_corpus, tally, usage_metrics
+from lib.weights import find_weights, load_model, read_weights
 from model import value_tables
 
 
@@ -72,23 +59,38 @@ def table(args):
 
 def table_2(args, device, dtype):
     """Evaluate language models on test splits, with the same batches for all."""
-    seq_len, heldout = shared_batches(args.runs, args.data, args.batch_size, args.sequences,
-                                      args.repeats)
+    causal = read_weights(args.runs[0])["config"].causal
+    for path in args.runs:
+        check_language_model(path, causal)
+    seq_len = min(training_text(path)[0] for path in args.runs)
+    heldout = {}
+    for name in args.data:
+        text = open_corpus(name, *args.runs), "test", seq_len, 8, args.sequences
+        if causal:  # windows overlap by half, and each token is predicted once
+            heldout[name] = causal_heldout(*text, stride=seq_len // 2)
+        else:
+            heldout[name] = masked_heldout(*text)
     rows, records = [], []
     for path in args.runs:
-        record = evaluate_run(path, heldout, device, dtype)
+        checkpoint, _ = find_weights(path)
+        print(f"{path}: weights of {checkpoint}")
+        model = load_model(checkpoint).to(device)
+        row = {"run": path, **Run(checkpoint.parent).steps_and_seed(checkpoint)}
+        record = {"checkpoint": str(checkpoint), **row, "results": {}}
+        for name, batches in heldout.items():
+            batches = Progress(batches, f"{path}, data/{name}")
+            results, _ = evaluate_language_model(model, batches, device, dtype)
+            record["results"][name] = [results]
+            row[f"{name} ppl"] = results["perplexity"]
+        [results] = record["results"][args.data[0]]
+        rows.append({**row, **usage_cells(results["layers"])})
         records.append(record)
-        row = {name: record[name] for name in ("run", "steps", "seed")}
-        for name, results in record["results"].items():
-            row[f"{name} ppl"] = perplexity_cell(results)
-        usages = [evaluation["layers"] for evaluation in record["results"][args.data[0]]]
-        rows.append({**row, **usage_cells(usages)})
     note = (f"Test splits, {args.sequences or 'all'} sequences of {seq_len}. Sequences of a "
             "causal model overlap by half, and its usage counts a token in both. Usage on "
-            f"data/{args.data[0]}. Several maskings: mean [lowest, highest]. Steps: those of the "
-            "initial model + the run's own. Only rows with the same number of steps show what the "
-            "memory does. Each is one run of one seed, and another seed alone changes the "
-            "perplexity: run several before you trust a small difference.")
+            f"data/{args.data[0]}. Steps: those of the initial model + the run's own. Only rows "
+            "with the same number of steps show what the memory does. Each is one run of one seed, "
+            "and another seed alone changes the perplexity: run several before you trust a small "
+            "difference.")
     write_table(args.out, rows, note, {"note": note, "runs": records})
 
 
@@ -100,7 +102,7 @@ def table_6(args, device):
         counts = count_task_reads(path, examples, device)
         layers = {layer: usage_metrics(**sums) for layer, sums in counts.items()}
         facts = {"run": path, "task": task, "examples": len(examples)}
-        rows.append({**facts, **usage_cells([layers])})
+        rows.append({**facts, **usage_cells(layers)})
         records.append({**facts, "layers": layers})
     note = "The best epoch so far, train split, nothing masked, padding not counted."
     write_table(args.out, rows, note, records)
@@ -120,7 +122,7 @@ def glue(args):
 def by_class(args):
     """Draw Figure 4: how far apart two classes' slots are, before and after fine-tuning."""
     if args.out:
-        need("matplotlib", "a figure")  # which is drawn after long work
+        import matplotlib  # noqa: F401 - a figure is drawn after long work
     device, _ = use_device(args.device, "float32")
     records = []
     for path in args.runs:
@@ -129,7 +131,7 @@ def by_class(args):
             "2.30, and IOU of the shares of the slots. Floor: the same between two random halves "
             "of one class. kl and iou are corrected for it: a KL of 0 and an IOU of 1 mean no more "
             "difference than that. Accesses: of each half.")
-    figure = args.out and draw_class_distances(records, run_names(args))
+    figure = args.out and draw_class_distances(records)
     write_table(args.out, records, note, records, figure)
 
 
@@ -137,33 +139,43 @@ def staleness(args):
     """Draw Figure 2: how many slots were last top-1 at which usage snapshot of a run."""
     rows, records = [], []
     for path in args.runs:
-        records += slot_staleness(path)
-    for record in records:
-        shares = {step: f"{share:.1%}" for step, share in record["slots"].items()}
-        rows.append({key: record[key] for key in ("run", "layer", "accesses")} | shares)
+        run = Run(path)
+        snapshots = run.usage_snapshots()
+        for layer in run.settings()["memory_layers"]:
+            last = 0  # number of each slot's last snapshot, 0 for none
+            for number, counts in enumerate(snapshots.values(), 1):
+                top1 = counts[f"layer{layer}_top1"]
+                last = np.where(top1 > 0, number, last)
+            shares = np.bincount(last, minlength=len(snapshots) + 1) / len(last)
+            shares = dict(zip(["never", *snapshots], shares.tolist(), strict=True))
+            facts = {"run": path, "layer": layer, "accesses": int(top1.sum())}
+            records.append({**facts, "slots": shares})
+            rows.append({**facts, **{step: f"{share:.1%}" for step, share in shares.items()}})
     note = ("Share of the slots by the step of the last snapshot at which they were top-1. "
             "Accesses: in a snapshot.")
-    figure = args.out and draw_staleness(records, run_names(args))
+    figure = args.out and draw_staleness(records)
     write_table(args.out, rows, note, records, figure)
 
 
 def curves(args):
     """Draw Figure 3: perplexity and top-1 usage against the step, for several runs."""
-    runs = comparable_evaluations(args.runs)
-    rows = []
-    for path, (first, *_, last) in runs.items():
+    runs, rows, first = {}, [], None
+    for path in args.runs:
+        runs[path] = Run(path).evaluations()
+        last = runs[path][-1]
+        facts = Run(path).settings() | last
+        first = first or facts
+        for key in ("objective", "data", "seq_len", "masked_tokens"):
+            if facts[key] != first[key]:
+                raise UserError(f"{path} has another {key} than {args.runs[0]}: their perplexities "
+                                "cannot be compared")
         usage = [f"{metrics['top1_mu']:.1%}" for metrics in last["layers"].values()]
-        rows.append({"run": path, "steps": last["step"], "first ppl": first["perplexity"],
-                     "last ppl": last["perplexity"], "accuracy": last["accuracy"],
-                     "layers": "/".join(last["layers"]), "top-1 MU": "/".join(usage)})
+        rows.append({"run": path, "steps": last["step"], "ppl": last["perplexity"],
+                     "accuracy": last["accuracy"], "layers": "/".join(last["layers"]),
+                     "top-1 MU": "/".join(usage)})
     note = "Held-out text; the steps of the initial model count."
-    figure = args.out and draw_curves(runs, run_names(args))
+    figure = args.out and draw_curves(runs)
     write_table(args.out, rows, note, runs, figure)
-
-
-def run_names(args):
-    """Return {path of a run: its name in a figure}: those of --names, or the paths."""
-    return dict(zip(args.runs, args.names or args.runs, strict=True))
 
 
 def open_model(args):
@@ -180,7 +192,7 @@ def open_model(args):
 
 
 def slots(args):
-    """Show the most read slots of a layer, or given ones, with contexts."""
+    """Show the most read slots of a layer, with contexts."""
     model, checkpoint, corpus = open_model(args)
     if args.layer not in value_tables(model):
         raise UserError(f"{args.run}: no memory in layer {args.layer}; its memory layers: "
@@ -189,7 +201,7 @@ def slots(args):
     counts = tally(slots, weights, corpus.n_keys**2)
     read, top1 = counts["read"], counts["top1"]
     rows, records = [], []
-    for slot in args.slot or np.argsort(-read, kind="stable")[:args.most].tolist():
+    for slot in np.argsort(-read, kind="stable")[:args.most].tolist():
         facts = {"slot": slot, "reads": int(read[slot]), "top1": int(top1[slot])}
         contexts = corpus.contexts(args.layer, slot, args.contexts)
         records.append({**facts, "contexts": contexts})
@@ -207,15 +219,14 @@ def fill(args):
     tokenizer = load_tokenizer(find_weights(args.run)[1])
     special = special_tokens(tokenizer.get_vocab())
     mask_id = tokenizer.token_to_id(special.mask)
-    for text in args.texts:
-        masked = text.replace("[MASK]", special.mask)
-        ids = tokenizer.encode(special.cls + masked + special.sep).ids
-        if mask_id not in ids:
-            raise UserError(f"no [MASK] in {text!r}: write one where a word is to be guessed")
-        print(f"{checkpoint}: {text}")
-        for position in np.flatnonzero(np.equal(ids, mask_id)):
-            print(f"[MASK] at token {position}:")
-            print_guess(model, tokenizer, ids, position, corpus, args.contexts)
+    masked = args.text.replace("[MASK]", special.mask)
+    ids = tokenizer.encode(special.cls + masked + special.sep).ids
+    if mask_id not in ids:
+        raise UserError(f"no [MASK] in {args.text!r}: write one where a word is to be guessed")
+    print(f"{checkpoint}: {args.text}")
+    for position in np.flatnonzero(np.equal(ids, mask_id)):
+        print(f"[MASK] at token {position}:")
+        print_guess(model, tokenizer, ids, position, corpus, args.contexts)
 
 
 def sample(args):
@@ -235,18 +246,16 @@ def sample(args):
 
 
 def browse(args):
-    """Write an HTML page of what slots know: usage, contexts, a search for words."""
+    """Write an HTML page of what slots know: usage, contexts, a search for tokens."""
     _, checkpoint, corpus = open_model(args)
     if not corpus:
         raise UserError(f"{args.run}: a model without memory has no slots")
-    snapshots = {}
-    if Path(args.run, "usage").exists():  # a folder of weights has none
-        snapshots = Run(args.run).usage_snapshots()
     note = (f"{checkpoint.name}: what {corpus.ids.size:,} tokens of data/{corpus.name}'s test text "
             "read, nothing masked")
-    data = page_data(corpus, snapshots, args.contexts)
-    write_text(f"{args.out}.html", page_html({"title": args.run, "note": note, **data}))
-    print(f"wrote {args.out}.html: open it in a browser")
+    data = page_data(corpus, args.contexts)
+    path = args.out.removesuffix(".html") + ".html"
+    write_text(path, page_html({"title": args.run, "note": note, **data}))
+    print(f"wrote {path}: open it in a browser")
 
 
 def predict(args):
@@ -271,62 +280,51 @@ def command_line():
         section.set_defaults(call=command)
         return section.add_argument
 
-    runs = Parser(add_help=False)  # of several commands
+    runs, device, reader, guess = (Parser(add_help=False) for _ in range(4))  # of several commands
     runs.add_argument("runs", nargs="+", metavar="out/RUN")
     runs.add_argument("--out", metavar="NAME", help="write NAME.md and NAME.json")
-    figure = Parser(add_help=False, parents=[runs])
-    figure.add_argument("--names", nargs="+", help="of the runs, in the figure")
-    reader = Parser(add_help=False)
+    device.add_argument("--device", default="auto", help="auto, cuda, mps or cpu")
     reader.add_argument("run", metavar="RUN", help="out/RUN, or one of its checkpoints")
     reader.add_argument("--data", metavar="NAME", help="data/NAME, not the run's corpus")
     reader.add_argument("--sequences", type=int, default=512, help="of its test text (512)")
-    reader.add_argument("--device", default="auto", help="auto, cuda, mps or cpu")
+    guess.add_argument("--contexts", type=int, default=3, help="of a slot (3)")
 
-    option = begin(table, runs)
+    option = begin(table, runs, device)
     option("--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it (Table 2)")
     option("--sequences", type=int, help="a quick look at so many, spread evenly")
-    option("--repeats", type=int, default=1, help="maskings (1)")
-    option("--batch_size", type=int, default=8, help="sequences (8)")
     option("--dtype", default="float32", help="auto, float32, bfloat16 or float16")
-    option("--device", default="auto", help="auto, cuda, mps or cpu")
 
     begin(glue, runs)
 
-    option = begin(by_class, figure)
+    option = begin(by_class, runs, device)
     option("--sequences", type=int, help="a quick look at so many examples, spread evenly")
-    option("--device", default="auto", help="auto, cuda, mps or cpu")
 
-    begin(staleness, figure)
-    begin(curves, figure)
+    begin(staleness, runs)
+    begin(curves, runs)
 
-    option = begin(slots, reader)
+    option = begin(slots, reader, device, guess)
     option("--layer", type=int, required=True, help="counted from 1")
-    option("--slot", type=int, nargs="+", help="these slots")
-    option("--most", type=int, default=10, help="or the most read ones (10)")
-    option("--contexts", type=int, default=3, help="of a slot (3)")
+    option("--most", type=int, default=10, help="how many slots (10)")
     option("--out", metavar="NAME", help="write NAME.md and NAME.json")
 
-    option = begin(fill, reader)
-    option("texts", nargs="+", metavar="TEXT", help="a text with [MASK] in it, in quotes")
-    option("--contexts", type=int, default=3, help="of a slot (3)")
+    option = begin(fill, reader, device, guess)
+    option("text", help="a text with [MASK] in it, in quotes")
 
-    option = begin(sample, reader)
+    option = begin(sample, reader, device, guess)
     option("text", help="the prompt, or '' for none; [SEP] ends a document")
     option("--tokens", type=int, default=40, help="to add (40)")
     option("--samples", type=int, default=1, help="how many continuations (1)")
     option("--temperature", type=float, default=0.8, help="0: the likeliest token (0.8)")
     option("--top_k", type=int, default=50, help="draw from so many likeliest tokens (50)")
     option("--seed", type=int, default=0, help="of the draws (0)")
-    option("--contexts", type=int, default=3, help="of a slot (3)")
 
-    option = begin(browse, reader)
+    option = begin(browse, reader, device)
     option("--contexts", type=int, default=8, help="of a slot (8)")
     option("--out", required=True, metavar="NAME", help="write NAME.html")
 
-    option = begin(predict)
+    option = begin(predict, device)
     option("run", metavar="RUN", help="a fine-tuned out/RUN, or one of its seeds")
     option("file", metavar="FILE", help="TSV with a header, SQuAD's JSON, or - (stdin)")
-    option("--device", default="auto", help="auto, cuda, mps or cpu")
     option("--out", metavar="NAME", help="write NAME.tsv")
     return parser
 

@@ -5,8 +5,9 @@ page_data() gathers what the page of measure.py browse shows, and page_html() pu
 browse.html as JSON. Two layers of 64 x 64 slots read by 32,768 tokens make 1.1 MB. Larger ones want
 fewer --contexts.
 """
+import itertools
 import json
-from collections import Counter
+import math
 from pathlib import Path
 
 import numpy as np
@@ -19,20 +20,31 @@ from lib.errors import UserError
 from lib.run import Run
 from lib.tasks import batches_by_length, find_task, load_examples, pad
 from lib.tokenizer import load_tokenizer, special_ids, text_tokenizer
-from lib.usage import (
-    class_distances,
-    count_reads,
-    last_used,
-    open_corpus,
-    tally,
-    training_text,
-    watch_reads,
-)
-from lib.weights import find_weights, load_model
+from lib.usage import count_reads, open_corpus, tally, watch_reads
+from lib.weights import check_objective, find_weights, load_model, read_weights
 from model import value_tables
 
 WIDTH = 8  # tokens shown on either side; two contexts that agree there count as one
-SLOTS = 8  # shown for a word
+SLOTS = 8  # shown for a token
+
+
+def training_text(path):
+    """Return (sequence length, corpus) that a model was trained on.
+
+    Weights in Hugging Face layout have (number of positions, None).
+    """
+    folder, _ = find_weights(path)
+    settings = {"seq_len": read_weights(folder)["config"].max_len, "dataset": None}
+    settings |= Run(folder.parent).settings()
+    return settings["seq_len"], settings["dataset"]
+
+
+def check_language_model(path, causal):
+    """Raise UserError unless `path` has a language model: causal if `causal`, else masked."""
+    saved = read_weights(path)
+    if saved.get("head"):
+        raise UserError(f"{path}: a fine-tuned checkpoint has no language-model head")
+    check_objective(path, saved["config"], causal)
 
 
 class CorpusReads:
@@ -104,8 +116,8 @@ def print_guess(model, tokenizer, ids, position, corpus, most):
               "else reads the best")
         for head, best in enumerate(slots[position, :, :3].tolist()):
             shares = weights[position, head].tolist()
-            pairs = [f"{slot} ({share:.2f})" for slot, share in zip(best, shares)]
-            print(f"    head {head + 1}: {'  '.join(pairs)}")
+            pairs = "  ".join(f"{slot} ({share:.2f})" for slot, share in zip(best, shares))
+            print(f"    head {head + 1}: {pairs}")
             for weight, text in corpus.contexts(layer, best[0], most):
                 print(f"      ({weight:.2f}) {text}")
 
@@ -155,6 +167,42 @@ def compare_classes(path, sequences, device):
     return records
 
 
+def class_distances(positive, negative):
+    """Measure how much the slots that two classes read differ (Figure 4).
+
+    positive, negative: top-1 counts of two random halves of each class, (2, n_slots). p and q are
+    the slots' shares in a half of the positive and of the negative class. Our reading:
+    - kl_between is KL(p || 0.9 q + 0.1 p) in nats, the mean over the four pairs of halves. The
+      0.1 p bounds it by log 10.
+    - iou_between is the sum of min(p, q) over the sum of max(p, q). Each sum is first averaged over
+      the four pairs.
+    - kl_floor and iou_floor compare the halves of one class: the noise of few accesses.
+    - kl is scaled to 0 at the floor, with log 10 unchanged.
+    - iou comes from the sum of min(p, q), divided by the floor's.
+    """
+    def compare(p, q):
+        read = p > 0
+        kl = (p[read] * np.log(p[read] / (0.9 * q + 0.1 * p)[read])).sum()
+        return kl, np.minimum(p, q).sum()
+
+    def iou(common):  # the shares of each half sum to 1
+        return common / (2 - common)
+
+    positive = positive / positive.sum(1, keepdims=True)
+    negative = negative / negative.sum(1, keepdims=True)
+    halves = [*itertools.permutations(positive), *itertools.permutations(negative)]
+    pairs = itertools.product(positive, negative)
+    kl_floor, common_floor = np.mean([compare(p, q) for p, q in halves], 0)
+    kl, common = np.mean([compare(p, q) for p, q in pairs], 0)
+    most = math.log(10)
+    return {"kl_between": kl,
+            "kl_floor": kl_floor,
+            "kl": most * (kl - kl_floor) / (most - kl_floor),
+            "iou_between": iou(common),
+            "iou_floor": iou(common_floor),
+            "iou": iou(common / common_floor)}
+
+
 def draw_halves(path, examples):
     """Draw two halves of class 0, then two of class 1, all of one size: lists of Examples."""
     rng = np.random.default_rng(0)
@@ -171,59 +219,43 @@ def draw_halves(path, examples):
     return halves
 
 
-def page_data(corpus, snapshots, most):
-    """Gather what the page shows, as plain Python.
+def page_data(corpus, most):
+    """Gather what the page shows, as plain Python. corpus: a CorpusReads.
 
-    corpus: a CorpusReads. snapshots: Run.usage_snapshots(), or {}. most: contexts for a slot.
+    most: contexts for a slot.
     """
     ids = corpus.ids
     n_slots = corpus.n_keys**2
-    used, text = np.unique(ids.ravel(), return_inverse=True)
-    pieces = token_texts(corpus.tokenizer, used.tolist())
-    words, counts, word = find_words([pieces[i] for i in text], ids.shape[1])
-    around = np.pad(ids, ((0, 0), (WIDTH, WIDTH)), constant_values=-1)
-    around = np.lib.stride_tricks.sliding_window_view(around, 2 * WIDTH + 1, axis=1)
-    _, new = np.unique(around.reshape(ids.size, -1), axis=0, return_index=True)
+    used, text, counts = np.unique(ids, return_inverse=True, return_counts=True)
+    text = text.ravel()  # the number of each token's text in `pieces`
+    windows = np.pad(ids, ((0, 0), (WIDTH, WIDTH)), constant_values=-1)
+    windows = np.lib.stride_tricks.sliding_window_view(windows, 2 * WIDTH + 1, axis=1)
+    _, new = np.unique(windows.reshape(ids.size, -1), axis=0, return_index=True)
     layers = []
     for layer, (slots, weights) in corpus.layers.items():
         sums = tally(slots, weights, n_slots)
         heads = slots.shape[1]
-        slots, weights = slots.flatten(1).numpy(), weights.flatten(1).numpy()
-        share = weights / (heads * counts[word])[:, None]  # of all that a word reads
+        slots = slots.flatten(1).numpy()
+        weights = weights.flatten(1).numpy()
+        shares = weights / (heads * counts[text])[:, None]  # of all that a token reads
         layers.append({
             "layer": layer,
-            "n_keys": corpus.n_keys,
             "read": sums["read"].tolist(),
             "top1": sums["top1"].tolist(),
-            "last": last_used(snapshots, layer).tolist() if snapshots else [],
             "contexts": strongest(slots[new], new[:, None], weights[new], n_slots, most),
-            "words": strongest(word[:, None], slots, share, len(words), SLOTS)})
-    return {"seq_len": ids.shape[1], "text": text.tolist(), "pieces": pieces, "words": words,
-            "counts": counts.tolist(), "steps": list(snapshots), "layers": layers}
+            "tokens": strongest(text[:, None], slots, shares, len(used), SLOTS)})
+    return {"seq_len": ids.shape[1],
+            "text": text.tolist(),
+            "pieces": token_texts(corpus.tokenizer, used.tolist()),
+            "layers": layers}
 
 
 def token_texts(tokenizer, ids):
     """Spell each token, with the space before it."""
     mask = special_ids(tokenizer).mask  # in front, as a decoder drops the first token's space
-    pairs = [[mask], *([mask, token] for token in ids)]
-    first, *both = tokenizer.decode_batch(pairs, skip_special_tokens=False)
-    return [text.removeprefix(first) for text in both]
-
-
-def find_words(texts, seq_len):
-    """Join the tokens of sequences to words. A word goes on where letters or digits follow without
-    a space. Returns the words, most frequent first, their counts, and each token's word."""
-    spelled, number = [""], []
-    for n, text in enumerate(texts):
-        goes_on = n % seq_len and spelled[-1][-1:].isalnum() and text[:1].isalnum()
-        if not goes_on:
-            spelled.append("")
-        spelled[-1] += text
-        number.append(len(spelled) - 1)
-    spelled = [word.strip() for word in spelled]
-    words, counts = zip(*Counter(spelled[1:]).most_common())
-    index = {word: n for n, word in enumerate(words)}
-    return words, np.array(counts), np.array([index[spelled[n]] for n in number])
+    start = tokenizer.decode([mask], skip_special_tokens=False)
+    texts = tokenizer.decode_batch([[mask, token] for token in ids], skip_special_tokens=False)
+    return [text.removeprefix(start) for text in texts]
 
 
 def strongest(groups, items, weights, n_groups, most):
@@ -236,12 +268,12 @@ def strongest(groups, items, weights, n_groups, most):
     pairs, pair = np.unique(groups.astype(int) * n_items + items, return_inverse=True)
     sums = np.bincount(pair.ravel(), weights.ravel())
     group, item = np.divmod(pairs, n_items)
-    ends = np.searchsorted(group, np.arange(1, n_groups))
-    found = []
-    for own, weight in zip(np.split(item, ends), np.split(sums, ends), strict=True):
-        best = np.argsort(-weight, kind="stable")[:most]
-        percent = np.rint(100 * weight[best]).astype(int)
-        found.append(np.column_stack([own[best], percent]).ravel().tolist())
+    percent = np.rint(100 * sums).astype(int)
+    found = [[] for _ in range(n_groups)]
+    for n in np.argsort(-sums, kind="stable"):
+        own = found[group[n]]
+        if len(own) < 2 * most:
+            own += [item[n].item(), percent[n].item()]
     return found
 
 

@@ -6,7 +6,6 @@ Count which slots the memories of a model read, and evaluate language models.
 >>> usage_metrics(**counts[4])                      # of layer 4: MU, top-1 MU, KL_u, KL_w
 """
 import contextlib
-import itertools
 import math
 from functools import partial
 
@@ -14,13 +13,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from lib.corpus import Corpus, causal_heldout, masked_heldout
-from lib.device import Progress, autocast, to_device
+from lib.corpus import Corpus
+from lib.device import autocast, to_device
 from lib.distributed import deal_batches, sum_over_ranks
 from lib.errors import UserError
-from lib.run import Run
 from lib.tokenizer import read_vocab
-from lib.weights import check_objective, find_weights, load_model, read_weights
+from lib.weights import find_weights
 from model import value_tables
 
 
@@ -141,42 +139,6 @@ def evaluate_language_model(model, batches, device, dtype=torch.float32):
     return results, counts
 
 
-def shared_batches(paths, corpora, batch_size, sequences, maskings):
-    """Make test batches on which all language models at `paths` can be evaluated.
-
-    Returns (seq_len, {corpus: a list of maskings, each a list of batches}). seq_len is the shortest
-    that a model was trained on. sequences: at most this number; None: all.
-    """
-    causal = read_weights(paths[0])["config"].causal
-    for path in paths:
-        check_language_model(path, causal)
-    seq_len = min(training_text(path)[0] for path in paths)
-    heldout = {}
-    for name in corpora:
-        text = open_corpus(name, *paths), "test", seq_len, batch_size, sequences
-        if causal:  # windows overlap by half, and each token is predicted once
-            heldout[name] = [causal_heldout(*text, stride=seq_len // 2)]
-        else:
-            heldout[name] = [masked_heldout(*text, masking) for masking in range(maskings)]
-    return seq_len, heldout
-
-
-def evaluate_run(path, heldout, device, dtype):
-    """Evaluate a language model on what shared_batches returns: a record of Table 2."""
-    checkpoint, _ = find_weights(path)
-    print(f"{path}: weights of {checkpoint}")
-    model = load_model(checkpoint).to(device)
-    results = {}
-    for name, maskings in heldout.items():
-        results[name] = []
-        for batches in maskings:
-            batches = Progress(batches, f"{path}, data/{name}")
-            evaluation, _ = evaluate_language_model(model, batches, device, dtype)
-            results[name].append(evaluation)
-    trained = Run(checkpoint.parent).steps_and_seed(checkpoint)
-    return {"run": path, "checkpoint": str(checkpoint), **trained, "results": results}
-
-
 def describe_evaluation(results):
     """Yield the results of evaluate_language_model as lines to print."""
     yield f"perplexity {results['perplexity']:.2f}, accuracy {results['accuracy']:.1%}"
@@ -184,17 +146,6 @@ def describe_evaluation(results):
         yield (f"layer {layer}: MU {m['mu']:.1%} (uniform use: {m['mu_uniform']:.1%}), top-1 MU "
                f"{m['top1_mu']:.1%} ({m['top1_mu_uniform']:.1%}), KL_u {m['kl_u']:.2f}, "
                f"KL_w {m['kl_w']:.2f}, {m['accesses']:,} accesses")
-
-
-def training_text(path):
-    """Return (sequence length, corpus) that a model was trained on.
-
-    Weights in Hugging Face layout have (number of positions, None).
-    """
-    folder, _ = find_weights(path)
-    settings = {"seq_len": read_weights(folder)["config"].max_len, "dataset": None}
-    settings |= Run(folder.parent).settings()
-    return settings["seq_len"], settings["dataset"]
 
 
 def open_corpus(name, *paths):
@@ -206,96 +157,3 @@ def open_corpus(name, *paths):
             raise UserError(f"{path} was trained with another vocabulary than data/{name}: prepare "
                             f"the corpus with --vocab {vocab}, or leave one of them out")
     return corpus
-
-
-def check_language_model(path, causal):
-    """Raise UserError unless `path` has a language model: causal if `causal`, else masked."""
-    saved = read_weights(path)
-    if saved.get("head"):
-        raise UserError(f"{path}: a fine-tuned checkpoint has no language-model head")
-    check_objective(path, saved["config"], causal)
-
-
-def comparable_evaluations(paths):
-    """Read the logged evaluations of pretrained runs: {path: a list of results}.
-
-    UserError if the perplexities are of other texts, or the last ones of another number of tokens.
-    """
-    names = {"tokenizer_hash": "vocabulary", "dataset": "corpus", "objective": "objective",
-             "seq_len": "sequence length", "data": "text of the same name",
-             "masked_tokens": "number of held-out tokens (eval_sequences)"}
-    runs, facts = {}, {}
-    for path in paths:
-        runs[path] = Run(path).evaluations()
-        facts[path] = Run(path).settings(["dataset"]) | runs[path][-1]
-        for key, name in names.items():
-            if facts[path][key] != facts[paths[0]][key]:
-                raise UserError(f"{path} has another {name} than {paths[0]}: their perplexities "
-                                "cannot be compared")
-    return runs
-
-
-def last_used(snapshots, layer):
-    """Find the last usage snapshot in which each slot was top-1.
-
-    snapshots: what Run.usage_snapshots() returns. Returns (n_slots,): the number of the snapshot,
-    counted from 1; 0 for none.
-    """
-    last = 0
-    for number, arrays in enumerate(snapshots.values(), 1):
-        last = np.where(arrays[f"layer{layer}_top1"] > 0, number, last)
-    return last
-
-
-def slot_staleness(path):
-    """Count when the slots of a run were last top-1 (Figure 2).
-
-    Returns a record for each memory layer. Its `slots` is {step of a snapshot, or "never": share of
-    the slots}. Its `accesses` are those of the last snapshot.
-    """
-    snapshots = Run(path).usage_snapshots()
-    newest = snapshots[max(snapshots)]
-    records = []
-    for layer in Run(path).settings()["memory_layers"]:
-        last = last_used(snapshots, layer)
-        shares = np.bincount(last, minlength=len(snapshots) + 1) / len(last)
-        records.append({"run": path, "layer": layer,
-                        "accesses": int(newest[f"layer{layer}_top1"].sum()),
-                        "slots": dict(zip(["never", *snapshots], shares.tolist(), strict=True))})
-    return records
-
-
-def class_distances(positive, negative):
-    """Measure how much the slots that two classes read differ (Figure 4).
-
-    positive, negative: top-1 counts of two random halves of each class, (2, n_slots). p and q are
-    the slots' shares in a half of the positive and of the negative class. Our reading:
-    - kl_between is KL(p || 0.9 q + 0.1 p) in nats, the mean over the four pairs of halves. The
-      0.1 p bounds it by log 10.
-    - iou_between is the sum of min(p, q) over the sum of max(p, q). Each sum is first averaged over
-      the four pairs.
-    - kl_floor and iou_floor compare the halves of one class: the noise of few accesses.
-    - kl is scaled to 0 at the floor, with log 10 unchanged.
-    - iou comes from the sum of min(p, q), divided by the floor's.
-    """
-    def compare(p, q):
-        read = p > 0
-        kl = (p[read] * np.log(p[read] / (0.9 * q + 0.1 * p)[read])).sum()
-        return kl, np.minimum(p, q).sum()
-
-    def iou(common):  # the shares of each half sum to 1
-        return common / (2 - common)
-
-    positive = positive / positive.sum(1, keepdims=True)
-    negative = negative / negative.sum(1, keepdims=True)
-    halves = [*itertools.permutations(positive), *itertools.permutations(negative)]
-    pairs = itertools.product(positive, negative)
-    kl_floor, common_floor = np.mean([compare(p, q) for p, q in halves], 0)
-    kl, common = np.mean([compare(p, q) for p, q in pairs], 0)
-    most = math.log(10)
-    return {"kl_between": kl,
-            "kl_floor": kl_floor,
-            "kl": most * (kl - kl_floor) / (most - kl_floor),
-            "iou_between": iou(common),
-            "iou_floor": iou(common_floor),
-            "iou": iou(common / common_floor)}

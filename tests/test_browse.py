@@ -3,7 +3,9 @@ What reads a slot: contexts, the page of measure.py browse, and the examples of 
 """
 import collections
 import html.parser
+import itertools
 import json
+import math
 import shutil
 import types
 from pathlib import Path
@@ -15,9 +17,9 @@ import torch
 
 from lib.browse import (
     CorpusReads,
+    class_distances,
     count_task_reads,
     draw_halves,
-    find_words,
     page_data,
     page_html,
     training_examples,
@@ -66,10 +68,8 @@ def test_the_pages_data_are_those_of_a_count_one_by_one():
     rng, words = np.random.default_rng(0), list("abcdefgh")
     ids = rng.integers(5, 5 + len(words), (6, 20))
     corpus = corpus_reads(ids, tokenizer_of(words), (2, 4), 4)
-    snapshots = {step: {f"layer{n}_top1": rng.integers(0, 2, 16) for n in (2, 4)}
-                 for step in (5, 10)}
-    found = page_data(corpus, snapshots, 3)
-    assert (found["seq_len"], found["steps"]) == (20, [5, 10])
+    found = page_data(corpus, 3)
+    assert found["seq_len"] == 20
     assert "".join(found["pieces"][n] for n in found["text"][:20]) == "".join(
         f" {words[i - 5]}" for i in ids[0])
     for layer, (number, reads) in zip(found["layers"], corpus.layers.items(), strict=True):
@@ -79,41 +79,34 @@ def test_the_pages_data_are_those_of_a_count_one_by_one():
             for slot, weight in zip(heads.flat, parts.flat, strict=True):
                 contexts[slot][token] += weight
                 shares[words[ids.flat[token] - 5], slot] += weight
-        assert (layer["layer"], layer["n_keys"]) == (number, 4)
+        assert layer["layer"] == number
         assert layer["read"] == [(slots == slot).sum() for slot in range(16)]
         assert layer["top1"] == [(slots[..., 0] == slot).sum() for slot in range(16)]
         for slot in range(16):
             best = sorted(contexts[slot].items(), key=lambda item: -item[1])[:3]
             assert layer["contexts"][slot] == [
                 number for token, w in best for number in (token, round(100 * w.item()))]
-            uses = [n for n, step in enumerate(snapshots, 1)
-                    if snapshots[step][f"layer{number}_top1"][slot]]
-            assert layer["last"][slot] == max(uses, default=0)
-        assert sorted(found["counts"], reverse=True) == found["counts"]
-        for word, count, pairs in zip(found["words"], found["counts"], layer["words"], strict=True):
-            assert count == (ids == 5 + words.index(word)).sum()
+        for piece, pairs in zip(found["pieces"], layer["tokens"], strict=True):
+            word = piece.strip()
+            count = (ids == 5 + words.index(word)).sum()
             best = sorted((-shares[word, slot], slot) for slot in range(16))[:8]
             assert pairs[::2] == [slot for _, slot in best]
             assert pairs[1::2] == [round(-100 * share.item() / (2 * count)) for share, _ in best]
 
 
-def test_words_of_pieces_and_contexts_that_stand_twice():
-    tokenizer = wordpiece_tokenizer([*SPECIALS, "value", "##error", "raises", ":", "none"])
-    ids = np.array([[2, *tokenizer.encode("raises valueerror : value : none").ids, 3]] * 2)
-    found = page_data(corpus_reads(ids, tokenizer), {}, 99)
-    assert dict(zip(found["words"], found["counts"], strict=True)) == {
-        ":": 4, "[CLS]": 2, "raises": 2, "valueerror": 2, "value": 2, "none": 2, "[SEP]": 2}
+def test_a_context_that_stands_twice_is_shown_once():
+    tokenizer = wordpiece_tokenizer([*SPECIALS, "value", "##error", "raises"])
+    ids = np.array([[2, *tokenizer.encode("raises valueerror value").ids, 3]] * 2)
+    found = page_data(corpus_reads(ids, tokenizer), 99)
+    assert found["pieces"] == [" [CLS]", " [SEP]", " value", "error", " raises"]
     [layer] = found["layers"]
-    assert {token for pairs in layer["contexts"] for token in pairs[::2]} == set(range(9))
-    assert layer["last"] == []
-    _, counts, word = find_words(["value", "error", "value", "error"], 2)
-    assert word.tolist() == [0] * 4 and counts.tolist() == [2]  # no word over a sequence's end
+    assert {token for pairs in layer["contexts"] for token in pairs[::2]} == set(range(6))
 
 
 def test_no_text_breaks_out_of_the_page():
     words = [BREAKOUT, "<!--<script>", "&lt;b&gt;", "\u2028", "DATA"]
     ids = np.random.default_rng(0).integers(5, 5 + len(words), (3, 10))
-    data = {"title": BREAKOUT, **page_data(corpus_reads(ids, tokenizer_of(words)), {}, 8)}
+    data = {"title": BREAKOUT, **page_data(corpus_reads(ids, tokenizer_of(words)), 8)}
     text, opened, inside = page_html(data), [], {}
     parser = html.parser.HTMLParser()
     parser.handle_starttag = lambda tag, attributes: opened.append((tag, dict(attributes)))
@@ -160,3 +153,34 @@ def test_halves_are_parts_of_their_class():
     examples[0].label = 2
     with pytest.raises(UserError, match=r"expected two classes .* found \[8, 5, 1\] examples"):
         draw_halves("out/a", examples)
+
+
+def test_distances_of_classes_slot_by_slot():
+    """Figure 4: KL(p || 0.9 q + 0.1 p) and IOU, each beside its floor."""
+    def shares(counts):
+        return [count / sum(counts) for count in counts.tolist()]
+
+    def kl(a, b):
+        return sum(p * math.log(p / (0.9 * q + 0.1 * p)) for p, q in zip(a, b, strict=True) if p)
+
+    def overlap(a, b):
+        return sum(map(min, a, b))
+
+    positive, negative = np.random.default_rng(0).integers(0, 9, (2, 2, 50))
+    found = class_distances(positive, 3 * negative)
+    (a, b), (c, d) = map(shares, positive), map(shares, negative)
+    mean = {}
+    for measure in (kl, overlap):
+        mean[measure] = (sum(itertools.starmap(measure, ((a, c), (a, d), (b, c), (b, d)))) / 4,
+                         sum(itertools.starmap(measure, ((a, b), (b, a), (c, d), (d, c)))) / 4)
+    between, floor = mean[kl]
+    most = math.log(10)  # stays; the floor becomes 0
+    assert [found["kl_between"], found["kl_floor"], found["kl"]] == pytest.approx(
+        [between, floor, most - most * (most - between) / (most - floor)])
+    between, floor = mean[overlap]
+    assert [found["iou_between"], found["iou_floor"], found["iou"]] == pytest.approx(
+        [share / (2 - share) for share in (between, floor, between / floor)])
+    same = class_distances(positive[[0, 0]], positive[[0, 0]])
+    assert (same["kl"], same["iou"]) == pytest.approx((0, 1))
+    apart = class_distances(np.array([[3, 1, 0]] * 2), np.array([[0, 0, 7]] * 2))
+    assert (apart["kl"], apart["iou"]) == pytest.approx((math.log(10), 0))

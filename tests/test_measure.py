@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import measure
-from lib.browse import draw_halves, training_examples
+from lib.browse import class_distances, draw_halves, training_examples
 from lib.corpus import Corpus, cut_split, masked_heldout
 from lib.errors import UserError
 from lib.run import Run
 from lib.tokenizer import load_tokenizer
-from lib.usage import class_distances, evaluate_language_model, watch_reads
+from lib.usage import evaluate_language_model, watch_reads
 from lib.weights import load_model
 from tests.helpers import PIECES, save_model, tiny_bert, train, tune
 
@@ -57,25 +57,22 @@ def read(name):
 
 
 def test_table_2(runs, capsys):
-    """Cells are the results of evaluate_language_model; JSON keeps every masking."""
-    measure.main(["table", "out/plain", "out/tiny", "out/more", "--data", "tiny", "--repeats", "2",
-                  "--batch_size", "3", "--device", "cpu", "--out", "t"])
+    """Cells are the results of evaluate_language_model."""
+    measure.main(["table", "out/plain", "out/tiny", "out/more", "--data", "tiny", "--device", "cpu",
+                  "--out", "t"])
     rows = rows_of(capsys.readouterr().out)
     assert rows_of(Path("t.md").read_text()) == rows
-    records = read("t.json")["runs"]
+    [found] = read("t.json")["runs"][1]["results"]["tiny"]
     assert [(row["run"], row["steps"], row["seed"], row["layers"]) for row in rows] == [
         ("out/plain", "2", "0", "-"), ("out/tiny", "4", "0", "2/3"),
         ("out/more", "4 + 2", "7", "2/3")]
-    model, found = load_model("out/tiny"), records[1]["results"]["tiny"]
-    expected = [evaluate_language_model(model, masked_heldout(Corpus("tiny"), "test", 16, 8,
-                                                              masking=n), CPU)[0] for n in (0, 1)]
-    for one, same in zip(expected, found, strict=True):
-        assert same["perplexity"] == pytest.approx(one["perplexity"], rel=1e-5)
-        assert same["masked_tokens"] == one["masked_tokens"]
-        for layer in (2, 3):
-            assert same["layers"][str(layer)] == pytest.approx(one["layers"][layer], rel=1e-5)
-    first, second = sorted(result["perplexity"] for result in found)
-    assert rows[1]["tiny ppl"] == f"{(first + second) / 2:.2f} [{first:.2f}, {second:.2f}]"
+    batches = masked_heldout(Corpus("tiny"), "test", 16, 3)
+    expected, _ = evaluate_language_model(load_model("out/tiny"), batches, CPU)
+    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-5)
+    assert found["masked_tokens"] == expected["masked_tokens"]
+    for layer in (2, 3):
+        assert found["layers"][str(layer)] == pytest.approx(expected["layers"][layer], rel=1e-5)
+    assert rows[1]["tiny ppl"] == f"{found['perplexity']:.2f}"
     measure.main(["table", "out/tiny/step_000004", "--data", "tiny", "--sequences", "2"])
     assert rows_of(capsys.readouterr().out)[0]["accesses"] == "64/64"  # 2 x 16 tokens x 2 heads
 
@@ -119,15 +116,48 @@ def test_table_6_and_figure_4(tuned, monkeypatch, capsys):
         assert record["accesses"] == top1.sum() // 4
 
 
-def test_figures_2_and_3(runs, capsys):
+def write_run(folder, evaluations=(60,), **settings):
+    """Write what a comparison reads of a run. evaluations: their numbers of tokens."""
+    settings = {"objective": "masked", "seq_len": 16, "data": {"val": "1"}, "first_step": 0,
+                "memory_layers": [2], **settings}
+    Path(folder).mkdir()
+    Path(folder, "config.json").write_text(json.dumps(settings))
+    lines = [{"step": n, "perplexity": 9.0, "accuracy": 0.5, "layers": {}, "masked_tokens": count}
+             for n, count in enumerate(evaluations)]
+    Path(folder, "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(folder)
+
+
+def test_staleness_slot_by_slot(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    measure.main(["staleness", "out/tiny", "--out", "two"])
-    rows = rows_of(capsys.readouterr().out)
-    records = read("two.json")
-    assert [(row["layer"], row["never"], row["4"]) for row in rows] == [
-        (str(record["layer"]), f"{record['slots']['never']:.1%}", f"{record['slots']['4']:.1%}")
-        for record in records]
-    measure.main(["curves", "out/tiny", "out/more", "--names", "a", "$b$", "--out", "new/three"])
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    run = write_run(tmp_path / "run")
+    steps = [500_000, 1_000_000, 1_500_000]  # where names no longer sort by step
+    top1 = np.array([[3, 0, 0, 1, 0], [0, 2, 0, 1, 0], [0, 0, 4, 1, 0]])
+    for step, counts in zip(steps, top1, strict=True):
+        Run(run).write_usage(step, {2: {"read": counts, "top1": counts}})
+    measure.main(["staleness", run, "--out", str(tmp_path / "two")])
+    [record] = read(tmp_path / "two.json")
+    assert record["slots"] == dict(zip(["never", *map(str, steps)], [0.2, 0.2, 0.2, 0.4]))
+    assert (record["layer"], record["accesses"]) == (2, 5)
+    shares = rows_of(capsys.readouterr().out)[0]
+    assert (shares["never"], shares["1500000"]) == ("20.0%", "40.0%")
+
+
+@pytest.mark.parametrize(("changed", "what"), [
+    ({"objective": "causal"}, "objective"), ({"data": {"val": "2"}}, "data"),
+    ({"seq_len": 32}, "seq_len"), ({"evaluations": (60, 50)}, "masked_tokens")])
+def test_perplexities_of_other_texts_are_not_compared(tmp_path, changed, what):
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", (60, 60))]
+    measure.main(["curves", *runs])
+    runs.append(write_run(tmp_path / "c", **changed))
+    with pytest.raises(UserError, match=f"c has another {what}"):
+        measure.main(["curves", *runs])
+
+
+def test_figure_3(runs, capsys):
+    pytest.importorskip("matplotlib")
+    measure.main(["curves", "out/tiny", "out/more", "--out", "new/three"])
     rows, logs = rows_of(capsys.readouterr().out), read("new/three.json")
     assert [(row["run"], row["steps"]) for row in rows] == [("out/tiny", "4"), ("out/more", "6")]
     assert logs["out/more"] == json.loads(json.dumps(Run("out/more").evaluations()))
@@ -187,18 +217,18 @@ def test_fill_shows_what_else_reads_a_slot(runs, capsys):
     text = capsys.readouterr().out
     assert "[MASK] at token 2:" in text and "layer 2 read" in text and "layer 3 read" in text
     slot = text.split("head 1: ")[1].split()[0]
-    measure.main(["slots", "out/tiny", "--layer", "2", "--slot", slot, "--contexts", "2"])
-    rows = rows_of(capsys.readouterr().out)
+    measure.main(["slots", "out/tiny", "--layer", "2", "--most", "64", "--contexts", "2"])
+    rows = [row for row in rows_of(capsys.readouterr().out) if row["slot"] == slot]
     assert len(rows) == 2
     for row in rows:
         assert f"({row['weight']}) {row['context']}" in text
 
 
 def test_browse_writes_a_page(runs):
-    measure.main(["browse", "out/tiny", "--out", "memory"])
+    measure.main(["browse", "out/tiny", "--out", "memory.html"])
     page = Path("memory.html").read_text(encoding="utf-8")
     data = json.loads(page.split('id="data">')[1].split("</script>")[0])
-    assert (data["title"], data["steps"], data["seq_len"]) == ("out/tiny", [2, 4], 16)
+    assert (data["title"], data["seq_len"]) == ("out/tiny", 16)
     assert [layer["layer"] for layer in data["layers"]] == [2, 3]
     assert sum(data["layers"][0]["top1"]) == 2 * len(data["text"])  # heads
 

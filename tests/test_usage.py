@@ -1,8 +1,6 @@
 """
 Slot usage and perplexity, against section 3.2 read by read and plain loops in float64.
 """
-import itertools
-import json
 import math
 from pathlib import Path
 
@@ -13,15 +11,10 @@ from torch import nn
 
 from lib.corpus import Corpus, causal_heldout, masked_heldout
 from lib.errors import UserError
-from lib.run import Run
 from lib.usage import (
-    class_distances,
-    comparable_evaluations,
     count_reads,
     evaluate_language_model,
-    last_used,
     open_corpus,
-    slot_staleness,
     usage_metrics,
     watch_reads,
 )
@@ -197,76 +190,9 @@ def test_watching_ends_with_the_block():
     assert (weights.diff(dim=2) <= 0).all() and weights.sum(2).allclose(torch.ones(24, 2))
 
 
-def write_run(folder, evaluations=(60,), **settings):
-    """Write what a comparison reads of a run. evaluations: their numbers of tokens."""
-    settings = {"tokenizer_hash": "h", "dataset": "tiny", "objective": "masked", "seq_len": 16,
-                "data": {"val": "1"}, "first_step": 0, "memory_layers": [2], **settings}
-    Path(folder).mkdir()
-    Path(folder, "config.json").write_text(json.dumps(settings))
-    lines = [{"step": n, "perplexity": 9.0, "accuracy": 0.5, "layers": {}, "masked_tokens": count}
-             for n, count in enumerate(evaluations)]
-    Path(folder, "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
-
-
-@pytest.mark.parametrize(("changed", "what"), [
-    ({"tokenizer_hash": "g"}, "vocabulary"), ({"dataset": "other"}, "corpus"),
-    ({"objective": "causal"}, "objective"), ({"data": {"val": "2"}}, "text of the same name"),
-    ({"seq_len": 32}, "sequence length"), ({"evaluations": (60, 50)}, "number of held-out tokens")])
-def test_perplexities_of_other_texts_are_not_compared(tmp_path, changed, what):
-    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", (60, 60))]
-    assert [len(log) for log in comparable_evaluations(runs).values()] == [1, 2]
-    runs.append(write_run(tmp_path / "c", **changed))
-    with pytest.raises(UserError, match=f"c has another {what}"):
-        comparable_evaluations(runs)
-
-
 def test_a_corpus_must_have_the_models_vocabulary(place):
     save_model("out/run", tiny_bert())
     Path("out/run/vocab.txt").write_text(Path("tiny.txt").read_text())
     assert open_corpus("tiny", "out/run").name == "tiny"
     with pytest.raises(UserError, match="out/run was trained with another vocabulary"):
         open_corpus("other", "out/run")
-
-
-def test_staleness_slot_by_slot(tmp_path):
-    run = write_run(tmp_path / "run")
-    steps = [500_000, 1_000_000, 1_500_000]  # where names no longer sort by step
-    top1 = np.array([[3, 0, 0, 1, 0], [0, 2, 0, 1, 0], [0, 0, 4, 1, 0]])
-    for step, counts in zip(steps, top1, strict=True):
-        Run(run).write_usage(step, {2: {"read": counts, "top1": counts}})
-    assert last_used(Run(run).usage_snapshots(), 2).tolist() == [1, 2, 3, 3, 0]
-    [record] = slot_staleness(run)
-    assert record["slots"] == dict(zip(["never", *steps], [0.2, 0.2, 0.2, 0.4], strict=True))
-    assert (record["layer"], record["accesses"]) == (2, 5)
-
-
-def test_distances_of_classes_slot_by_slot():
-    """Figure 4: KL(p || 0.9 q + 0.1 p) and IOU, each beside its floor."""
-    def shares(counts):
-        return [count / sum(counts) for count in counts.tolist()]
-
-    def kl(a, b):
-        return sum(p * math.log(p / (0.9 * q + 0.1 * p)) for p, q in zip(a, b, strict=True) if p)
-
-    def overlap(a, b):
-        return sum(map(min, a, b))
-
-    positive, negative = np.random.default_rng(0).integers(0, 9, (2, 2, 50))
-    found = class_distances(positive, 3 * negative)
-    (a, b), (c, d) = map(shares, positive), map(shares, negative)
-    mean = {}
-    for measure in (kl, overlap):
-        mean[measure] = (sum(itertools.starmap(measure, ((a, c), (a, d), (b, c), (b, d)))) / 4,
-                         sum(itertools.starmap(measure, ((a, b), (b, a), (c, d), (d, c)))) / 4)
-    between, floor = mean[kl]
-    most = math.log(10)  # stays; the floor becomes 0
-    assert [found["kl_between"], found["kl_floor"], found["kl"]] == pytest.approx(
-        [between, floor, most - most * (most - between) / (most - floor)])
-    between, floor = mean[overlap]
-    assert [found["iou_between"], found["iou_floor"], found["iou"]] == pytest.approx(
-        [share / (2 - share) for share in (between, floor, between / floor)])
-    same = class_distances(positive[[0, 0]], positive[[0, 0]])
-    assert (same["kl"], same["iou"]) == pytest.approx((0, 1))
-    apart = class_distances(np.array([[3, 1, 0]] * 2), np.array([[0, 0, 7]] * 2))
-    assert (apart["kl"], apart["iou"]) == pytest.approx((math.log(10), 0))
