@@ -15,15 +15,15 @@ To use a memory in another model, copy this file and values.py. They need nothin
 ...         return x + self.ffn(x) + self.memory(x)
 >>> model = Block(32)
 >>> dense = torch.optim.AdamW(model.parameters())     # skips the values: they have no .grad
->>> values = LazyAdam([model.memory.values], lr=1e-3)  # updates the rows that were read
+>>> sparse = LazyAdam([model.memory.values], lr=1e-3)  # updates the rows that were read
 >>> model(torch.randn(4, 16, 32)).square().mean().backward()
->>> for optimizer in (dense, values):
+>>> for optimizer in (dense, sparse):
 ...     optimizer.step()
 ...     optimizer.zero_grad()
 
 It trains under autocast, gradient accumulation, activation checkpointing and torch.compile (a
 training graph breaks at the values), and under DistributedDataParallel, where LazyAdam joins the
-reads of all ranks. With a GradScaler call values.step(grad_scale=scaler.get_scale()).
+reads of all ranks. With a GradScaler call sparse.step(grad_scale=scaler.get_scale()).
 """
 import torch
 from torch import nn
@@ -107,7 +107,7 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         self.num_batches_tracked += 1
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         count = mask.sum()
-        share = mask.T / count.clamp(min=1).to(x.dtype)  # (1, tokens); no shape depends on count
+        share = mask.T / count.clamp(min=1).to(x.dtype)  # (1, tokens): 1 / count at real tokens
         mean = share @ x
         var = share @ (x - mean).square()
         with torch.no_grad():

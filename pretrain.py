@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from lib.corpus import CausalBatches, MaskedBatches, causal_heldout, masked_heldout
+from lib.corpus import CausalBatches, Corpus, MaskedBatches, causal_heldout, masked_heldout
 from lib.device import autocast, duration, to_device, use_device, wants_compile
 from lib.distributed import (
     any_signalled,
@@ -28,7 +28,7 @@ from lib.distributed import (
     run_ranks,
     sum_gradients,
 )
-from lib.errors import UserError, need, run_script
+from lib.errors import UserError, run_script
 from lib.files import first_rank, lock
 from lib.run import Run
 from lib.settings import check_choice, load_settings
@@ -127,15 +127,17 @@ def train(config, run, argv):
         if config.dataset == "docs" and not Path("data/docs").exists():
             run_script("prepare_data.py", "docs")
     checkpoint = run.newest_checkpoint()
-    start_from = run.folder if checkpoint else config.init_from
-    corpus = open_corpus(config.dataset, *([start_from] if start_from else []))
+    initial = run.folder if checkpoint else config.init_from
+    corpus = open_corpus(config.dataset, initial) if initial else Corpus(config.dataset)
     if checkpoint:
         run.check_settings(config, corpus.meta["sha256"])
-    causal = config.objective == "causal"
-    batches = (CausalBatches if causal else MaskedBatches)(corpus, config)
-    make_heldout = causal_heldout if causal else masked_heldout
-    held_out = make_heldout(corpus, "val", config.seq_len, config.batch_size,
-                            config.eval_sequences)
+    split = corpus, "val", config.seq_len, config.batch_size, config.eval_sequences
+    if config.objective == "causal":
+        batches = CausalBatches(corpus, config)
+        held_out = causal_heldout(*split)
+    else:
+        batches = MaskedBatches(corpus, config)
+        held_out = masked_heldout(*split)
 
     # the model
     torch.manual_seed(config.seed)
@@ -145,7 +147,7 @@ def train(config, run, argv):
             torch.nn.init.zeros_(table.weight)
     origin = {"init_checkpoint": "", "first_step": 0, "pooler_trained": False}
     if checkpoint:
-        origin = run.settings()
+        origin = {key: run.settings()[key] for key in origin}
         load_weights(model, read_weights(checkpoint)["weights"], checkpoint)
     elif config.init_from:
         origin = init_from(model, config.init_from, config.reinit_ffn)
@@ -156,12 +158,12 @@ def train(config, run, argv):
     print_sizes(config, corpus, batches, model)
 
     # the optimizers
-    dense, values = make_optimizers(model, config, device)
+    dense, sparse = make_optimizers(model, config, device)  # sparse: of the value tables
     dense_parameters = [p for group in dense.param_groups for p in group["params"]]
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = {"step": 0, "elapsed": 0.0, "seconds": 0.0, "losses": []}
     if checkpoint:
-        state = restore(checkpoint, dense, values, scaler)
+        state = restore(checkpoint, dense, sparse, scaler)
     if state["step"] >= config.max_steps:
         print(f"{run.folder} is at step {state['step']:,} of {config.max_steps:,}: nothing to do; "
               "--max_steps=N goes on, --out=out/NAME starts anew")
@@ -171,7 +173,6 @@ def train(config, run, argv):
     signals = catch_signals()
     micro_batches = my_micro_batches(config.accumulation)
     peak_share = share_of_peak(model, config.seq_len, device, dtype)
-    usage_interval = config.usage_interval if value_tables(model) else 0
     if state["step"] == 0:
         evaluate(0, config, model, held_out, device, dtype, run)
 
@@ -196,15 +197,15 @@ def train(config, run, argv):
         scaler.step(dense)
         scaler.update()
         if scaler.get_scale() >= scale:  # else a gradient had an inf: the dense step was left out
-            values.step(grad_scale=scale)
+            sparse.step(grad_scale=scale)
         dense.zero_grad()
-        values.zero_grad()
+        sparse.zero_grad()
 
         recent.append((loss, norm))
         done = step + 1  # updates
         stopped = any_signalled(signals)
         log = is_due(done, config.log_interval, config)
-        snapshot = is_due(done, usage_interval, config)
+        snapshot = config.usage_interval and is_due(done, config.usage_interval, config)
         early = done < config.eval_interval and done & (done - 1) == 0  # 1, 2, 4, 8, ...
         look = early or snapshot or is_due(done, config.eval_interval, config)
         save = stopped or is_due(done, config.checkpoint_interval, config)
@@ -217,13 +218,15 @@ def train(config, run, argv):
         state["seconds"] += time.perf_counter() - start
         state["losses"] += [loss for loss, _ in recent]
         if log:
+            state["elapsed"] += state["seconds"]
             log_training(run, state, config, batches, recent[-1][1], peak_share)
+            state["losses"], state["seconds"] = [], 0.0
         if look:
             counts = evaluate(done, config, model, held_out, device, dtype, run)
-            if snapshot:
+            if snapshot and counts:  # a model without memory has none
                 run.write_usage(done, counts)
         if save:
-            files = checkpoint_files(model, (), dense, values, scaler, state)
+            files = checkpoint_files(model, (), dense, sparse, scaler, state)
             saved = run.save_checkpoint(done, files, config.keep_checkpoints)
         if stopped:
             break
@@ -238,8 +241,8 @@ def train(config, run, argv):
 
 
 def is_due(step, every, config):
-    """Tell whether something is due after `step` updates: every so often, and at the end."""
-    return every and (step % every == 0 or step == config.max_steps)
+    """Tell whether something is due after `step` updates: at the end, and every so often."""
+    return step == config.max_steps or every > 0 and step % every == 0
 
 
 def evaluate(step, config, model, held_out, device, dtype, run):
@@ -284,14 +287,15 @@ def check_config(config):
                         f"{config.max_steps}: the rate would rise to the end: add "
                         f"--warmup_steps={config.max_steps // 10}, or take more steps")
     check_accumulation(config)
+    for name in ("batch_size", "accumulation", "max_steps", "log_interval", "keep_checkpoints"):
+        if getattr(config, name) < 1:
+            raise UserError(f"{name} = {getattr(config, name)}: expected 1 or more")
     try:
         sizes = BertConfig(**model_sizes(config))
     except AssertionError as error:
         raise UserError(str(error)) from None
     if config.seq_len > sizes.max_len:
         raise UserError(f"seq_len = {config.seq_len}: {config.model} has {sizes.max_len} positions")
-    if config.tensorboard:
-        need("tensorboard", "tensorboard = True")
 
 
 def print_sizes(config, corpus, batches, model):

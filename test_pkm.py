@@ -1,8 +1,8 @@
 """
 Compare pkm.py and values.py with independent references, in the order of the code.
 
-The references are brute force over all slots, a dense layer in float64, and SparseAdam. What torch
-expects of any module and optimizer is in tests/test_pkm_torch.py.
+The references are brute force over all slots, a dense layer in float64, and SparseAdam. Other modes
+(torch.compile, half precision, several ranks) are in tests/test_values.py.
 
 $ python -m pytest test_pkm.py
 """
@@ -60,8 +60,8 @@ def test_the_docstrings_example_runs():
     examples = doctest.DocTestParser().get_doctest(pkm.__doc__, vars(pkm).copy(), "pkm", None, 0)
     assert len([e for e in examples.examples if "class" not in e.source]) <= 8
     assert doctest.DocTestRunner().run(examples, clear_globs=False).failed == 0
-    model, values = examples.globs["model"], examples.globs["values"]
-    assert values.state[model.memory.values.weight]["step"] == 1
+    model, sparse = examples.globs["model"], examples.globs["sparse"]
+    assert sparse.state[model.memory.values.weight]["step"] == 1
 
 
 @pytest.mark.parametrize("module, needed", [(pkm, {"torch", "values"}), (values, {"torch"})])

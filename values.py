@@ -45,7 +45,8 @@ class ValueTable(nn.Module):
 
     @torch.compiler.disable  # a compiled graph reuses its buffers, and cannot keep a read
     def keep_read(self, out, slots, weights):
-        anchor = torch.empty(0, requires_grad=True)  # the output needs a gradient in any case
+        # autograd skips a Function if none of its inputs requires a gradient
+        anchor = torch.empty(0, requires_grad=True)
         return KeepRead.apply(out, anchor, self, slots, weights)
 
 

@@ -1,7 +1,7 @@
 """
 The parts of a training step, and what stands around it: the loops are in the scripts.
 
->>> dense, values = make_optimizers(model, config, device)
+>>> dense, sparse = make_optimizers(model, config, device)
 >>> for step in range(config.max_steps):            # see pretrain.py
 ...     set_rate(dense, learning_rate(config, step))
 """
@@ -26,7 +26,7 @@ from values import LazyAdam
 # Dense bf16/fp16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets (for the SXM cards)
 PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12,
               "4090": 165e12}
-DRIFT = 1 / 3  # a fitting rate lost 5% of top-1 usage, four times that rate 40% (results/study.md)
+DRIFT = 1 / 3  # share of its top-1 usage that a layer may lose: healthy runs lost 5%, bad ones 40%
 
 
 def make_optimizers(model, config, device):
@@ -99,17 +99,15 @@ def check_finite(losses, config, step):
 def log_training(run, state, config, batches, norm, peak_share=None):
     """Log the updates since the last record, and print the line that a person watches.
 
-    state: `losses` and `seconds` since the last record, which start anew. batches: says what a step
-    has, in `size` and `unit`. peak_share: of tokens/s, for mfu.
+    state: `losses` and `seconds` since the last record, `elapsed` in all. batches: says what a step
+    has, in `size` and `unit`. peak_share: see share_of_peak().
     """
     step = state["step"]
     rate = len(state["losses"]) * batches.size / state["seconds"]
-    state["elapsed"] += state["seconds"]
     record = {"step": step, "epoch": batches.epochs(step),
               "loss": sum(state["losses"]) / len(state["losses"]),
               "lr": learning_rate(config, step - 1), "grad_norm": norm,
               f"{batches.unit}_per_s": rate, "elapsed": state["elapsed"]}
-    state["losses"], state["seconds"] = [], 0.0
     mfu = ""
     if peak_share:
         record["mfu"] = rate * peak_share
@@ -121,14 +119,14 @@ def log_training(run, state, config, batches, norm, peak_share=None):
           f"lr {record['lr']:.2e} | eta {eta}", flush=True)
 
 
-def checkpoint_files(model, labels, dense, values, scaler, state):
+def checkpoint_files(model, labels, dense, sparse, scaler, state):
     """Return the content of a checkpoint's files by name: model, both optimizers, state."""
-    moments = {"dense": dense.state_dict(), "values": mark_moments(values.state_dict())}
+    moments = {"dense": dense.state_dict(), "values": mark_moments(sparse.state_dict())}
     return {"model": model_file(model, labels), "optimizer": moments,
             "state": {**state, "scaler": scaler.state_dict()}}
 
 
-def restore(checkpoint, dense, values, scaler):
+def restore(checkpoint, dense, sparse, scaler):
     """Load both optimizers and the scaler, but not the weights. Returns the state of the run."""
     moments = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True,
                          mmap=True)
@@ -136,7 +134,7 @@ def restore(checkpoint, dense, values, scaler):
     for group in dense_moments["param_groups"]:
         group["fused"] = dense.defaults["fused"]  # this device's, not that of the saved run
     dense.load_state_dict(dense_moments)
-    values.load_state_dict(cut_moments(moments["values"]))
+    sparse.load_state_dict(cut_moments(moments["values"]))
     state = torch.load(checkpoint / "state.pt", weights_only=True)
     scaler.load_state_dict(state.pop("scaler"))
     print(f"going on from {checkpoint}")

@@ -18,16 +18,11 @@ from lib.errors import run_main
 from lib.run import Run
 from lib.weights import model_file
 from model import BertConfig, LanguageModel
+from test_pkm import assert_near  # noqa: F401 - tests import it from here
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"  # larger texts; tests of them are skipped without it
 KILLS = int(os.environ.get("PKM_TEST_KILLS", "2"))
-
-
-def assert_near(ours, reference, tolerance):
-    """Difference within `tolerance` of the reference's norm."""
-    difference = (ours.detach().double() - reference.detach().double()).norm()
-    assert difference <= tolerance * reference.norm(), f"{difference / reference.norm():.1e}"
 
 
 def tiny_bert(seed=0, **settings):

@@ -151,8 +151,10 @@ def test_init_from(tmp_path, capsys, alpha, reinit_ffn):
     said = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
     memory = 16 * 8 + 2 * 2 * 4 * 2 + 8 * 8 + 8 + 2 * 8  # values, keys, query, its norm
     ffn = 8 * 16 * 2 + 8 + 16
-    assert f"left random memory {memory} parameters layers 2" in said
-    assert (f"dropped FFN {ffn} parameters layers 2" in said) == (alpha == 0)
+    new = f"{memory + ffn} parameters down, memory, up" if reinit_ffn else (
+        f"{memory} parameters memory")
+    assert f"left random {new}" in said
+    assert (f"dropped {ffn} parameters down, up" in said) == (alpha == 0)
 
 
 def test_seeds_share_no_random_pooler(tmp_path):
@@ -413,9 +415,8 @@ def test_a_run_warns_once_of_a_layer_whose_usage_falls(place, monkeypatch, capsy
     def falling(*args):
         results, counts = evaluate(*args)
         for layer in results["layers"].values():
-            layer["top1_mu"] = share = 0.5
-        results["layers"][2]["top1_mu"] = share = next(shares)
-        assert share
+            layer["top1_mu"] = 0.5
+        results["layers"][2]["top1_mu"] = next(shares)
         return results, counts
 
     assert train("--max_steps=2", "--out=out/first") == 0
