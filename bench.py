@@ -12,11 +12,9 @@ $ python bench.py causal --slots            # the last model by number of slots
 A table shows the median time with [lowest, highest], and its ratio to a baseline: the median over
 the rounds. The last line is JSON. All weights and tokens are random.
 
-`train` times whole steps of a config: `accumulation` micro-batches and one update. Settings can
-follow, as for pretrain.py: on a CPU take --accumulation=1 --batch_size=2. "What" shows
+`train` takes settings as pretrain.py does: on a CPU --accumulation=1 --batch_size=2. "What" shows
 micro-batches x sequences x tokens. "Hours" are the time of max_steps steps, without evaluations.
-"Peak bytes" are the memory of the first rank's process; on a CPU they never fall. Under torchrun
-the ranks share the micro-batches of a step.
+"Peak bytes" are the memory of the first rank's process; on a CPU they never fall.
 """
 import json
 import sys
@@ -40,7 +38,6 @@ from lib.distributed import (
     run_ranks,
     sum_gradients,
 )
-from lib.errors import UserError
 from lib.settings import Parser, load_settings
 from lib.timing import machine_facts, peak_bytes, print_times, time_in_turn
 from lib.training import make_optimizers, share_of_peak
@@ -75,7 +72,7 @@ class PlainPKM(pkm.PKM):
 
 
 def read_config(path):
-    """Read the BertConfig of a config file or of a run."""
+    """Return the BertConfig of a config file or of a run."""
     if path.endswith(".py"):
         return BertConfig(**model_sizes(load_settings(Config, [path])))
     return read_weights(path)["config"]
@@ -126,14 +123,11 @@ def inference(args):
         for system, suffix in ("plain", ""), ("+PKM", "_pkm"), ("+ResM", "_resm"):
             config = read_config(f"configs/{size}{suffix}.py")
             models[system] = build(args, config, "classifier")
-        records = time_inference(args, models, size)
-        for record in records:
-            record |= {
-                "batches/s": 1 / median(record["seconds"]),
-                "relative_batches/s": 1 / record["times_plain"],
-                "paper's": TABLE_1.get((size, record["system"])),
-            }
-        results += records
+        for record in time_inference(args, models, size):
+            record["batches/s"] = 1 / median(record["seconds"])
+            record["relative_batches/s"] = 1 / record["times_plain"]
+            record["paper's"] = TABLE_1.get((size, record["system"]))
+            results.append(record)
     return results
 
 
@@ -195,7 +189,6 @@ def time_config(args, path):
     for _ in my_micro_batches(config.accumulation):
         ids = torch.randint(30522, (config.batch_size, config.seq_len), device=args.device)
         batches.append({"ids": ids, "positions": positions, "labels": ids[:, :predicted]})
-
     torch.compiler.reset()  # it compiles only so many versions
     model.train()
     compiled = torch.compile(model) if args.compile else model
@@ -243,8 +236,6 @@ def causal(args):
     if args.slots is not None:
         numbers = args.slots or [64, 128, 256, 512, 1024]
         configs = {f"{n}^2 slots": replace(config, n_keys=n) for n in numbers}
-        if not config.memory_layers:
-            raise UserError(f"--slots: {path} has no memory")
     models = {name: build(args, config) for name, config in configs.items()}
     return time_inference(args, models, "inference", bases=2)
 
@@ -269,8 +260,6 @@ def main(argv):
     args, args.settings = parser.parse_known_intermixed_args(argv)
     if args.settings and args.command != "train":
         parser.error(f"unknown argument: {args.settings[0]}")
-    if args.configs and args.command not in ("train", "causal"):
-        parser.error(f"{args.command} takes no config: {args.configs[0]}")
     args.device, args.dtype = use_device(args.device, args.dtype)
     args.compile = wants_compile(args.compile, args.device)
     if args.command == "layer":  # the baseline has neither mixed precision nor compilation

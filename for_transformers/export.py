@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from tokenizers import processors
 
-from lib.errors import ROOT, UserError, need, run_main
+from lib.errors import ROOT, UserError, run_main
 from lib.files import atomic
 from lib.huggingface import ARCHITECTURES, MEMORY_ACT, SETTINGS, to_huggingface
 from lib.run import Run
@@ -33,7 +33,8 @@ def export(path, folder):
     The folder has the weights, the tokenizer and a model card; a model with memory adds its code.
     A pooler that was never trained is left out, and fine-tuning draws a new one.
     """
-    to_bytes = need("safetensors.torch", "export").save
+    from safetensors.torch import save as to_bytes
+
     if Path(folder).exists():
         raise UserError(f"{folder} exists already: name a new folder")
     source, vocab_file = find_weights(path)

@@ -36,8 +36,11 @@ def choose_device(device="auto", dtype="auto"):
 
     name, card, reason = str(chosen), chosen.type == "cuda", "as asked"
     if card:
-        prepare_card(chosen)
+        torch.cuda.set_device(torch.cuda.current_device() if chosen.index is None else chosen)
         name += f" ({torch.cuda.get_device_name(chosen)})"
+    if card and torch.__version__ < (2, 15):
+        # cuDNN's attention can have a NaN gradient on an H100, with a mask and 128 n + 64 tokens
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if dtype == "auto" and not card:
         dtype, reason = "float32", f"mixed precision is for CUDA, this is {chosen.type}"
     elif dtype == "auto" and torch.cuda.get_device_capability(chosen) >= (8, 0):
@@ -46,18 +49,6 @@ def choose_device(device="auto", dtype="auto"):
         dtype, reason = "float16", "the card has no bfloat16: gradients are scaled"
     line = f"device {name}, torch {torch.__version__}, dtype {dtype}: {reason}"
     return chosen, getattr(torch, dtype), line
-
-
-def prepare_card(device):
-    """Make a card the current one, and leave out an attention that fails on it.
-
-    Up to torch 2.14 the backward pass of cuDNN's attention can be NaN on an H100. It needs a mask,
-    and 64 tokens more than a multiple of 128.
-    """
-    if device.index is not None:
-        torch.cuda.set_device(device)
-    if torch.__version__ < (2, 15):
-        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def use_device(device, dtype):
@@ -100,19 +91,12 @@ def wants_compile(setting, device):
 
 
 class Progress(tqdm):
-    """Show progress: a tqdm bar on a terminal, elsewhere a line every 10 seconds."""
+    """Show a bar on the first rank. Away from a terminal it is drawn every 10 seconds."""
 
     def __init__(self, *args, **settings):
-        if not sys.stderr.isatty():
-            settings |= {"mininterval": 10, "delay": 10, "leave": False, "ascii": True,
-                         "ncols": 100}
-        super().__init__(*args, disable=not first_rank(), **settings)
-
-    @staticmethod
-    def status_printer(file):
-        if file.isatty():
-            return tqdm.status_printer(file)
-        return lambda text: text and print(text, file=file, flush=True)
+        pause = 0.1 if sys.stderr.isatty() else 10
+        super().__init__(*args, mininterval=pause, delay=pause, disable=not first_rank(),
+                         **settings)
 
 
 def duration(seconds):

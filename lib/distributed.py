@@ -295,7 +295,8 @@ def save_whole(content, path):
     at a time. It never has two whole tables in memory.
     """
     if not is_distributed():
-        torch.save(content, path)
+        with open(path, "wb") as file:  # given a path, torch does not say that the disk is full
+            torch.save(content, file)
         return
     file = content
     if not get_rank():

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from lib.device import Progress
-from lib.errors import Failure, UserError, need
+from lib.errors import Failure, UserError
 from lib.files import atomic, discard, lock
 
 FILES_BY_SERVER = """
@@ -60,7 +60,8 @@ def fetch(url, sha256="", folder=DOWNLOADS):
 
     After an error it tries once more. Failure if the file cannot be had or has another SHA-256.
     """
-    requests = need("requests", "a download")
+    import requests
+
     path = folder / Path(url).name
     if path.exists():
         return path
@@ -100,7 +101,8 @@ def file_sha256(path):
 
 def fetch_from_hub(repo, patterns, folder, kind="model"):
     """Download a hub repository's files that match one of the patterns; return their names."""
-    hub = need("huggingface_hub", "a download from the hub")
+    import huggingface_hub as hub
+
     try:
         info = hub.HfApi().repo_info(repo, repo_type=kind)
         names = [file.rfilename for file in info.siblings

@@ -1,7 +1,6 @@
 """
 End a script: a mistake is one line and an exit status, not a traceback.
 """
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -20,14 +19,16 @@ class Failure(RuntimeError):
 def run_main(main):
     """Call main() and end the process with its exit status.
 
-    A UserError and a missing file are one line on stderr and status 2. A Failure, another OSError
-    (such as a full disk), a script that fails and a lack of memory are one line and status 1.
-    Ctrl-C is status 130. Other errors keep their traceback.
+    A UserError, a missing file and a missing package are one line on stderr and status 2. A
+    Failure, another OSError (such as a full disk), a script that fails and a lack of memory are one
+    line and status 1. Ctrl-C is status 130. Other errors keep their traceback.
     """
     try:
         sys.exit(main())
     except (UserError, FileNotFoundError) as error:
         status, line = 2, f"error: {error}"
+    except ModuleNotFoundError as error:
+        status, line = 2, f"error: {error}: pip install {error.name}"
     except (Failure, OSError, subprocess.CalledProcessError) as error:
         status, line = 1, f"error: {error}"
     except KeyboardInterrupt:
@@ -40,15 +41,6 @@ def run_main(main):
                            "accumulation), fewer tokens or a smaller model")
     print(line, file=sys.stderr)
     sys.exit(status)
-
-
-def need(module, purpose):
-    """Import an optional package, or raise a UserError that names it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.split(".")[0]
-        raise UserError(f"{purpose} needs a package: pip install {package}") from None
 
 
 def run_script(script, *args):

@@ -13,7 +13,7 @@ from pathlib import Path
 import filelock
 import torch
 
-from lib.errors import UserError, need
+from lib.errors import UserError
 
 
 @contextlib.contextmanager
@@ -47,42 +47,31 @@ def atomic(path):
 def lock(folder, work):
     """Let one process at a time work in a folder, which need not exist yet.
 
-    `work` is what the process does: "trains there". A second process gets a UserError. The lock is
-    a file beside the folder. It ends with its process, even after a kill. Under torchrun the first
-    rank takes it.
+    `work` is what the process does: "trains there". A second process gets a UserError. The lock
+    ends with its process, even after a kill. Under torchrun the first rank takes it.
     """
     if not first_rank():
         yield
         return
     folder = Path(folder).resolve()
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file: expected a folder, a new one or an earlier run's")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    taken = filelock.FileLock(folder.with_name(f".lock_{folder.name}"), timeout=0)
     try:
-        taken.acquire()
+        with filelock.FileLock(folder.with_name(f".lock_{folder.name}"), timeout=0):
+            yield
     except filelock.Timeout:
         raise UserError(f"{folder}: another process {work}: one at a time") from None
-    try:
-        yield
-    finally:
-        taken.release()
 
 
 def load_file(path):
-    """Load tensors that someone else saved, as .safetensors or by torch.save.
-
-    No code in the file is run. UserError if it is damaged.
-    """
+    """Load tensors that someone else saved, as .safetensors or by torch.save. Runs no code."""
     load = partial(torch.load, map_location="cpu", weights_only=True)
     if path.suffix == ".safetensors":
-        load = need("safetensors.torch", str(path)).load_file
+        from safetensors.torch import load_file as load
     try:
         return load(path)
     except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
-        kind = type(error).__name__
-        raise UserError(f"{path}: truncated, damaged or no file of tensors ({kind}; nothing in it "
-                        "was run): fetch it again") from None
+        raise UserError(f"{path}: truncated, damaged or no file of tensors "
+                        f"({type(error).__name__}): fetch it again") from None
 
 
 def to_json(content, indent=None):
@@ -111,21 +100,13 @@ def write_text(path, text):
 
 
 def discard(path):
-    """Remove a file, a link or a folder, if it is there.
-
-    A folder is renamed before its content is deleted: it is never half there.
-    """
-    path = Path(path)
+    """Remove a file, a link or a folder, if it is there."""
     if not first_rank():
         return
-    if path.is_symlink() or not path.is_dir():
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
         path.unlink(missing_ok=True)
-        return
-    hidden = path.with_name(f".tmp_{path.name.removeprefix('.tmp_')}")
-    if path != hidden:
-        discard(hidden)  # a killed process may have left it
-        path.rename(hidden)
-    shutil.rmtree(hidden)
 
 
 def under_torchrun():

@@ -87,9 +87,9 @@ def to_huggingface(weights, head=None):
 
 
 def from_huggingface(weights, config, head=None, source="the weights"):
-    """Rename the tensors of Hugging Face's BERT or DistilBERT as ours; their prefix is optional.
+    """Rename the tensors of Hugging Face's BERT or DistilBERT as ours.
 
-    Heads and pooler may be missing. UserError with `source` if a tensor of the encoder is.
+    Their prefix, heads and pooler may be missing. UserError if another tensor is.
     """
     theirs = {}
     for name, w in weights.items():
@@ -105,8 +105,7 @@ def from_huggingface(weights, config, head=None, source="the weights"):
         if all(part is not None for part in parts):
             renamed[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
         elif name.startswith("bert.") and "pooler" not in name:
-            raise UserError(f"{source}: it has no {their_names(name)[0]}, which a model of its "
-                            "config.json has")
+            raise UserError(f"{source}: it has no {their_names(name)[0]}: of another model?")
     return renamed
 
 
@@ -138,13 +137,10 @@ def read_folder(folder):
 
 
 def read_config(settings, file):
-    """Return the BertConfig that the content of a config.json describes."""
+    """Return the BertConfig of the settings in a config.json."""
     settings = DEFAULTS | settings
     for key, choices in KINDS.items():
         if settings.get(key, choices[0]) not in choices:
             raise UserError(f"{file}: {key} = {settings[key]!r}: expected {choices[0]!r}")
     names = SETTINGS[settings["model_type"]]
-    for theirs in names.values():
-        if theirs not in settings:
-            raise UserError(f"{file}: it has no setting {theirs}")
     return BertConfig(**{ours: settings[theirs] for ours, theirs in names.items()})

@@ -22,14 +22,9 @@ import numpy as np
 import torch
 
 from lib.distributed import barrier, get_world_size, save_whole
-from lib.errors import ROOT, Failure, UserError, need
+from lib.errors import ROOT, UserError
 from lib.files import atomic, discard, first_rank, null_to_nan, read_json, to_json, write_text
 from lib.tokenizer import read_vocab, vocab_hash
-
-# Settings that are ignored when the recipes of runs are compared. init_from may be another path to
-# the same init_checkpoint.
-NO_RECIPE = {"out", "log_interval", "checkpoint_interval", "device", "compile", "tensorboard",
-             "seed", "seeds", "init_from", "threads", "torch", "commit", "ranks"}
 
 
 class Run:
@@ -40,22 +35,15 @@ class Run:
         self.log_file = None
         self.curves = None
 
-    def settings(self, needed=()):
-        """Read config.json: a dict of the settings and the origin, {} if there is none.
-
-        UserError if a key of `needed` is missing, as a fine-tuned run lacks those of pretraining.
-        """
+    def settings(self):
+        """Read config.json: a dict of the settings and the origin, {} if there is none."""
         path = self.folder / "config.json"
-        settings = read_json(path) if path.is_file() else {}
-        for key in needed:
-            if key not in settings:
-                raise UserError(f"{path}: no {key}: expected a run of pretrain.py")
-        return settings
+        return read_json(path) if path.is_file() else {}
 
     def check_settings(self, config, data):
-        """Print what changed since the run began. UserError if it must not change.
+        """Print what changed since the run began.
 
-        `data` must be the same (see start), and all settings but config.MAY_CHANGE.
+        UserError for other data (see start), and for a setting that is not in config.MAY_CHANGE.
         """
         before = self.settings()
         now = json.loads(to_json(asdict(config)))
@@ -82,12 +70,16 @@ class Run:
     def start(self, config, vocab, origin, data, step):
         """Begin the run, or go on with it after the checkpoint of `step`.
 
-        Writes config.json and the tokenizer's files, and opens the log. Removes what a killed
-        process wrote after the checkpoint. vocab: the path of a vocab.txt. origin: what init_from()
-        returned, or a continued run's settings(). data: {name: SHA-256, or a list of labels}.
+        Removes what a killed process wrote after the checkpoint. vocab: the path of a vocab.txt.
+        origin: what init_from() returned, or a continued run's settings(). data: {name: SHA-256, or
+        a list of labels}.
         """
         if not first_rank():
             return
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.curves = SummaryWriter(self.folder, purge_step=step and step + 1)
         for half_written in list(self.folder.rglob(".tmp_*")):
             discard(half_written)
         for number, snapshot in numbered(self.folder / "usage", "step_").items():
@@ -100,23 +92,19 @@ class Run:
         settings = {**origin, **asdict(config), "tokenizer_hash": vocab_hash(read_vocab(vocab)),
                     "data": data, **process_facts()}
         write_text(self.folder / "config.json", to_json(settings, indent=1))
-        records = self.records() if step else []
-        lines = [f"{to_json(record)}\n" for record in records if record["step"] <= step]
+        kept = [record for record in self.records() if record["step"] <= step] if step else []
         path = self.folder / "log.jsonl"
-        write_text(path, "".join(lines))
+        write_text(path, "".join(f"{to_json(record)}\n" for record in kept))
         self.log_file = path.open("a", buffering=1)
-        if config.tensorboard:
-            writer = need("torch.utils.tensorboard", "tensorboard = True").SummaryWriter
-            self.curves = writer(self.folder, purge_step=step and step + 1)
 
     def log(self, record):
         """Add a record, a dict with `step`, to log.jsonl and to TensorBoard's curves."""
         if self.log_file:  # only the first rank writes
             print(to_json(record), file=self.log_file)
         if self.curves and "warning" not in record:
-            groups = {f"layer {n}": usage for n, usage in record.get("layers", {}).items()}
-            groups["train" if "lr" in record else "eval"] = record
-            for group, numbers in groups.items():
+            kind = "train" if "lr" in record else "eval"
+            layers = {f"layer {n}": usage for n, usage in record.get("layers", {}).items()}
+            for group, numbers in {kind: record, **layers}.items():
                 for name in numbers.keys() - {"step", "layers"}:
                     self.curves.add_scalar(f"{group}/{name}", numbers[name], record["step"])
             self.curves.flush()
@@ -128,9 +116,10 @@ class Run:
 
     def evaluations(self, checkpoint=None):
         """Read the log's evaluations, up to a checkpoint. Steps include the initial model's."""
-        first = self.settings(["first_step"])["first_step"]
+        records = self.records()
+        first = self.settings()["first_step"]
         last = read_state(checkpoint)["step"] if checkpoint else np.inf
-        return [{**record, "step": first + record["step"]} for record in self.records()
+        return [{**record, "step": first + record["step"]} for record in records
                 if "perplexity" in record and record["step"] <= last]
 
     def newest_checkpoint(self):
@@ -138,26 +127,15 @@ class Run:
         checkpoints = numbered(self.folder, "step_")
         return checkpoints[max(checkpoints)] if checkpoints else None
 
-    def weights_folder(self):
-        """Return the path of the weights that the folder stands for (see find_weights), or None."""
-        for folder in (self.folder, *numbered(self.folder, "seed").values()):
-            for weights in (folder, folder / "best", Run(folder).newest_checkpoint()):
-                if weights and (weights / "model.pt").is_file():
-                    return weights
-        return None
-
     def save_checkpoint(self, step, files, keep):
-        """Write a checkpoint of {name: content}, and delete all but the `keep` newest.
-
-        Returns its path.
-        """
+        """Write a checkpoint of {name: content}; only the `keep` newest stay. Returns its path."""
         if self.log_file:
             os.fsync(self.log_file.fileno())  # no checkpoint is newer than its log
         folder = self.folder / f"step_{step:06d}"
         with atomic(folder) as temporary:
             temporary.mkdir()
             for name, content in files.items():
-                save(content, temporary / f"{name}.pt")
+                save_whole(content, temporary / f"{name}.pt")
         barrier()  # all ranks wait until it is there
         for old in list(numbered(self.folder, "step_").values())[:-keep]:
             discard(old)
@@ -169,34 +147,29 @@ class Run:
         A process that is killed in between trains the epoch again, and writes the same weights.
         """
         with atomic(self.folder / "best" / "model.pt") as temporary:
-            save(model, temporary)
+            save_whole(model, temporary)
         barrier()
 
     def steps_and_seed(self, checkpoint):
         """Return how a checkpoint was trained: {"steps": "1,000 + 3,000", "seed": 1}.
 
-        The steps are the initial model's and its own; an unfinished run has "100 of 3,000". Weights
-        in Hugging Face layout tell nothing: "?".
+        The steps are the initial model's and its own. "?" stands for Hugging Face's weights.
         """
         if not (checkpoint / "state.pt").is_file():
             return {"steps": "?", "seed": "?"}
-        settings = self.settings(["max_steps", "seed", "init_checkpoint", "first_step"])
-        step, last = read_state(checkpoint)["step"], settings["max_steps"]
-        steps = f"{step:,} of {last:,}" if step < last else f"{step:,}"
+        settings, steps = self.settings(), f"{read_state(checkpoint)['step']:,}"
         if settings["init_checkpoint"]:
             first = settings["first_step"]  # 0 for an initial model in Hugging Face layout
             steps = f"{first:,} + {steps}" if first else f"? + {steps}"
         return {"steps": steps, "seed": settings["seed"]}
 
     def write_usage(self, step, counts):
-        """Write a usage snapshot. counts: {layer: {"read": ..., "top1": ...}}, each (n_slots,).
+        """Write a usage snapshot: layer<n>_read and layer<n>_top1, int32 (n_slots,).
 
-        The file has layer<n>_read and layer<n>_top1, int32 (n_slots,).
+        counts: {layer: {"read": (n_slots,) counts, "top1": ...}}.
         """
-        arrays = {}
-        for n, sums in counts.items():
-            arrays[f"layer{n}_read"] = sums["read"].astype(np.int32)
-            arrays[f"layer{n}_top1"] = sums["top1"].astype(np.int32)
+        arrays = {f"layer{n}_{what}": sums[what].astype(np.int32)
+                  for n, sums in counts.items() for what in ("read", "top1")}
         with atomic(self.folder / "usage" / f"step_{step:06d}.npz") as temporary:
             np.savez_compressed(temporary, **arrays)
 
@@ -223,15 +196,6 @@ class Run:
         write_text(self.folder / "eval_results.json", to_json(results, indent=1))
 
 
-def save(content, path):
-    """Save a dict of tensors; Failure if the disk is full."""
-    try:
-        save_whole(content, path)
-    except RuntimeError as error:  # torch.save's
-        reason = str(error).splitlines()[0]
-        raise Failure(f"{path}: not saved, is the disk full? ({reason})") from None
-
-
 def numbered(folder, prefix):
     """Find the files and folders named <prefix><number>. Returns {number: path}, lowest first."""
     found = {}
@@ -247,12 +211,6 @@ def read_state(checkpoint):
     return torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
 
 
-def recipe_differences(settings, others):
-    """Name the settings, sorted, in which other runs have another recipe."""
-    return sorted(name for name in settings.keys() - NO_RECIPE
-                  if any(other.get(name) != settings[name] for other in others))
-
-
 def process_facts():
     """Return what results may depend on: threads, torch's version, git commit, number of ranks."""
     return {"threads": torch.get_num_threads(), "torch": torch.__version__, "commit": git_commit(),
@@ -261,9 +219,7 @@ def process_facts():
 
 def git_commit(root=ROOT):
     """Return the commit of a checkout, with "-dirty" if files differ; "unknown" without git."""
-    # with --git-dir git looks for no other checkout around this folder
-    command = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}", "describe", "--always",
-               "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "-C", root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -10,6 +10,7 @@ import inspect
 import runpy
 import sys
 import types
+from pathlib import Path
 
 from lib.errors import UserError
 
@@ -41,8 +42,13 @@ def load_settings(Config, argv):
     values = {}
     for path in argv:
         if not path.startswith("--"):
-            for key, value in run_config(path).items():
-                values[key] = as_typed(path, key, value, defaults)
+            if not Path(path).is_file():
+                near = difflib.get_close_matches(path, map(str, Path("configs").glob("*.py")), n=1)
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                raise UserError(f"{path}: no such config file{hint}")
+            for key, value in runpy.run_path(path).items():
+                if not key.startswith("_") and not isinstance(value, types.ModuleType):
+                    values[key] = as_typed(path, key, value, defaults)
     for arg in argv:
         if arg.startswith("--"):
             key, _, text = arg.removeprefix("--").partition("=")
@@ -50,12 +56,6 @@ def load_settings(Config, argv):
     config = Config(**values)
     print("settings: " + ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(config).items()))
     return config
-
-
-def run_config(path):
-    """Run a config file. Returns the names that it defines, and their values."""
-    return {key: value for key, value in runpy.run_path(path).items()
-            if not key.startswith("_") and not isinstance(value, types.ModuleType)}
 
 
 def as_typed(where, key, value, defaults):

@@ -26,7 +26,7 @@ import numpy as np
 from lib.corpus import SPLITS
 from lib.device import Progress
 from lib.download import file_sha256, new_folder, unpack
-from lib.errors import UserError, need
+from lib.errors import UserError
 from lib.files import write_text
 from lib.tokenizer import special_ids, tokens_by_id, train_tokenizer, vocab_hash, write_vocab
 
@@ -111,7 +111,8 @@ def read_lines(path):
 
 def read_rows(path):
     """Yield the rows of a .parquet file's column `text`, each a list of lines."""
-    parquet = need("pyarrow.parquet", str(path))
+    from pyarrow import parquet
+
     with parquet.ParquetFile(path) as file:
         if "text" not in file.schema_arrow.names:
             raise UserError(f"{path}: no column 'text' in it")

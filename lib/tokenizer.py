@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from lib.device import Progress
-from lib.errors import UserError, need
+from lib.errors import UserError
 from lib.files import write_text
 
 
@@ -170,7 +170,8 @@ def gpt2_tokenizer():
 
     tiktoken downloads its two files, or finds them in TIKTOKEN_CACHE_DIR.
     """
-    read = need("tiktoken.load", "--tokenizer gpt2").read_file_cached
+    from tiktoken.load import read_file_cached as read
+
     files = {name: read(GPT2 + name, sha256).decode() for name, sha256 in GPT2_FILES.items()}
     ids = json.loads(files["encoder.json"])  # its last token is <|endoftext|>
     for token in ("<s>", "</s>", "<pad>", "<mask>"):

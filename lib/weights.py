@@ -3,9 +3,7 @@ Save and load trained weights: checkpoints of runs, and folders in Hugging Face 
 
 >>> model = load_model("out/demo")                  # its newest checkpoint; see find_weights
 """
-import collections
 import re
-import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import torch
 from lib.distributed import mark_weights
 from lib.errors import ROOT, UserError
 from lib.huggingface import FILES, PRETRAINED, read_folder
-from lib.run import Run, read_state
+from lib.run import Run, numbered, read_state
 from lib.tokenizer import full_tokenizer
 from model import HEADS, BertConfig, Classifier, build_model
 
@@ -39,9 +37,10 @@ def find_weights(path):
     out/<run>/step_000500     this checkpoint; out/<run>/seed1/best works, too
     anything else             a folder in Hugging Face layout, or the name of one in data/weights/
     """
-    weights = Run(path).weights_folder()
-    if weights:
-        return weights, weights.parent / "vocab.txt"
+    for run in (Path(path), *numbered(Path(path), "seed").values()):
+        for folder in (run, run / "best", Run(run).newest_checkpoint()):
+            if folder and (folder / "model.pt").is_file():
+                return folder, folder.parent / "vocab.txt"
     for folder in (Path(path), Path("data/weights", path)):
         if (folder / "config.json").is_file() and any((folder / name).is_file() for name in FILES):
             return folder, folder / "vocab.txt"
@@ -70,8 +69,7 @@ def read_weights(path):
 def load_model(path):
     """Load the LanguageModel, Classifier or SpanReader that `path` names (see find_weights).
 
-    The model maps a checkpoint's file, without a second copy in memory. Changing the model does not
-    change the file.
+    The model maps a checkpoint's file, without a second copy in memory.
     """
     saved = read_weights(path)
     weights = saved["weights"]
@@ -99,25 +97,21 @@ def check_objective(path, config, causal):
 
 
 def load_weights(model, weights, source, strict=True, assign=False):
-    """Copy a state dict into a model, or let the model take its tensors if `assign`.
-
-    UserError with `source` for other shapes, and if `strict` for other names.
-    """
+    """Load a state dict as torch does; UserError with `source` for another model's."""
     try:
         model.load_state_dict(weights, strict, assign)
     except RuntimeError as error:
-        reason = textwrap.shorten(str(error).splitlines()[1], 300)
+        reason = str(error).splitlines()[1].strip()[:300]
         raise UserError(f"{source} has weights of another model: {reason}") from None
 
 
 def init_from(model, path, reinit_ffn=False):
     """Start from the trained model at `path` (see find_weights; section 4.1 of the paper).
 
-    Copies what fits; prints what was loaded, left random or dropped. A task's head stays random.
-    reinit_ffn (ResM') leaves the FFN of memory layers random. A pooler that was never trained is
-    not copied into a Classifier, or all seeds would share it. UserError for other sizes. Returns
-    the origin that the run keeps: init_checkpoint (path of the weights), first_step (their steps,
-    0 if unknown), pooler_trained.
+    Prints what was loaded, left random or dropped. A task's head stays random, and with reinit_ffn
+    (ResM') the FFN of memory layers. A pooler that was never trained is not copied into a
+    Classifier, or all seeds would share it. Returns the origin that the run keeps: init_checkpoint
+    (path of the weights), first_step (their steps, 0 if unknown), pooler_trained.
     """
     source, _ = find_weights(path)
     saved = read_weights(source)
@@ -128,50 +122,30 @@ def init_from(model, path, reinit_ffn=False):
         raise UserError(f"{source} has n_head = {heads}, this model {config.n_head}: give "
                         f"--n_head={heads}")
     pooler_trained = pooler_is_trained(source, saved)
-    random = {("task head", None)}
+    random = ["head."]
     if reinit_ffn:
-        random |= {("FFN", layer) for layer in config.memory_layers}
+        for layer in config.memory_layers:
+            random += [f"bert.layers.{layer - 1}.up.", f"bert.layers.{layer - 1}.down."]
     if isinstance(model, Classifier) and not pooler_trained:
-        random.add(("pooler", None))
-    own = model.state_dict()
-    loaded = {name: w for name, w in saved["weights"].items()
-              if name in own and part_of_model(name) not in random}
+        random.append("bert.pooler.")
+    own, theirs = dict(model.named_parameters()), saved["weights"]
+    loaded = {name: w for name, w in theirs.items()
+              if name in model.state_dict() and not name.startswith(tuple(random))}
     load_weights(model, loaded, source, strict=False)
     print(f"init_from {source}:")
-    print_loaded(model, saved["weights"], loaded)
+    sizes = {name: w.numel() for name, w in (theirs | own).items()}
+    groups = {"loaded": own.keys() & loaded.keys(), "left random": own.keys() - loaded.keys(),
+              "dropped": theirs.keys() - model.state_dict().keys()}
+    for what, names in groups.items():
+        size = sum(sizes[name] for name in names)
+        parts = {re.sub(r"bert\.|layers\.\d+\.", "", name).split(".")[0] for name in names}
+        print(f"  {what:12} {size:13,d} parameters  {', '.join(sorted(parts))}")
 
     first_step = 0
     if (source / "state.pt").is_file():
         first_step = Run(source.parent).settings()["first_step"] + read_state(source)["step"]
     return {"init_checkpoint": str(source), "first_step": first_step,
             "pooler_trained": pooler_trained}
-
-
-def print_loaded(model, weights, loaded):
-    """Print how many parameters were loaded, left random or dropped, by part of the model."""
-    groups = collections.defaultdict(collections.Counter)  # {(status, part): {layer: size}}
-    own = dict(model.named_parameters())
-    dropped = {name: weights[name] for name in sorted(weights.keys() - model.state_dict().keys())}
-    for name, w in (own | dropped).items():
-        status = "loaded" if name in loaded else "left random" if name in own else "dropped"
-        part, layer = part_of_model(name)
-        groups[status, part][layer] += w.numel()
-    for (status, part), sizes in groups.items():
-        where = "" if None in sizes else f"  layers {', '.join(map(str, sorted(sizes)))}"
-        print(f"  {status:12} {part:16} {sizes.total():13,d} parameters{where}")
-
-
-def part_of_model(name):
-    """Return a parameter's part of the model, and its layer: from 1, None outside of layers."""
-    layer = re.match(r"bert\.layers\.(\d+)\.(\w+)", name)
-    if layer:
-        parts = {"memory": "memory", "up": "FFN", "down": "FFN"}
-        return parts.get(layer[2], "attention, norms"), int(layer[1]) + 1
-    if "pooler" in name:
-        return "pooler", None
-    if name.startswith("bert."):
-        return "embeddings", None
-    return ("task head" if name.startswith("head.") else "MLM head"), None
 
 
 def pooler_is_trained(folder, saved):

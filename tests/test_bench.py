@@ -85,13 +85,6 @@ def test_inference_is_table_1(run):
     assert plain < replaced < added
 
 
-@pytest.mark.parametrize("size, plain, replaced, added", [
-    ("base", 79.8, 61.4, 59.3), ("large", 43.1, 37.2, 36.1)])
-def test_the_papers_batches_per_second(size, plain, replaced, added):
-    assert bench.TABLE_1[size, "+PKM"] == pytest.approx(replaced / plain)
-    assert bench.TABLE_1[size, "+ResM"] == pytest.approx(added / plain)
-
-
 def test_a_layer_is_timed_beside_the_baseline(run):
     records = run("layer", "--tokens", "6", "--n_keys", "32")["results"]
     assert [record["system"] for record in records] == ["plain", "ours", "reads alone",
@@ -117,13 +110,9 @@ def test_latency_by_slots(configs, run):
         (16**2 - 8**2) * d_model + more_keys)
 
 
-@pytest.mark.parametrize("args, words", [
-    (["causal", "causal_resm.py", "causal.py", "--slots"], "causal.py has no memory"),
-    (["causal", "--seq_len=8"], "unknown argument: --seq_len=8"),
-    (["layer", "plain.py"], "layer takes no config: plain.py")])
-def test_what_would_be_ignored_is_refused(configs, args, words):
-    with pytest.raises(UserError, match=words):
-        bench.main(["--device=cpu", *args])
+def test_settings_that_would_be_ignored_are_refused():
+    with pytest.raises(UserError, match="unknown argument: --seq_len=8"):
+        bench.main(["causal", "--seq_len=8"])
 
 
 def test_rates_are_of_the_median_step(configs, run, monkeypatch):

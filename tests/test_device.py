@@ -54,18 +54,16 @@ def test_compilation_is_for_cuda_or_as_asked():
         wants_compile("maybe", CPU)
 
 
-def test_progress_on_a_pipe_is_a_line_now_and_then(capsys, monkeypatch):
-    """And on a terminal a bar that is drawn again and again."""
+def test_progress_on_a_pipe_is_shown_now_and_then(capsys, monkeypatch):
+    """And on a terminal again and again."""
     clock = itertools.count(step=4)
     monkeypatch.setattr(tqdm.std, "time", lambda: float(next(clock)))
     monkeypatch.setattr(Progress, "monitor_interval", 0)
     assert list(Progress(range(10), "reading")) == list(range(10))
-    lines = capsys.readouterr().err.strip("\r").splitlines()
-    assert 2 <= len(lines) <= 5 and all(line.startswith("reading: ") for line in lines)
-    assert "/10 [" in lines[0]
+    assert 2 <= capsys.readouterr().err.count("\rreading: ") <= 5
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     list(Progress(range(10), "reading"))
-    assert capsys.readouterr().err.count("\rreading: ") > 3
+    assert capsys.readouterr().err.count("\rreading: ") > 5
 
 
 def test_a_duration():

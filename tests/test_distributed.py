@@ -165,7 +165,7 @@ def test_checkpoints_know_nothing_of_the_number_of_ranks(compared, monkeypatch):
     assert_equal_runs("out/mixed", "out/resm_0", 1e-12)
     sizes = [[path.stat().st_size for path in sorted(Path(run).glob("step_*/*.pt"))]
              for run in ("out/resm_4", "out/resm_0")]
-    assert len(sizes[0]) == 12 and np.allclose(*sizes, rtol=0.01)
+    assert len(sizes[0]) == 12 and np.allclose(*sizes, rtol=0.05)
 
 
 def test_the_table_of_perplexities(compared, monkeypatch):

@@ -1,12 +1,13 @@
 """
 How a script ends.
 """
+import importlib
 import subprocess
 import sys
 
 import pytest
 
-from lib.errors import Failure, UserError, need, run_main
+from lib.errors import Failure, UserError, run_main
 from tests.helpers import ROOT
 
 
@@ -57,7 +58,8 @@ def test_a_script_that_fails_fails_its_caller():
     assert "exit status 2" in last and done.returncode == 1
 
 
-def test_a_package_that_is_missing_is_named():
-    assert need("json", "x").dumps
-    with pytest.raises(UserError, match="a figure needs a package: pip install matplotlob"):
-        need("matplotlob.figure", "a figure")
+def test_a_package_that_is_missing_is_named(capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_main(lambda: importlib.import_module("matplotlob.figure"))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("'matplotlob': pip install matplotlob\n")

@@ -57,10 +57,12 @@ def test_a_mistake_is_named(tmp_path, monkeypatch, args, words):
         load_settings(Settings, args)
 
 
-def test_a_config_that_is_not_there():
-    for args in (["none.py"], ["--lr", "none.py"]):
-        with pytest.raises(FileNotFoundError, match="none.py"):
-            load_settings(Settings, args)
+def test_a_config_that_is_not_there(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name, hint in (("none.py", ""),
+                       ("configs/base_rsm.py", r" \(did you mean configs/base_resm\.py\?\)")):
+        with pytest.raises(UserError, match=f"^{name}: no such config file{hint}$"):
+            load_settings(Settings, [name])
 
 
 @pytest.mark.parametrize("script", [pretrain, finetune])
