@@ -7,9 +7,7 @@ Read a corpus, cut it into sequences, mask them, and batch them.
 >>> masked_heldout(corpus, "val", seq_len=512, batch_size=8)   # for evaluation
 
 A causal language model has CausalBatches and causal_heldout.
-
-Every draw is a function of (seed, stream, place): a resumed run draws the same numbers, and needs
-no position in the data.
+Every draw is a function of (seed, stream, place). A resumed run draws the same numbers.
 """
 import functools
 from pathlib import Path
@@ -22,37 +20,28 @@ from lib.tokenizer import Specials
 
 SPLITS = ("train", "val", "test")
 MASKED = 0.15  # share of the tokens to predict
-
-# streams of random numbers
-ORDER = 1  # of the training data, by epoch
-MASKS = 2  # by step and micro-batch
-DROPOUT = 3  # by step and micro-batch
+ORDER, MASKS, DROPOUT = 1, 2, 3  # streams of random numbers
 
 
 class Corpus:
     """A prepared corpus, data/<name>/.
 
-    Attributes: name, folder, meta (meta.json as a dict), vocab_size, special_ids (Specials). A
-    corpus that is only for measuring (pg19) has no tokens in train and val.
+    Attributes: name, folder, meta (meta.json as a dict), vocab_size, special_ids (Specials).
     """
 
     def __init__(self, name):
         self.name = name
         self.folder = Path("data", name)
-        if not (self.folder / "meta.json").exists():
-            command = name.replace("_raw", " --raw")
-            raise UserError(f"{self.folder}: no such corpus: python prepare_data.py {command}, or "
-                            f"python prepare_data.py text {name} PATH... for text of your own")
+        if not self.folder.exists():
+            raise UserError(f"{self.folder}: no such corpus: python prepare_data.py --help says "
+                            "how to make one")
         self.meta = read_json(self.folder / "meta.json")
         self.vocab_size = self.meta["vocab_size"]
         self.special_ids = Specials(*(self.meta[f"{use}_id"] for use in Specials._fields))
 
     def split(self, which):
         """Return the ids of 'train', 'val' or 'test': a read-only uint16 array (tokens,)."""
-        file = self.folder / f"{which}.bin"
-        if file.stat().st_size == 0:  # cannot be mapped
-            return np.empty(0, "<u2")
-        return np.memmap(file, dtype="<u2", mode="r")
+        return np.memmap(self.folder / f"{which}.bin", dtype="<u2", mode="r")
 
     def enclose(self, rows):
         """Put [CLS] before and [SEP] after each row of ids: int64 (sequences, width + 2)."""
@@ -61,43 +50,43 @@ class Corpus:
         return np.column_stack([first, rows, last])
 
 
-def mask_tokens(ids, rng, vocab_size, special_ids):
+def mask_tokens(ids, rng, corpus):
     """Choose tokens to predict: 80% become [MASK], 10% a random token, 10% stay.
 
-    ids: (batch, seq_len) integers. rng: numpy Generator. special_ids: Specials.
+    ids: (batch, seq_len) integers of a Corpus. rng: numpy Generator.
     [UNK] can be chosen, the other special tokens cannot, as in Devlin et al. A random replacement
     is never a special token; in Devlin et al. it can be (our reading). Shapes are static: every
     sequence has round(0.15 * seq_len) positions. A sequence with fewer ordinary tokens has the
     label -100 at the positions left over.
     Returns int64 arrays by name: ids (batch, seq_len), positions and labels (batch, masked).
     """
+    special_ids = corpus.special_ids
     count = max(1, round(MASKED * ids.shape[1]))
     special = np.isin(ids, [token for token in special_ids if token != special_ids.unk])
     order = rng.random(ids.shape) + special  # special tokens sort behind all others
     positions = np.argpartition(order, count - 1, axis=1)[:, :count]
     positions = np.sort(positions, axis=1)  # (batch, masked)
-    labels = np.take_along_axis(ids, positions, axis=1).astype(np.int64)
+    original = np.take_along_axis(ids, positions, axis=1).astype(np.int64)
     ordinary = ~np.take_along_axis(special, positions, axis=1)
 
-    random = rng.integers(vocab_size - len(special_ids), size=labels.shape)
+    random = rng.integers(corpus.vocab_size - len(special_ids), size=original.shape)
     for special_id in sorted(special_ids):  # step over it
         random += random >= special_id
-    draw = rng.random(labels.shape)
-    replacement = np.where(draw < 0.9, random, labels)
+    draw = rng.random(original.shape)
+    replacement = np.where(draw < 0.9, random, original)
     replacement = np.where(draw < 0.8, special_ids.mask, replacement)
 
     inputs = ids.astype(np.int64)
-    np.put_along_axis(inputs, positions, np.where(ordinary, replacement, labels), axis=1)
-    labels[~ordinary] = -100
-    return {"ids": inputs, "positions": positions, "labels": labels}
+    np.put_along_axis(inputs, positions, np.where(ordinary, replacement, original), axis=1)
+    return {"ids": inputs, "positions": positions, "labels": np.where(ordinary, original, -100)}
 
 
 class MaskedBatches:
     """Make training batches for a masked language model.
 
-    config: has seed, seq_len, batch_size and accumulation. Documents are packed: the text is cut
-    into sequences without a gap, across the ends of documents (our reading). Every epoch cuts at
-    another offset, and reads the sequences in another order.
+    config: has seed, seq_len, batch_size and accumulation. The text is cut into sequences without
+    a gap, across the ends of documents (our reading). Every epoch cuts at another offset, and
+    reads the sequences in another order.
     """
 
     unit = "tokens"
@@ -121,8 +110,8 @@ class MaskedBatches:
     def get(self, step, micro):
         """Return a micro-batch: arrays ids, positions and labels by name (see mask_tokens)."""
         rng = np.random.default_rng([self.config.seed, MASKS, step, micro])
-        ids = self.corpus.enclose(self.read(step, micro)[:, :-1])
-        return mask_tokens(ids, rng, self.corpus.vocab_size, self.corpus.special_ids)
+        text = self.read(step, micro)[:, :-1]
+        return mask_tokens(self.corpus.enclose(text), rng, self.corpus)
 
     def read(self, step, micro):
         """Return the text of a micro-batch, and a token more: int64 (batch, width + 1)."""
@@ -146,8 +135,7 @@ def draw_epoch(seed, epoch, sequences, width):
 class CausalBatches(MaskedBatches):
     """Make training batches for a causal language model, as in Lample et al. (2019).
 
-    A sequence is seq_len tokens as they stand in the text. [SEP] stands between documents, and
-    attention goes across it.
+    A sequence is seq_len tokens as they stand in the text. Attention goes across documents.
     """
 
     added = 0
@@ -171,52 +159,49 @@ def cut_split(corpus, split, seq_len, sequences=None):
     """
     tokens = corpus.split(split)
     width = seq_len - 2
-    full = len(tokens) // width
-    rows = tokens[:full * width].reshape(full, width)
-    rest = tokens[full * width:]
-    if sequences is None and len(rest):
-        padding = ((0, 0), (0, width - len(rest)))
-        last = np.pad(corpus.enclose([rest]), padding, constant_values=corpus.special_ids.pad)
-        return np.concatenate([corpus.enclose(rows), last])
+    full, left = divmod(len(tokens), width)
+    rows = corpus.enclose(tokens[:full * width].reshape(full, width))
+    if sequences is None and left:
+        last = np.full((1, seq_len), corpus.special_ids.pad)
+        last[:, :left + 2] = corpus.enclose([tokens[-left:]])
+        return np.concatenate([rows, last])
     if not full:
         raise UserError(f"data/{corpus.name}/{split}.bin: {len(tokens)} tokens are too few for one "
                         f"sequence of {seq_len}: shorter seq_len, or more text")
-    return corpus.enclose(rows[spread(full, sequences)])
+    return rows[spread(full, sequences)]
 
 
 def masked_heldout(corpus, split, seq_len, batch_size, sequences=None, masking=0):
-    """Return masked batches of a split: a list of dicts of ids, positions, labels.
+    """Return masked batches of a split: a list of dicts (see mask_tokens, and cut_split).
 
-    See cut_split for `sequences`, and mask_tokens for the arrays. A padded last sequence is alone
-    in its batch. This batch also has `mask`, True at real tokens, and 15% of the real tokens are
-    predicted. The masks depend only on the seed `masking`, the text and the vocabulary.
+    A padded last sequence is alone in its batch. This batch also has `mask`, True at real tokens,
+    and 15% of the real tokens are predicted. The masks depend only on the seed `masking`, the
+    text and the vocabulary.
     """
     ids = cut_split(corpus, split, seq_len, sequences)
     real = ids != corpus.special_ids.pad
-    length = np.count_nonzero(real[-1])  # of the last sequence
-    full = len(ids) - (length < seq_len)
+    full = np.count_nonzero(real.all(1))
     rng = np.random.default_rng([0, masking])
-    masked = mask_tokens(ids[:full], rng, corpus.vocab_size, corpus.special_ids)
+    masked = mask_tokens(ids[:full], rng, corpus)
     batches = []
     for start in range(0, full, batch_size):
         end = start + batch_size
         batches.append({name: array[start:end] for name, array in masked.items()})
-    if length < seq_len:
-        last = mask_tokens(ids[-1:, :length], rng, corpus.vocab_size, corpus.special_ids)
+    if full < len(ids):
+        length = np.count_nonzero(real[-1])
+        last = mask_tokens(ids[-1:, :length], rng, corpus)
         last["ids"] = np.concatenate([last["ids"], ids[-1:, length:]], axis=1)
-        last["mask"] = real[-1:]
-        batches.append(last)
+        batches.append({**last, "mask": real[-1:]})
     return batches
 
 
 def causal_heldout(corpus, split, seq_len, batch_size, sequences=None, stride=None):
-    """Return causal batches of a split: a list of dicts of ids and labels.
+    """Return causal batches of a split: a list of dicts of ids and labels, int64 (batch, seq_len).
 
-    Both are int64 (batch, seq_len). A label is the next token, or -100 where it does not count.
-    Windows start `stride` tokens apart (by default seq_len). The last one starts earlier, to be
-    full. Each token is predicted once, by the first window that reaches it, from at least
-    seq_len - stride + 1 earlier tokens; the first window's tokens have fewer. A [SEP] stands before
-    the split. sequences: take at most this many windows, spread evenly.
+    A label is the next token, or -100 where it does not count. Windows start `stride` tokens apart
+    (by default seq_len). The last one starts earlier, to be full. Each token is predicted once, by
+    the first window that reaches it. A [SEP] stands before the split. sequences: take at most this
+    many windows, spread evenly.
     """
     text = np.append(corpus.special_ids.sep, corpus.split(split)).astype(np.int64)
     last = max(0, len(text) - 1 - seq_len)  # where the last window starts

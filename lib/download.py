@@ -2,22 +2,23 @@
 Download files. A file is there only when it is whole and checked.
 
 >>> fetch(*FILES["RTE.zip"])                          # data/downloads/RTE.zip
->>> fetch_weights("google-bert/bert-base-uncased", Path("data/weights/bert-base-uncased"))
+>>> fetch_from_hub("google-bert/bert-base-uncased", ["vocab.txt"], Path("data/weights/bert"))
 >>> unpack(Path("data/downloads/RTE.zip"))            # data/downloads/RTE_<hash>/
-
-HF_ENDPOINT names a mirror of the hub, HF_TOKEN is its token; HTTPS_PROXY and the like are honoured.
 """
 import contextlib
-import fnmatch
 import hashlib
-import os
+import json
 import shutil
 import time
 from pathlib import Path
 
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
 from lib.device import Progress
 from lib.errors import Failure, UserError
 from lib.files import atomic, discard, lock
+from lib.tokenizer import GPT2_SPECIALS
 
 FILES_BY_SERVER = """
 https://wikitext.smerity.com/  CC BY-SA 3.0
@@ -49,6 +50,10 @@ for name, *facts in map(str.split, FILES_BY_SERVER.strip().splitlines()):
         server = name
     else:
         FILES[name] = (server + name, facts[0])
+GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+GPT2_FILES = {  # {name: SHA-256}
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"}
 DOWNLOADS = Path("data/downloads")
 OFFLINE = "without a network give --vocab FILE or --from PATH"
 TIMEOUT = 30  # seconds without a byte before a download is tried again
@@ -60,20 +65,18 @@ def fetch(url, sha256="", folder=DOWNLOADS):
 
     After an error it tries once more. Failure if the file cannot be had or has another SHA-256.
     """
-    import requests
-
     path = folder / Path(url).name
     if path.exists():
         return path
     with lock(path, "downloads it"), atomic(path) as temporary:
-        for attempt in (1, 2):
+        try:
+            download(url, temporary)
+        except OSError:
+            time.sleep(PAUSE)
             try:
-                download(requests, url, temporary)
-                break
-            except requests.RequestException as error:
-                if attempt == 2:
-                    raise Failure(f"{url}: {error}: {OFFLINE}") from None
-                time.sleep(PAUSE)
+                download(url, temporary)
+            except OSError as error:
+                raise Failure(f"{url}: {error}: {OFFLINE}") from None
         received = file_sha256(temporary)
         if sha256 not in ("", received):
             raise Failure(f"{url}: expected SHA-256 {sha256[:12]}, received {received[:12]}: it "
@@ -81,8 +84,10 @@ def fetch(url, sha256="", folder=DOWNLOADS):
     return path
 
 
-def download(requests, url, path):
+def download(url, path):
     """Download a file in one attempt."""
+    import requests
+
     headers = {"User-Agent": "Mozilla/5.0"}  # wikitext.smerity.com wants a browser
     with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply:
         reply.raise_for_status()
@@ -100,18 +105,13 @@ def file_sha256(path):
 
 
 def fetch_from_hub(repo, patterns, folder, kind="model"):
-    """Download a hub repository's files that match one of the patterns; return their names."""
+    """Download a hub repository's files that match one of the patterns."""
     import huggingface_hub as hub
 
     try:
-        info = hub.HfApi().repo_info(repo, repo_type=kind)
-        names = [file.rfilename for file in info.siblings
-                 if any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in patterns)]
-        for name in names:
-            hub.hf_hub_download(repo, name, repo_type=kind, revision=info.sha, local_dir=folder)
+        hub.snapshot_download(repo, repo_type=kind, allow_patterns=patterns, local_dir=folder)
     except Exception as error:  # noqa: BLE001 - of the hub, of its HTTP library or of the disk
         raise Failure(f"{repo} on the hub: {str(error).splitlines()[0]}: {OFFLINE}") from None
-    return names
 
 
 def unpack(path):
@@ -132,32 +132,28 @@ def unpack(path):
 def new_folder(folder, force):
     """Make a folder that is there only when it is whole. With `force` it replaces an older one."""
     folder = Path(folder)
-    with lock(folder, "prepares it"):
+    with lock(folder, "prepares it"), atomic(folder) as temporary:
         if folder.exists() and not force:
             raise UserError(f"{folder} exists already (--force replaces it)")
-        new = folder.with_name(f".new_{folder.name}")
-        discard(new)  # a killed process may have left it
-        with atomic(new) as temporary:
-            temporary.mkdir()
-            yield temporary
+        temporary.mkdir()
+        yield temporary
         discard(folder)
-        os.replace(new, folder)
 
 
 def fetch_weights(repo, folder):
     """Fetch a BERT or DistilBERT of the hub to a folder."""
     small = ["config.json", "vocab.txt", "tokenizer.json"]
-    names = fetch_from_hub(repo, [*small, "model.safetensors"], folder)
-    if "model.safetensors" not in names:
-        names += fetch_from_hub(repo, ["pytorch_model.bin"], folder)
-    print(f"{folder}: {', '.join(names)}")
+    fetch_from_hub(repo, [*small, "model.safetensors"], folder)
+    if not (folder / "model.safetensors").exists():
+        fetch_from_hub(repo, ["pytorch_model.bin"], folder)
+    print(f"{folder}: {', '.join(sorted(path.name for path in folder.glob('*.*')))}")
 
 
 def fetch_task(task, places, force):
     """Copy a task's official files to its folder, downloaded or from places[0].
 
-    The place is a folder on disk that has a folder named after the task, with the unpacked files.
-    Files that are no archive (MRPC's, SQuAD's) may also be in it themselves.
+    The place has a folder named after the task, with the unpacked files. MRPC's and SQuAD's, which
+    are no archives, may also be in the place itself.
     """
     folder = Path(task.folder)
     zipped = task.archives[0].endswith(".zip")
@@ -178,3 +174,24 @@ def fetch_task(task, places, force):
         for file in files:
             shutil.copyfile(file, new / file.name)
     print(f"{folder}: {', '.join(sorted(file.name for file in files))}")
+
+
+def gpt2_tokenizer():
+    """Make GPT-2's tokenizers.Tokenizer, with RoBERTa's special tokens.
+
+    tiktoken downloads its two files, or finds them in TIKTOKEN_CACHE_DIR.
+    """
+    from tiktoken.load import read_file_cached as read
+
+    files = {name: read(GPT2 + name, sha256).decode() for name, sha256 in GPT2_FILES.items()}
+    ids = json.loads(files["encoder.json"])  # its last token is <|endoftext|>
+    for token in ("<s>", "</s>", "<pad>", "<mask>"):
+        ids[token] = len(ids)
+    merges = [tuple(line.split()) for line in files["vocab.bpe"].splitlines()[1:]]
+    tokenizer = tokenizers.Tokenizer(models.BPE(ids, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    for token in GPT2_SPECIALS:  # <mask> is a word with the space before it, as in RoBERTa
+        added = tokenizers.AddedToken(token, lstrip=token == "<mask>", normalized=False)
+        tokenizer.add_special_tokens([added])
+    return tokenizer

@@ -6,6 +6,7 @@ Read text as documents, and write documents as token files.
 >>> write_corpus("novel", "a novel", [source], 8192, val_every=100)     # data/novel/
 """
 import ast
+import collections
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -15,20 +16,27 @@ import json
 import re
 import sys
 import sysconfig
-import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from tokenizers import trainers
 
 from lib.corpus import SPLITS
 from lib.device import Progress
 from lib.download import file_sha256, new_folder, unpack
 from lib.errors import UserError
 from lib.files import write_text
-from lib.tokenizer import special_ids, tokens_by_id, train_tokenizer, vocab_hash, write_vocab
+from lib.tokenizer import (
+    SPECIALS,
+    special_ids,
+    tokens_by_id,
+    vocab_hash,
+    wordpiece_tokenizer,
+    write_vocab,
+)
 
 SENTENCES = 1000  # mean length of a BookCorpus document, in lines
 BATCH = 4096  # lines that are encoded at once
@@ -59,8 +67,7 @@ def read_documents(path, ends):
 
     'sentences' is for BookCorpus, a sentence a line without the ends of books. A third of its books
     are in it more than once (Bandy and Vincent, 2021). The hash of two lines says where a document
-    ends. All copies of a book are then cut at the same places, and only their first and last
-    documents differ.
+    ends, which cuts all copies of a book at the same places.
     """
     lines = read_lines(path)
     if path.suffix == ".parquet":
@@ -125,40 +132,35 @@ def read_rows(path):
 def docstrings():
     """Read the docstrings of Python, torch and numpy as installed. Nothing is imported.
 
-    Returns the packages' versions in words, and [(package, docstrings)], one pair per file. Each
-    docstring comes once. Files without new docstrings are left out.
+    Returns their versions in words, and [(package, docstrings)], a pair for each file that has new
+    ones. Each docstring comes once.
     """
     folders = {f"Python {sys.version.split()[0]}": Path(sysconfig.get_path("stdlib"))}
     for package in ("torch", "numpy"):
         version = importlib.metadata.version(package)
         folders[f"{package} {version}"] = Path(importlib.util.find_spec(package).origin).parent
     # other packages are left out, and tests, whose docstrings are mostly one-line labels
-    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    files = []
+    skip = {"site-packages", "test", "tests", "idle_test"}
+    documents, seen = [], {""}
     for name, folder in folders.items():
-        for file in sorted(folder.rglob("*.py")):
-            if skip.isdisjoint(file.relative_to(folder).parts):
-                files.append((name.split()[0], file))
-    documents, seen = [], set()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in other people's strings
-        for package, file in Progress(files, desc="reading docstrings", unit=" files"):
+        for file in Progress(sorted(folder.rglob("*.py")), desc=f"reading {name}", unit=" files"):
+            if not skip.isdisjoint(file.relative_to(folder).parts):
+                continue
             try:
-                texts = list(find_docstrings(ast.parse(file.read_bytes())))
-            except (SyntaxError, ValueError, RecursionError):
-                continue  # a template, or meant for another Python
-            texts = [text.encode("utf-8", "replace").decode() for text in texts]  # no surrogates
-            new = [text for text in dict.fromkeys(texts) if text and text not in seen]
+                tree = ast.parse(file.read_bytes())
+            except SyntaxError:
+                continue  # meant for another Python
+            new = [text for text in dict.fromkeys(find_docstrings(tree)) if text not in seen]
             seen.update(new)
             if new:
-                documents.append((package, new))
+                documents.append((name.split()[0], new))
     return f"docstrings of {', '.join(folders)}", documents
 
 
 def find_docstrings(node):
     """Yield the docstrings of a syntax tree, in its order.
 
-    Calls such as add_newdoc(...) and fft = _add_docstr(_fft.fft_fft, '''...''') attach some.
+    Calls of add_newdoc, _add_docstr and the like attach some.
     """
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         yield ast.get_docstring(node) or ""
@@ -172,6 +174,32 @@ def find_docstrings(node):
                         yield inspect.cleandoc(part.value)
         elif not isinstance(child, ast.expr):
             yield from find_docstrings(child)
+
+
+def train_tokenizer(read, size, vocab_size):
+    """Learn WordPieces; return their tokenizer. The special tokens come first.
+
+    read: returns an iterator over the lines of the text, whose number is `size`; called twice.
+    `tokenizers` alone would number the pieces "##a" at random, and break ties by these numbers.
+    Declared as special tokens they have fixed numbers.
+    """
+    tokenizer = wordpiece_tokenizer(SPECIALS)
+    normalize = tokenizer.normalizer.normalize_str
+    split = tokenizer.pre_tokenizer.pre_tokenize_str
+    characters = collections.Counter()
+    for character, count in collections.Counter(itertools.chain.from_iterable(read())).items():
+        for normal in normalize(character).strip():
+            characters[normal] += count
+    # every character costs two tokens, "a" and "##a": rare ones would fill a small vocabulary
+    by_count = sorted(characters, key=lambda character: (-characters[character], character))
+    alphabet = by_count[:vocab_size // 16]
+    inside = [f"##{c}" for c in sorted(alphabet) if len(split(normalize(f"a{c}"))) == 1]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=[*SPECIALS, *inside],
+        initial_alphabet=alphabet, limit_alphabet=len(alphabet), show_progress=False)
+    lines = Progress(read(), desc=f"learning {vocab_size:,} WordPieces", total=size, unit=" lines")
+    tokenizer.train_from_iterator(lines, trainer)
+    return wordpiece_tokenizer(tokens_by_id(tokenizer))
 
 
 class Source(NamedTuple):
@@ -190,13 +218,12 @@ def write_corpus(name, origin, sources, tokenizer, val_every=None, force=False):
     documents is kept. Sources with official splits keep these, and all documents.
     force: replace the corpus if it exists.
     """
+    meta = {"name": name, "source": origin}
     with new_folder(f"data/{name}", force) as folder:
-        facts = write_files(folder, sources, tokenizer, val_every)
-        meta = {"name": name, "source": origin, **facts}
+        meta |= write_files(folder, sources, tokenizer, val_every)
         write_text(folder / "meta.json", json.dumps(meta, indent=1) + "\n")
-    for split in SPLITS:
-        sizes = [f"{meta[what][split]:,} {what}" for what in ("documents", "tokens", "unknown")]
-        print(f"data/{name}/{split}.bin: {', '.join(sizes)}")
+    for size in ("documents", "tokens", "unknown"):
+        print(f"data/{name}: {size} {meta[size]}")
 
 
 def write_files(folder, sources, tokenizer, val_every):
@@ -239,14 +266,14 @@ def hash_documents(sources):
     Returns the hashes, uint64 (documents,), the official splits (documents,), and the number of
     lines. Two of 10 million different documents have the same hash with probability 3e-6.
     """
-    hashes, splits = bytearray(), []
-    with Progress(desc="reading", unit=" lines") as progress:
-        for source, document, _ in read_all(sources, itertools.repeat(None)):
-            text = "".join(document).encode()
-            hashes += hashlib.blake2b(text, digest_size=8).digest()
-            splits.append(source.split)
-            progress.update(len(document))
-    return np.frombuffer(hashes, "<u8"), np.array(splits), progress.n
+    hashes, splits, n_lines = bytearray(), [], 0
+    documents = read_all(sources, itertools.repeat(None))
+    for source, document, _ in Progress(documents, desc="reading", unit=" documents"):
+        text = "".join(document).encode()
+        hashes += hashlib.blake2b(text, digest_size=8).digest()
+        splits.append(source.split)
+        n_lines += len(document)
+    return np.frombuffer(hashes, "<u8"), np.array(splits), n_lines
 
 
 def hold_out(hashes, val_every):
@@ -255,8 +282,7 @@ def hold_out(hashes, val_every):
     period = min(len(firsts), val_every)
     if period < 3:
         raise UserError(f"{len(firsts)} different documents, --val_every={val_every}: it takes 3, "
-                        "for train, val and test; they end at blank lines, or with --split file "
-                        "where a file does")
+                        "for train, val and test (documents end at blank lines)")
     place = np.arange(len(firsts)) % period
     splits = np.full(len(hashes), DUPLICATE, np.int8)
     splits[firsts] = TRAIN

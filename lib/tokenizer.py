@@ -1,5 +1,5 @@
 """
-Make, save and load vocabularies and their tokenizers.
+Save and load vocabularies and their tokenizers.
 
 A vocabulary is a list of tokens, by id. It is BERT's (WordPiece) or GPT-2's (byte-level BPE).
 
@@ -7,37 +7,21 @@ A vocabulary is a list of tokens, by id. It is BERT's (WordPiece) or GPT-2's (by
 >>> text_tokenizer("data/docs").encode("a [SEP]")      # [SEP] in a text is text
 >>> full_tokenizer("data/docs").encode("a", "b")       # [CLS] a [SEP] b [SEP]
 """
-import collections
 import hashlib
-import itertools
-import json
+from collections import namedtuple
 from pathlib import Path
-from typing import NamedTuple
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from lib.device import Progress
 from lib.errors import UserError
 from lib.files import write_text
 
-
-class Specials(NamedTuple):
-    """The special tokens of a vocabulary, or their ids."""
-    pad: str | int
-    unk: str | int
-    cls: str | int
-    sep: str | int
-    mask: str | int
-
-
+Specials = namedtuple("Specials", "pad unk cls sep mask")  # the special tokens, or their ids
 SPECIALS = Specials("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # byte-level BPE knows every text; its <|endoftext|> stands where [UNK] does
 GPT2_SPECIALS = Specials("<pad>", "<|endoftext|>", "<s>", "</s>", "<mask>")
-GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-GPT2_FILES = {  # {name: SHA-256}
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"}
 
 
 def special_tokens(vocab):
@@ -137,50 +121,4 @@ def wordpiece_tokenizer(vocab):
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(list(SPECIALS))
-    return tokenizer
-
-
-def train_tokenizer(read, size, vocab_size):
-    """Learn WordPieces; return their tokenizer. The special tokens come first.
-
-    read: returns an iterator over the lines of the text, whose number is `size`; called twice.
-    The same text gives the same vocabulary. `tokenizers` alone would number the pieces "##a" at
-    random, and break ties by these numbers. Declared as special tokens they have fixed numbers.
-    """
-    tokenizer = wordpiece_tokenizer(list(SPECIALS))
-    normalize, split = tokenizer.normalizer.normalize_str, tokenizer.pre_tokenizer.pre_tokenize_str
-    characters = collections.Counter()
-    for character, count in collections.Counter(itertools.chain.from_iterable(read())).items():
-        for normal in normalize(character).strip():
-            characters[normal] += count
-    # every character costs two tokens, "a" and "##a": rare ones would fill a small vocabulary
-    by_count = sorted(characters, key=lambda character: (-characters[character], character))
-    alphabet = by_count[:vocab_size // 16]
-    inside = [f"##{c}" for c in sorted(alphabet) if len(split(normalize(f"a{c}"))) == 1]
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=[*SPECIALS, *inside],
-        initial_alphabet=alphabet, limit_alphabet=len(alphabet), show_progress=False)
-    lines = Progress(read(), desc=f"learning {vocab_size:,} WordPieces", total=size, unit=" lines")
-    tokenizer.train_from_iterator(lines, trainer)
-    return wordpiece_tokenizer(tokens_by_id(tokenizer))
-
-
-def gpt2_tokenizer():
-    """Make GPT-2's tokenizers.Tokenizer, with RoBERTa's special tokens.
-
-    tiktoken downloads its two files, or finds them in TIKTOKEN_CACHE_DIR.
-    """
-    from tiktoken.load import read_file_cached as read
-
-    files = {name: read(GPT2 + name, sha256).decode() for name, sha256 in GPT2_FILES.items()}
-    ids = json.loads(files["encoder.json"])  # its last token is <|endoftext|>
-    for token in ("<s>", "</s>", "<pad>", "<mask>"):
-        ids[token] = len(ids)
-    merges = [tuple(line.split()) for line in files["vocab.bpe"].splitlines()[1:]]
-    tokenizer = tokenizers.Tokenizer(models.BPE(ids, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    for token in GPT2_SPECIALS:  # <mask> is a word with the space before it, as in RoBERTa
-        added = tokenizers.AddedToken(token, lstrip=token == "<mask>", normalized=False)
-        tokenizer.add_special_tokens([added])
     return tokenizer

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from lib.download import gpt2_tokenizer
 from lib.errors import UserError
+from lib.text import train_tokenizer
 from lib.tokenizer import (
     SPECIALS,
     Specials,
     full_tokenizer,
-    gpt2_tokenizer,
     load_tokenizer,
     read_vocab,
     special_ids,
     text_tokenizer,
     tokens_by_id,
-    train_tokenizer,
     wordpiece_tokenizer,
     write_vocab,
 )
@@ -144,7 +144,7 @@ def test_a_vocabulary_is_a_function_of_the_text():
 def test_two_processes_learn_the_same_vocabulary(tmp_path):
     lines = random_lines()
     (tmp_path / "lines.json").write_text(json.dumps(lines))
-    code = ("import json; from lib.tokenizer import *; lines = json.load(open('lines.json')); "
+    code = ("import json; from lib.text import *; lines = json.load(open('lines.json')); "
             "print(train_tokenizer(lambda: lines, len(lines), 200).to_str())")
     other = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True,
                            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
