@@ -92,7 +92,7 @@ def offline(patch):
 def truncated(patch):
     """A download ends early."""
     pytest.importorskip("requests")
-    patch.setattr(download, "download", lambda requests, url, path: path.write_bytes(b"half"))
+    patch.setattr(download, "download", lambda url, path: path.write_bytes(b"half"))
 
 
 MISTAKES = [  # (script, arguments, what else is wrong, words of the line)
