@@ -129,8 +129,7 @@ def by_class(args):
         records += compare_classes(path, args.sequences, device)
     note = ("Top-1 slots, train split: KL(class 1 || 0.9 class 0 + 0.1 class 1) in nats, at most "
             "2.30, and IOU of the shares of the slots. Floor: the same between two random halves "
-            "of one class. kl and iou are corrected for it: a KL of 0 and an IOU of 1 mean no more "
-            "difference than that. Accesses: of each half.")
+            "of one class. Accesses: of each half.")
     figure = args.out and draw_class_distances(records)
     write_table(args.out, records, note, records, figure)
 

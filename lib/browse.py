@@ -7,7 +7,6 @@ fewer --contexts.
 """
 import itertools
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -177,30 +176,21 @@ def class_distances(positive, negative):
     - iou_between is the sum of min(p, q) over the sum of max(p, q). Each sum is first averaged over
       the four pairs.
     - kl_floor and iou_floor compare the halves of one class: the noise of few accesses.
-    - kl is scaled to 0 at the floor, with log 10 unchanged.
-    - iou comes from the sum of min(p, q), divided by the floor's.
     """
-    def compare(p, q):
-        read = p > 0
-        kl = (p[read] * np.log(p[read] / (0.9 * q + 0.1 * p)[read])).sum()
-        return kl, np.minimum(p, q).sum()
-
-    def iou(common):  # the shares of each half sum to 1
-        return common / (2 - common)
-
     positive = positive / positive.sum(1, keepdims=True)
     negative = negative / negative.sum(1, keepdims=True)
-    halves = [*itertools.permutations(positive), *itertools.permutations(negative)]
-    pairs = itertools.product(positive, negative)
-    kl_floor, common_floor = np.mean([compare(p, q) for p, q in halves], 0)
-    kl, common = np.mean([compare(p, q) for p, q in pairs], 0)
-    most = math.log(10)
-    return {"kl_between": kl,
-            "kl_floor": kl_floor,
-            "kl": most * (kl - kl_floor) / (most - kl_floor),
-            "iou_between": iou(common),
-            "iou_floor": iou(common_floor),
-            "iou": iou(common / common_floor)}
+    pairs = {"between": list(itertools.product(positive, negative)),
+             "floor": [*itertools.permutations(positive), *itertools.permutations(negative)]}
+    distances = {}
+    for kind, shares in pairs.items():
+        kl = common = 0
+        for p, q in shares:
+            read = p > 0
+            kl += (p[read] * np.log(p[read] / (0.9 * q + 0.1 * p)[read])).sum() / 4
+            common += np.minimum(p, q).sum() / 4
+        distances[f"kl_{kind}"] = kl
+        distances[f"iou_{kind}"] = common / (2 - common)  # the shares of each half sum to 1
+    return distances
 
 
 def draw_halves(path, examples):

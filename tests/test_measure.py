@@ -62,16 +62,13 @@ def test_table_2(runs, capsys):
                   "--out", "t"])
     rows = rows_of(capsys.readouterr().out)
     assert rows_of(Path("t.md").read_text()) == rows
-    [found] = read("t.json")["runs"][1]["results"]["tiny"]
     assert [(row["run"], row["steps"], row["seed"], row["layers"]) for row in rows] == [
         ("out/plain", "2", "0", "-"), ("out/tiny", "4", "0", "2/3"),
         ("out/more", "4 + 2", "7", "2/3")]
-    batches = masked_heldout(Corpus("tiny"), "test", 16, 3)
+    batches = masked_heldout(Corpus("tiny"), "test", 16, 8)
     expected, _ = evaluate_language_model(load_model("out/tiny"), batches, CPU)
-    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-5)
-    assert found["masked_tokens"] == expected["masked_tokens"]
-    for layer in (2, 3):
-        assert found["layers"][str(layer)] == pytest.approx(expected["layers"][layer], rel=1e-5)
+    [found] = read("t.json")["runs"][1]["results"]["tiny"]
+    assert found == json.loads(json.dumps(expected))
     assert rows[1]["tiny ppl"] == f"{found['perplexity']:.2f}"
     measure.main(["table", "out/tiny/step_000004", "--data", "tiny", "--sequences", "2"])
     assert rows_of(capsys.readouterr().out)[0]["accesses"] == "64/64"  # 2 x 16 tokens x 2 heads
@@ -145,8 +142,7 @@ def test_staleness_slot_by_slot(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("changed", "what"), [
-    ({"objective": "causal"}, "objective"), ({"data": {"val": "2"}}, "data"),
-    ({"seq_len": 32}, "seq_len"), ({"evaluations": (60, 50)}, "masked_tokens")])
+    ({"data": {"val": "2"}}, "data"), ({"evaluations": (60, 50)}, "masked_tokens")])
 def test_perplexities_of_other_texts_are_not_compared(tmp_path, changed, what):
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", (60, 60))]
     measure.main(["curves", *runs])
@@ -172,7 +168,7 @@ def test_slots_are_those_that_contexts_read_most(runs, capsys):
                   "--device", "cpu", "--out", "s"])
     assert Path("s.md").read_text() in capsys.readouterr().out
     model, tokenizer = load_model("out/tiny").eval(), load_tokenizer("out/tiny")
-    reads, counts, top1 = {}, collections.Counter(), collections.Counter()
+    counts, top1, reads = collections.Counter(), collections.Counter(), {}
     strength = collections.defaultdict(dict)  # {slot: {context: weight}}
     with watch_reads(model, lambda layer, *read: reads.update({layer: read})), torch.no_grad():
         for ids in torch.from_numpy(cut_split(Corpus("tiny"), "test", 16, 512)):
@@ -180,12 +176,10 @@ def test_slots_are_those_that_contexts_read_most(runs, capsys):
             words = [tokenizer.id_to_token(i) for i in ids.tolist()]
             for t, (slots, weights) in enumerate(zip(*reads[2], strict=True)):
                 context = "".join([*words[max(0, t - 8):t], f"«{words[t]}»", *words[t + 1:t + 9]])
-                sums = collections.Counter()
+                counts.update(slots.flatten().tolist())
                 top1.update(slots[:, 0].tolist())
-                for slot, weight in zip(slots.flatten().tolist(), weights.flatten().tolist()):
-                    counts[slot] += 1
-                    sums[slot] += weight
-                for slot, weight in sums.items():
+                for slot in slots.unique().tolist():
+                    weight = weights[slots == slot].sum().item()
                     strength[slot][context] = max(strength[slot].get(context, 0), weight)
     found = read("s.json")
     assert [slot["reads"] for slot in found] == [n for _, n in counts.most_common(2)]
