@@ -43,20 +43,6 @@ def save_model(run, model, labels=(), step=3):
     return folder
 
 
-def record_search(model):
-    """{layer: calls}, each the (slots, weights) of a search, taken from within the memory."""
-    calls = {}
-    for layer, block in enumerate(model.bert.layers, 1):
-        if block.beta:
-            calls[layer] = []
-
-            def search(query, found=block.memory.search, own=calls[layer]):
-                own.append(found(query))
-                return own[-1]
-            block.memory.search = search
-    return calls
-
-
 @dataclasses.dataclass
 class Settings:
     lr: float = 0.1  # the rate

@@ -19,7 +19,6 @@ from lib.weights import load_model
 from tests.helpers import (
     PIECES,
     TINY,
-    record_search,
     save_model,
     tiny_bert,
     train,
@@ -105,26 +104,11 @@ def test_a_causal_run_is_measured(place, capsys):
     assert saved["masked_tokens"] == len(corpus.split("test"))
     assert saved["perplexity"] == pytest.approx(results["perplexity"], rel=1e-6)
     assert saved["layers"]["2"]["accesses"] == 2 * sum(batch["ids"].size for batch in batches)
-    measure.main(["curves", *runs, "--out", "results/c"])
-    measure.main(["staleness", "out/tiny"])
-    capsys.readouterr()
-    measure.main(["slots", "out/tiny", "--layer", "2", "--most", "3", "--device", "cpu",
-                  "--out", "results/s"])
-    reads, text = record_search(model), len(corpus.split("test"))
-    for start in range(0, text - 15, 16):  # a [SEP] stands before; no token is read twice
-        ids = np.append(corpus.special_ids.sep, corpus.split("test"))[start:start + 16]
-        model.eval()(torch.from_numpy(ids.astype(np.int64))[None])
-    assert text % 16
-    slots = torch.cat([slots.flatten() for slots, _ in reads[2]])
-    for record in json.loads(Path("results/s.json").read_text()):
-        assert record["reads"] == (slots == record["slot"]).sum()
-        assert all("[CLS]" not in text for _, text in record["contexts"])
 
 
-@pytest.mark.parametrize("layers", ["--memory_layers=2,3", "--memory_layers="])
-def test_sample_goes_on_with_a_text(place, capsys, layers):
-    """It adds the likeliest token at temperature 0, otherwise one of the top k."""
-    assert train("--objective=causal", "--max_steps=12", layers) == 0
+def test_sample_goes_on_with_a_text(place, capsys):
+    """Add the likeliest token at temperature 0, otherwise one of the top k."""
+    assert train("--objective=causal", "--max_steps=12") == 0
     model, corpus = load_model("out/tiny").eval(), Corpus("tiny")
     tokenizer = load_tokenizer(corpus.folder)
     prompt = [corpus.special_ids.sep, *tokenizer.encode("the old cat saw").ids]
@@ -133,25 +117,15 @@ def test_sample_goes_on_with_a_text(place, capsys, layers):
         capsys.readouterr()
         measure.main(["sample", "out/tiny", "the old cat saw", "--device", "cpu", *args])
         lines = capsys.readouterr().out.splitlines()
-        return lines, [line.split(": ", 1)[1] for line in lines if line.startswith("sample")]
+        return [line.split(": ", 1)[1] for line in lines if line.startswith("sample")]
 
-    lines, [text] = run("--temperature", "0", "--tokens", "30")
+    [text] = run("--temperature", "0", "--tokens", "30")
     ids = list(prompt)
     for _ in range(30):  # longer than a window of 16
         with torch.no_grad():
             ids.append(model(torch.tensor([ids[-16:]]))[0, -1].argmax().item())
     assert tokenizer.encode(text).ids == ids[1:]
-    with torch.no_grad():
-        best = model(torch.tensor([prompt]))[0, -1].softmax(0).topk(5)
-    assert [line.split() for line in lines if line.endswith(tuple("abcdefghijklmnopqrstuvwxyz.]"))
-            and line.split()[0].endswith("%")] == [
-        [f"{p:.1%}", tokenizer.id_to_token(i)] for p, i in zip(*map(torch.Tensor.tolist, best))]
-    reads = record_search(model)
-    model(torch.tensor([prompt]))
-    for [(slots, _)] in reads.values():
-        for head, slot in enumerate(slots[-1, :, 0].tolist(), 1):
-            assert any(line.startswith(f"    head {head}: {slot} (") for line in lines)
-    _, texts = run("--samples", "3", "--tokens", "6", "--top_k", "2", "--temperature", "1")
+    texts = run("--samples", "3", "--tokens", "6", "--top_k", "2", "--temperature", "1")
     assert len(set(texts)) > 1
     for text in texts:
         ids = tokenizer.encode(text).ids
@@ -159,11 +133,6 @@ def test_sample_goes_on_with_a_text(place, capsys, layers):
             with torch.no_grad():
                 logits = model(torch.tensor([[corpus.special_ids.sep, *ids[:n]]]))[0, -1]
             assert ids[n] in logits.topk(2).indices
-    assert run("--samples", "1", "--tokens", "6", "--top_k", "2", "--temperature", "1")[1] == (
-        texts[:1])
-    assert run("--samples", "3", "--tokens", "6", "--top_k", "2", "--temperature", "1",
-               "--seed", "7")[1] != texts
-
 
 
 def test_a_long_prompt_is_guessed_from_its_last_window(workdir, capsys):
