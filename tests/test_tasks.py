@@ -25,7 +25,6 @@ from lib.tasks import (
     tsv_text,
 )
 from lib.tokenizer import SPECIALS, full_tokenizer, wordpiece_tokenizer, write_vocab
-from tests.helpers import SHARED
 
 MRPC = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"
 SPLITS_OF = {  # the official layouts, a few rows each: split, content, the texts and labels in it
@@ -73,23 +72,6 @@ def test_official_files(tmp_path, monkeypatch, name):
             assert labels.dtype == (np.int64 if task.labels else np.float32)
             found = [round(label, 5) for label in labels.tolist()]
             assert list(zip(texts, found, strict=True)) == expected
-
-
-@pytest.mark.skipif(not (SHARED / "glue").is_dir(), reason="no GLUE on this machine")
-@pytest.mark.parametrize("name, counts", [("sst2", (67349, 872)), ("rte", (2490, 277))])
-def test_official_counts(tmp_path, monkeypatch, name, counts):
-    monkeypatch.chdir(tmp_path)
-    Path("data").symlink_to(SHARED)
-    task = find_task(name)
-    splits = [read_split(task, split) for split in ("train", "dev")]
-    assert tuple(len(texts) for texts, _ in splits) == counts
-    assert all(set(labels.tolist()) == {0, 1} for _, labels in splits)
-
-
-def test_the_metric_that_picks_the_best_epoch_is_official():
-    first = {name: task.metrics[0] for name, task in TASKS.items()}
-    assert first == {**dict.fromkeys(TASKS, "accuracy"), "cola": "matthews_correlation",
-                     "stsb": "pearson", "squad": "f1"}
 
 
 def test_a_folder_of_ones_own(tmp_path):
@@ -172,16 +154,12 @@ def test_batches_are_those_of_hugging_faces_tokenizer(fox, tmp_path):
 
 def test_batches_are_of_one_length_and_complete():
     lengths = np.random.default_rng(0).integers(3, 128, 5003)
-    found = [batches_by_length(lengths, 16, np.random.default_rng(seed)) for seed in (0, 0, 1)]
-    for batches in (*found, batches_by_length(lengths, 16)):
+    for rng in (None, np.random.default_rng(0)):
+        batches = batches_by_length(lengths, 16, rng)
         assert sorted(np.concatenate(batches).tolist()) == list(range(5003))
         assert Counter(map(len, batches)) == {16: 312, 11: 1}
         padding = sum(len(b) * lengths[b].max() for b in batches) / lengths.sum() - 1
         assert padding < 0.05
-    assert [b.tolist() for b in found[0]] == [b.tolist() for b in found[1]]
-    assert {tuple(b) for b in found[0]}.isdisjoint({tuple(b) for b in found[2]})
-    longest = [lengths[b].max() for b in found[0]]
-    assert np.corrcoef(np.arange(len(longest)), longest)[0, 1] < 0.2  # no order in time
     # sorted only within 64 batches: a batch of 128 batches' examples has every second length
     found = batches_by_length(np.arange(128 * 16), 16, np.random.default_rng(0))
     assert np.mean([np.ptp(batch) for batch in found]) == pytest.approx(2 * 15, abs=2)
@@ -204,22 +182,19 @@ def test_a_step_is_split_evenly_and_every_example_counts_once():
 
 def test_the_order_is_a_function_of_seed_and_epoch():
     """Every epoch has every example once, whatever max_steps is."""
-    def epochs(seed, max_steps):
-        settings = {"seed": seed, "batch_size": 4, "accumulation": 1, "max_steps": max_steps}
-        batches = training_batches(50, **settings)
+    orders = []
+    for seed, max_steps in ((0, 26), (1, 26), (1, 60)):
+        batches = training_batches(50, seed=seed, batch_size=4, accumulation=1, max_steps=max_steps)
         labels = [batches.get(step, 0)[0]["labels"] for step in range(26)]
-        return [np.concatenate(labels[:13]).tolist(), np.concatenate(labels[13:]).tolist()]
-
-    orders = [*epochs(0, 26), *epochs(1, 26)]
-    assert len({str(order) for order in orders}) == 4
+        orders += [np.concatenate(labels[n:n + 13]).tolist() for n in (0, 13)]
     assert all(sorted(order) == list(range(50)) for order in orders)
-    assert orders[2:] == epochs(1, 60)
+    assert len(set(map(tuple, orders[:4]))) == 4 and orders[4:] == orders[2:4]
 
 
 def class_pairs():
     """Pairs of labels and predictions: random, without correlation, and without class 1."""
     rng = np.random.default_rng(0)
-    pairs = [rng.integers(0, 2, (2, n)) for n in (1, 2, 3, 7, 40, 500) for _ in range(5)]
+    pairs = [rng.integers(0, 2, (2, n)) for n in (1, 2, 3, 40) for _ in range(5)]
     pairs += [(rng.integers(0, 2, 50), np.full(50, n)) for n in (0, 1)]
     constant = [(np.full(9, a), np.full(9, b)) for a in (0, 1) for b in (0, 1)]
     return pairs + [(b, a) for a, b in pairs] + constant
