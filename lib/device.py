@@ -36,7 +36,8 @@ def choose_device(device="auto", dtype="auto"):
 
     name, card, reason = str(chosen), chosen.type == "cuda", "as asked"
     if card:
-        torch.cuda.set_device(torch.cuda.current_device() if chosen.index is None else chosen)
+        if chosen.index is not None:
+            torch.cuda.set_device(chosen)
         name += f" ({torch.cuda.get_device_name(chosen)})"
     if card and torch.__version__ < (2, 15):
         # cuDNN's attention can have a NaN gradient on an H100, with a mask and 128 n + 64 tokens

@@ -36,7 +36,7 @@ class Run:
         self.curves = None
 
     def settings(self):
-        """Read config.json: a dict of the settings and the origin, {} if there is none."""
+        """Read config.json: a dict of the settings and the origin, or {}."""
         path = self.folder / "config.json"
         return read_json(path) if path.is_file() else {}
 
@@ -136,16 +136,13 @@ class Run:
             temporary.mkdir()
             for name, content in files.items():
                 save_whole(content, temporary / f"{name}.pt")
-        barrier()  # all ranks wait until it is there
+        barrier()  # the other ranks wait until it is there
         for old in list(numbered(self.folder, "step_").values())[:-keep]:
             discard(old)
         return folder
 
     def save_best(self, model):
-        """Write the weights of the best epoch so far, before the checkpoint that names the epoch.
-
-        A process that is killed in between trains the epoch again, and writes the same weights.
-        """
+        """Write the weights of the best epoch so far, before the checkpoint that names it."""
         with atomic(self.folder / "best" / "model.pt") as temporary:
             save_whole(model, temporary)
         barrier()

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from lib.errors import UserError
 
-OTHER_NAMES = {"learning_rate": "lr", "hidden_size": "d_model"}  # what other projects call them
-
 
 class Parser(argparse.ArgumentParser):
     """Parse a command line as argparse does. Mistakes are UserErrors, and help keeps its lines."""
@@ -61,9 +59,8 @@ def load_settings(Config, argv):
 def as_typed(where, key, value, defaults):
     """Return a setting's value in the type of its default. "4,8", 4 and [4, 8] stand for tuples."""
     if key not in defaults:
-        names = {name: name for name in defaults} | OTHER_NAMES
-        near = difflib.get_close_matches(key, names, n=1)
-        hint = f"did you mean {names[near[0]]}?" if near else "--help lists the keys"
+        near = difflib.get_close_matches(key, defaults, n=1)
+        hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
         raise UserError(f"{where}: unknown key '{key}' ({hint})")
     kind, typed = type(defaults[key]), value
     if isinstance(value, str) and kind is not str:

@@ -9,10 +9,7 @@ import torch
 import bench
 import pkm
 from lib.errors import UserError
-from lib.run import Run
-from lib.settings import load_settings
-from lib.training import checkpoint_files, make_optimizers
-from model import BertConfig, LanguageModel, value_tables
+from model import value_tables
 from tests.helpers import assert_near
 
 SMALL = """
@@ -153,19 +150,3 @@ def test_a_step_trains(configs, run, monkeypatch, config):
     assert model.training
     assert all(p.grad is None for p in model.parameters())
     assert not value_tables(model)[2].pending
-
-
-def test_a_checkpoint_has_the_bytes_that_train_says(configs, run):
-    [record] = run("train", "resm.py", "--accumulation=1")["results"]
-    config = load_settings(bench.Config, ["resm.py"])
-    model = LanguageModel(BertConfig(**bench.model_sizes(config)))
-    dense, values = make_optimizers(model, config, torch.device("cpu"))
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    ids = torch.randint(30522, (2, 16))
-    model(ids, labels=ids).backward()
-    dense.step()
-    values.step()
-    files = checkpoint_files(model, (), dense, values, scaler, {"step": 1})
-    checkpoint = Run("out").save_checkpoint(1, files, 1)
-    size = sum(file.stat().st_size for file in checkpoint.iterdir())
-    assert record["checkpoint_bytes"] == pytest.approx(size, rel=0.01)

@@ -39,7 +39,6 @@ def test_load(tmp_path, monkeypatch, capsys, args, expected):
 
 
 @pytest.mark.parametrize("args, words", [
-    (["--lerning_rate=1"], r"unknown key 'lerning_rate' \(did you mean lr\?\)"),
     (["--step=4"], r"unknown key 'step' \(did you mean steps\?\)"),
     (["--colour=4"], r"unknown key 'colour' \(--help lists the keys\)"),
     (["c.py"], r"c\.py: unknown key 'stepz' \(did you mean steps\?\)"),
