@@ -12,17 +12,24 @@ The .bin files are flat little-endian uint16 token ids. Every document ends with
 with [CLS]. vocab.txt is BERT's (WordPiece), a trained one, or GPT-2's (--tokenizer gpt2). GPT-2's
 comes with a tokenizer.json. lib.corpus.Corpus reads all files.
 """
+import ast
+import importlib.metadata
+import importlib.util
+import inspect
 import re
+import sys
+import sysconfig
 from functools import partial
 from pathlib import Path
 
 from lib import download
+from lib.device import Progress
 from lib.errors import UserError, run_main
 from lib.files import write_text
 from lib.huggingface import PRETRAINED
 from lib.settings import Parser
 from lib.tasks import GLUE, SQUAD
-from lib.text import TEST, Source, docstrings, find_files, read_documents, write_corpus
+from lib.text import TEST, Source, find_files, read_documents, write_corpus
 from lib.tokenizer import load_tokenizer
 
 PG19 = "https://storage.googleapis.com/deepmind-gutenberg/test/"
@@ -37,6 +44,76 @@ def docs(args):
     documents = [[f"{text}\n" for text in texts] for _, texts in files]
     sources = [Source(lambda: documents)]
     write_corpus(args.name or "docs", origin, sources, tokenizer, 20, args.force)
+
+
+def docs_task(args):
+    """Prepare a task for finetune.py: which package is a docstring of?
+
+    A row has the first paragraph of a docstring. The files of dev are those of val in the corpus
+    docs. Rows that are also in train are left out of dev and test.
+    """
+    rows = {"train": [], "dev": [], "test": []}
+    for number, (package, texts) in enumerate(docstrings()[1]):
+        split = {18: "dev", 19: "test"}.get(number % 20, "train")
+        for text in texts:
+            paragraph = " ".join(text.split("\n\n")[0].split())
+            rows[split].append((paragraph, package))
+    known = {paragraph for paragraph, _ in rows["train"]}
+    for split in ("dev", "test"):
+        rows[split] = [row for row in rows[split] if row[0] not in known]
+    rows["test"] = [(str(number), text) for number, (text, _) in enumerate(rows["test"])]
+    with download.new_folder("data/docs_task", args.force) as folder:
+        for split, table in rows.items():
+            header = ("index", "sentence") if split == "test" else ("sentence", "label")
+            lines = ["\t".join(row) + "\n" for row in [header, *table]]
+            write_text(folder / f"{split}.tsv", "".join(lines))
+
+
+def docstrings():
+    """Read the docstrings of Python, torch and numpy as installed. Nothing is imported.
+
+    Returns their versions in words, and [(package, docstrings)], a pair for each file that has new
+    ones. Each docstring comes once.
+    """
+    folders = {f"Python {sys.version.split()[0]}": Path(sysconfig.get_path("stdlib"))}
+    for package in ("torch", "numpy"):
+        version = importlib.metadata.version(package)
+        folders[f"{package} {version}"] = Path(importlib.util.find_spec(package).origin).parent
+    # other packages are left out, and tests, whose docstrings are mostly one-line labels
+    skip = {"site-packages", "test", "tests", "idle_test"}
+    documents, seen = [], {""}
+    for name, folder in folders.items():
+        for file in Progress(sorted(folder.rglob("*.py")), desc=f"reading {name}", unit=" files"):
+            if not skip.isdisjoint(file.relative_to(folder).parts):
+                continue
+            try:
+                tree = ast.parse(file.read_bytes())
+            except SyntaxError:
+                continue  # meant for another Python
+            new = [text for text in dict.fromkeys(find_docstrings(tree)) if text not in seen]
+            seen.update(new)
+            if new:
+                documents.append((name.split()[0], new))
+    return f"docstrings of {', '.join(folders)}", documents
+
+
+def find_docstrings(node):
+    """Yield the docstrings of a syntax tree, in its order.
+
+    Calls of add_newdoc, _add_docstr and the like attach some.
+    """
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        yield ast.get_docstring(node) or ""
+    for child in ast.iter_child_nodes(node):
+        call = getattr(child, "value", None)
+        if isinstance(call, ast.Call):
+            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            if re.match("_?add_(docstr|newdoc)", name):
+                for part in ast.walk(call):
+                    if isinstance(part, ast.Constant) and "\n" in str(part.value):
+                        yield inspect.cleandoc(part.value)
+        elif not isinstance(child, ast.expr):
+            yield from find_docstrings(child)
 
 
 def text(args):
@@ -115,29 +192,6 @@ def find_tokenizer(args, default):
     if size > 2**16:
         raise UserError(f"a vocabulary of {size:,} tokens: ids of 16 bits allow 65,536")
     return vocab
-
-
-def docs_task(args):
-    """Prepare a task for finetune.py: which package is a docstring of?
-
-    A row has the first paragraph of a docstring. The files of dev are those of val in the corpus
-    docs. Rows that are also in train are left out of dev and test.
-    """
-    rows = {"train": [], "dev": [], "test": []}
-    for number, (package, texts) in enumerate(docstrings()[1]):
-        split = {18: "dev", 19: "test"}.get(number % 20, "train")
-        for text in texts:
-            paragraph = " ".join(text.split("\n\n")[0].split())
-            rows[split].append((paragraph, package))
-    known = {paragraph for paragraph, _ in rows["train"]}
-    for split in ("dev", "test"):
-        rows[split] = [row for row in rows[split] if row[0] not in known]
-    rows["test"] = [(str(number), text) for number, (text, _) in enumerate(rows["test"])]
-    with download.new_folder("data/docs_task", args.force) as folder:
-        for split, table in rows.items():
-            header = ("index", "sentence") if split == "test" else ("sentence", "label")
-            lines = ["\t".join(row) + "\n" for row in [header, *table]]
-            write_text(folder / f"{split}.tsv", "".join(lines))
 
 
 def glue(args):

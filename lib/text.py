@@ -5,20 +5,13 @@ Read text as documents, and write documents as token files.
 >>> source = Source(partial(read_documents, Path("novel.txt"), "blank"))
 >>> write_corpus("novel", "a novel", [source], 8192, val_every=100)     # data/novel/
 """
-import ast
 import collections
 import hashlib
-import importlib.metadata
-import importlib.util
-import inspect
 import itertools
 import json
 import re
-import sys
-import sysconfig
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -127,53 +120,6 @@ def read_rows(path):
             for text in batch["text"].to_pylist():
                 lines = (text or "").replace("\r\n", "\n").split("\n")
                 yield [f"{line}\n" for line in lines if line.strip()]
-
-
-def docstrings():
-    """Read the docstrings of Python, torch and numpy as installed. Nothing is imported.
-
-    Returns their versions in words, and [(package, docstrings)], a pair for each file that has new
-    ones. Each docstring comes once.
-    """
-    folders = {f"Python {sys.version.split()[0]}": Path(sysconfig.get_path("stdlib"))}
-    for package in ("torch", "numpy"):
-        version = importlib.metadata.version(package)
-        folders[f"{package} {version}"] = Path(importlib.util.find_spec(package).origin).parent
-    # other packages are left out, and tests, whose docstrings are mostly one-line labels
-    skip = {"site-packages", "test", "tests", "idle_test"}
-    documents, seen = [], {""}
-    for name, folder in folders.items():
-        for file in Progress(sorted(folder.rglob("*.py")), desc=f"reading {name}", unit=" files"):
-            if not skip.isdisjoint(file.relative_to(folder).parts):
-                continue
-            try:
-                tree = ast.parse(file.read_bytes())
-            except SyntaxError:
-                continue  # meant for another Python
-            new = [text for text in dict.fromkeys(find_docstrings(tree)) if text not in seen]
-            seen.update(new)
-            if new:
-                documents.append((name.split()[0], new))
-    return f"docstrings of {', '.join(folders)}", documents
-
-
-def find_docstrings(node):
-    """Yield the docstrings of a syntax tree, in its order.
-
-    Calls of add_newdoc, _add_docstr and the like attach some.
-    """
-    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-        yield ast.get_docstring(node) or ""
-    for child in ast.iter_child_nodes(node):
-        call = getattr(child, "value", None)
-        if isinstance(call, ast.Call):
-            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-            if re.match("_?add_(docstr|newdoc)", name):
-                for part in ast.walk(call):
-                    if isinstance(part, ast.Constant) and "\n" in str(part.value):
-                        yield inspect.cleandoc(part.value)
-        elif not isinstance(child, ast.expr):
-            yield from find_docstrings(child)
 
 
 def train_tokenizer(read, size, vocab_size):
