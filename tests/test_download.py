@@ -22,7 +22,7 @@ from lib.corpus import Corpus
 from lib.download import FILES, fetch, fetch_from_hub, unpack
 from lib.errors import Failure, UserError
 from lib.tasks import GLUE, SQUAD
-from tests.helpers import WIKITEXT, prepare, texts_of, write_parquet
+from tests.helpers import prepare, texts_of, write_parquet
 
 COMMIT = "c0ffee".ljust(40, "0")  # of every repository
 
@@ -170,14 +170,6 @@ def test_weights(server):
     assert found == {"config.json", "vocab.txt", "pytorch_model.bin"}
 
 
-def test_every_file_has_a_source():
-    for url, sha256 in FILES.values():
-        assert url.startswith("https://") and len(bytes.fromhex(sha256)) == 32
-    names = {name for task in [SQUAD, *GLUE] for name in task.archives}
-    wikitext = {f"wikitext-{kind}-v1.zip" for kind in ("2", "2-raw", "103", "103-raw")}
-    assert names | wikitext | {"bookcorpus.tar.bz2"} == FILES.keys()
-
-
 def zipped(files):
     """The bytes of a zip of {name: text}."""
     file = io.BytesIO()
@@ -200,20 +192,6 @@ def test_archives_are_unpacked_once_and_stay_inside(workdir):
     with pytest.raises(tarfile.OutsideDestinationError):
         unpack(Path("c.tar.bz2"))
     assert len(left("data/downloads")) == 2 and not list(Path().rglob("out.txt"))
-
-
-def test_wikitext(server, monkeypatch):
-    """Downloaded once, in its official splits."""
-    kinds = {"train": WIKITEXT, "valid": WIKITEXT + WIKITEXT, "test": WIKITEXT}
-    server.files["/w.zip"] = zipped({f"wikitext-2/wiki.{name}.tokens": text
-                                     for name, text in kinds.items()})
-    monkeypatch.setitem(FILES, "wikitext-2-v1.zip", (f"{server.url}/w.zip", ""))
-    prepare("wikitext2", "--vocab", "vocab.txt")
-    prepare("wikitext2", "--vocab", "vocab.txt", "--force")
-    corpus = Corpus("wikitext2")
-    assert len(server.seen) == 1 and corpus.meta["source"] == f"{server.url}/w.zip"
-    assert corpus.meta["documents"] == {"train": 2, "val": 4, "test": 2}
-    assert left("data") == ["downloads", "wikitext2"]
 
 
 def test_corpora_of_the_paper(server, monkeypatch):
