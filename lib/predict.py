@@ -135,8 +135,8 @@ def predict_file(run, file, device):
     """Predict for a file of new texts with a fine-tuned model.
 
     run: see find_weights. file: a TSV file with the columns of training, or for SQuAD a .json in
-    its layout. Returns header and rows of a table: all columns of the TSV, or each question, then
-    the prediction, and a class's probability or an answer's score.
+    its layout. Returns header and rows of a table: the columns of the TSV, or ids and questions.
+    Then come the prediction, and a class's probability or an answer's score.
     """
     folder, vocab = find_weights(run)
     saved = read_weights(folder)

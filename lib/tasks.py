@@ -285,7 +285,7 @@ def score_table(paths):
     """Make the table of fine-tuned runs: rows, dicts by column, and records for JSON.
 
     A row has the medians over the seeds of one initial model, a folder for each task. A second
-    folder of a task is another recipe: it has a row of its own with the folder's name.
+    folder of a task has another recipe. Its row is named by the folder.
     """
     systems = {}  # {(initial model, update_memory, recipe): {task: {seed: scores}}}
     for path in paths:
