@@ -87,6 +87,10 @@ def test_initialization():
     assert 0.99 * bound < memory.query.weight.abs().max() <= bound
     assert 0.99 * 32**-0.5 < memory.keys.abs().max() <= 32**-0.5
     assert memory.values.weight.std().item() == pytest.approx(64**-0.5, rel=0.01)
+    with torch.device("meta"):
+        memory = PKM(768)
+    assert (memory.keys.shape, memory.topk, len(memory.values.weight)) == ((4, 2, 512, 128), 32,
+                                                                           512**2)
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["random", "trained"])

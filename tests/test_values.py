@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import values
-from pkm import PKM, LazyAdam
+from pkm import PKM, LazyAdam, MaskedBatchNorm
 from test_pkm import assert_near, small_memory
 from values import ValueTable
 
@@ -140,6 +140,7 @@ def test_half_precision(dtype):
         expected = memory(x)
         memory.values.to(dtype)
         assert memory(x).dtype == torch.float32
+        assert memory.values(*memory.search(torch.randn(3, 64))).dtype == dtype
         assert_near(memory(x), expected, 0.01)
     memory = memory.to(dtype).train()
     optimizer, before = LazyAdam([memory.values], lr=0.1), memory.values.weight.clone()
@@ -161,6 +162,15 @@ def test_scores_of_a_half_precision_memory_are_float32s():
     slots, weights = memory.search(query)
     expected = memory.float().search(query.float())
     assert torch.equal(slots, expected[0]) and torch.equal(weights, expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_statistics_of_a_half_precision_memory_are_float32s(dtype):
+    norm, x = MaskedBatchNorm(4).to(dtype), 10 + torch.randn(3000, 4)
+    x, mask = x.to(dtype), torch.arange(3000)[:, None] < 2999
+    real = x[:-1].double()
+    expected = (x.double() - real.mean(0)) / (real.var(0, correction=0) + norm.eps).sqrt()
+    assert_near(norm(x, mask), expected, 1e-4)
 
 
 def test_autocast():
@@ -236,6 +246,9 @@ def test_reads_that_nobody_takes_warn(monkeypatch):
     loss = memory(seeded(0, 5, 6)).sum()
     with pytest.warns(UserWarning, match="learns = False"):
         loss.backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        memory(seeded(0, 5, 6)).sum().backward()  # once is enough
 
 
 def test_other_optimizers_and_requires_grad_do_not_reach_the_values():
@@ -283,6 +296,19 @@ def test_a_saved_state_goes_on_as_the_first():
     steps = range(2, 5)
     for a, b in zip(train(other, their_optimizers, steps), train(model, optimizers, steps)):
         assert torch.equal(a, b)
+
+
+def test_a_closure_makes_the_gradient_and_the_step_returns_its_loss():
+    def closure():
+        loss = table(torch.tensor([[[1, 3]]]), torch.full((1, 1, 2), 0.5)).sum()
+        loss.backward()
+        return loss
+
+    table = ValueTable(6, 4)
+    before = table.weight.clone()
+    assert LazyAdam([table]).step(closure).item() == pytest.approx(before[[1, 3]].sum().item() / 2)
+    expected = torch.tensor([0, 1e-3, 0, 1e-3, 0, 0])[:, None].expand(6, 4)  # lr, by default
+    torch.testing.assert_close(before - table.weight, expected, rtol=1e-3, atol=1e-9)
 
 
 def test_a_table_with_another_tensor_needs_another_optimizer():
