@@ -2,8 +2,7 @@
 Read texts with a model to see which slots they read, and show what a slot knows.
 
 page_data() gathers what the page of measure.py browse shows, and page_html() puts it into
-browse.html as JSON. Two layers of 64 x 64 slots read by 32,768 tokens make 1.1 MB. Larger ones want
-fewer --contexts.
+browse.html as JSON. Larger memories want fewer --contexts.
 """
 import itertools
 import json

@@ -26,8 +26,8 @@ from model import value_tables
 def watch_reads(model, see):
     """Call see(layer, slots, weights) at every memory lookup inside the block.
 
-    Both tensors are on the CPU: (tokens, heads, topk), best first, without padded tokens. A
-    compiled model runs uncompiled here, because its graphs call no hooks.
+    Both tensors are on the CPU: (tokens, heads, topk), best first, without padded tokens. Call the
+    model itself inside, not what torch.compile returned: its graphs call no hooks.
     """
     def hook(layer, table, args, output):
         slots = args[0].detach().cpu()
@@ -38,8 +38,7 @@ def watch_reads(model, see):
     hooks = [table.register_forward_hook(partial(hook, layer))
              for layer, table in value_tables(model).items()]
     try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        yield
     finally:
         for handle in hooks:
             handle.remove()

@@ -153,23 +153,6 @@ def test_an_evaluation_changes_nothing_in_the_model(training):
 
 
 @torch.no_grad()
-def test_a_compiled_model_is_counted_too():
-    """Compiled and called before: its graph knows no hooks that came later."""
-    ids = torch.randint(40, (2, 12))
-    model = tiny_bert(memory_layers=(1, 3)).eval()
-    with count_reads(model) as expected:
-        model(ids)
-    model = torch.compile(model, backend="eager")
-    model(ids)
-    with count_reads(model) as counts:
-        model(ids)
-    torch.compiler.reset()
-    for layer in (1, 3):
-        assert counts[layer]["read"].sum() == 2 * 12 * 2 * 3
-        assert np.array_equal(counts[layer]["read"], expected[layer]["read"])
-
-
-@torch.no_grad()
 def test_watching_ends_with_the_block():
     model, seen = tiny_bert(memory_layers=(2,)).eval(), []
     ids = torch.randint(40, (2, 12))
