@@ -137,18 +137,18 @@ def main(argv):
     print(f"{len(train):,} training examples, {steps:,} steps of {config.batch_size}, "
           f"{config.warmup_steps:,} of them warm-up")
 
-    run = vocab.parent.parent if vocab.parent.name.startswith("seed") else vocab.parent
+    start = vocab.parent.parent if vocab.parent.name.startswith("seed") else vocab.parent
     fixed = "" if config.update_memory else "_fixed"
-    out = Path(config.out or f"out/{run.name}_{task.name}{fixed}")
+    out = Path(config.out or f"out/{start.name}_{task.name}{fixed}")
     with lock(out, "trains there"):
         files = [task.file(split) for split in ("train", *task.dev.values())]
         data = {file.name: file_sha256(file) for file in files} | {"labels": list(task.labels)}
-        for run in Run(out).seeds():
-            before = run.settings()
-            run.check_settings(replace(config, seed=before["seed"]), data)
+        for earlier in Run(out).seeds():
+            before = earlier.settings()
+            earlier.check_settings(replace(config, seed=before["seed"]), data)
             if before["init_checkpoint"] != str(initial):
-                raise UserError(f"{run.folder} started from {before['init_checkpoint']}, not from "
-                                f"{initial}: give --init_from, or another --out=out/NAME")
+                raise UserError(f"{earlier.folder} started from {before['init_checkpoint']}, not "
+                                f"from {initial}: give --init_from, or another --out=out/NAME")
         signals = catch_signals()
         for seed in range(config.seed, config.seed + config.seeds):
             run = Run(out / f"seed{seed}")
@@ -178,7 +178,8 @@ def fine_tune(config, run, task, data, train, dev, signals):
         table.learns = config.update_memory
     checkpoint = run.newest_checkpoint()
     if checkpoint:
-        origin = run.settings()
+        origin = {key: run.settings()[key]
+                  for key in ("init_checkpoint", "first_step", "pooler_trained")}
         model.load_state_dict(read_weights(checkpoint)["weights"])
     else:
         origin = init_from(model, initial)
@@ -188,17 +189,17 @@ def fine_tune(config, run, task, data, train, dev, signals):
     compiled = torch.compile(model) if wants_compile(config.compile, device) else model
 
     # the optimizers
-    dense, values = make_optimizers(model, config, device)
+    dense, sparse = make_optimizers(model, config, device)  # sparse: of the value tables
     dense_parameters = [p for group in dense.param_groups for p in group["params"]]
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = {"step": 0, "elapsed": 0.0, "seconds": 0.0, "losses": [], "scores": []}
     if checkpoint:
-        state = restore(checkpoint, dense, values, scaler)
+        state = restore(checkpoint, dense, sparse, scaler)
     run.start(config, vocab, origin, data, state["step"])
 
     micro_batches = my_micro_batches(config.accumulation)
     model.train()
-    new = []  # (loss, norm) of the steps since the last look, still on the device
+    recent = []  # (loss, norm) of the steps since the last look, still on the device
     start = time.perf_counter()
     for step in range(state["step"], config.max_steps):
         set_rate(dense, learning_rate(config, step))
@@ -218,11 +219,11 @@ def fine_tune(config, run, task, data, train, dev, signals):
         scaler.step(dense)
         scaler.update()
         if scaler.get_scale() >= scale:  # else a gradient had an inf: the dense step was left out
-            values.step(grad_scale=scale)
+            sparse.step(grad_scale=scale)
         dense.zero_grad()
-        values.zero_grad()
+        sparse.zero_grad()
 
-        new.append((loss, norm))
+        recent.append((loss, norm))
         done = step + 1  # updates
         stopped = any_signalled(signals)
         epoch_ends = done % batches.steps_per_epoch == 0 or done == config.max_steps
@@ -231,13 +232,15 @@ def fine_tune(config, run, task, data, train, dev, signals):
         if not (log or save):
             continue
 
-        new = [(loss.item(), norm.item()) for loss, norm in new]  # waits for the device
-        check_finite(new, config, done)
+        recent = [(loss.item(), norm.item()) for loss, norm in recent]  # waits for the device
+        check_finite(recent, config, done)
         state["step"] = done
         state["seconds"] += time.perf_counter() - start
-        state["losses"] += [loss for loss, _ in new]
+        state["losses"] += [loss for loss, _ in recent]
         if log:
-            log_training(run, state, config, batches, new[-1][1])
+            state["elapsed"] += state["seconds"]
+            log_training(run, state, config, batches, recent[-1][1])
+            state["losses"], state["seconds"] = [], 0.0
         if epoch_ends:
             predictions = {suffix: predict_examples(model, examples, config.batch_size, dtype)
                            for suffix, examples in dev.items()}
@@ -250,11 +253,11 @@ def fine_tune(config, run, task, data, train, dev, signals):
                 run.save_best(model_file(model, task.labels))
                 write_predictions(run.folder, task, dev, predictions)
         if save:
-            files = checkpoint_files(model, task.labels, dense, values, scaler, state)
+            files = checkpoint_files(model, task.labels, dense, sparse, scaler, state)
             run.save_checkpoint(done, files, keep=1)
         if stopped:
             break
-        new = []
+        recent = []
         start = time.perf_counter()
 
     if state["step"] == config.max_steps:
