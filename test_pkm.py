@@ -328,5 +328,8 @@ def test_no_token_at_all(training):
     memory, x = small_memory().train(training), torch.randn(2, 3, 6, dtype=torch.float64)
     out = memory(x.requires_grad_(), torch.zeros(2, 3, dtype=torch.bool))
     out.sum().backward()
-    LazyAdam([memory.values]).step()
-    assert not out.any() and not x.grad.any()
+    optimizer = LazyAdam([memory.values])
+    optimizer.step()
+    assert not out.any() and not x.grad.any() and not optimizer.state
+    assert all(b.isfinite().all() for b in memory.buffers())
+    assert all(p.grad.isfinite().all() for p in memory.parameters() if p.requires_grad)

@@ -182,6 +182,7 @@ def test_autocast():
     [(slots, weights, grad_out)] = memory.values.pending
     assert (query.dtype, weights.dtype, grad_out.dtype) == (torch.bfloat16, torch.float32,
                                                             torch.bfloat16)
+    assert not weights.requires_grad  # it would keep the graph
     expected = memory.search(memory.query_norm(query.float()))
     assert torch.equal(slots, expected[0].flatten(1))
     assert torch.equal(weights, expected[1].flatten(1))
@@ -325,13 +326,17 @@ def test_tables_of_one_optimizer_move_as_alone():
     for together in (True, False):
         model, _, tables = deep()
         optimizers = [LazyAdam(tables, lr=0.01)] if together else [
-            LazyAdam([table], lr=0.01) for table in tables]
+            LazyAdam([table], lr=9.0) for table in tables]
         for step in range(3):
             model(seeded(step, 5, 8))[:, 0].sum().backward()
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = 0.01 * (step + 1)
                 optimizer.step()
                 optimizer.zero_grad()
+        model(seeded(3, 5, 8)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        assert not any(table.pending for table in tables)
         results.append([table.weight for table in tables])
     assert all(map(torch.equal, *results))
     assert not torch.equal(results[0][0], deep()[2][0].weight)
