@@ -137,7 +137,11 @@ def new_folder(folder, force):
             raise UserError(f"{folder} exists already (--force replaces it)")
         temporary.mkdir()
         yield temporary
-        discard(folder)
+        if folder.exists():  # a kill must not leave half of it under its name
+            old = folder.with_name(f".old_{folder.name}")
+            discard(old)
+            folder.rename(old)
+            discard(old)
 
 
 def fetch_weights(repo, folder):

@@ -58,7 +58,7 @@ def finetune(world):
 
 def table(world):
     return (world, "float64", "measure.py", "table", "out/resm_0", "--data", "tiny",
-            "--batch_size", "2", "--device", "cpu", "--out", f"table_{world}")
+            "--device", "cpu", "--out", f"table_{world}")
 
 
 def write_task(words):
