@@ -268,7 +268,7 @@ def fine_tune(config, run, task, data, train, dev, signals):
 
 
 def best_epoch(task, scores):
-    """Return the place of the first epoch with the best score. nan is worse than a number."""
+    """Find the first epoch with the best score: its place. nan is worse than a number."""
     numbers = [epoch[task.metrics[0]] for epoch in scores]
     return int(np.argmax(np.nan_to_num(numbers, nan=-np.inf)))
 

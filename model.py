@@ -182,8 +182,8 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def generate(self, ids, tokens, window, temperature=1.0, top_k=50, generator=None):
-        """Continue the list `ids` by `tokens` tokens, each among the top_k likeliest after the last
-        `window` tokens (causal models only). Temperature 0 takes the likeliest."""
+        """Continue the list `ids` by sampled tokens (causal models only). Each is among the top_k
+        likeliest after the last `window` tokens; temperature 0 takes the likeliest."""
         ids = list(ids)
         for _ in range(tokens):
             window_ids = torch.tensor([ids[-window:]], device=self.bias.device)
@@ -196,7 +196,7 @@ class LanguageModel(nn.Module):
 
 
 class Classifier(nn.Module):
-    """BERT that maps one or two sentences to a class, or to a number if n_classes is 1 (GLUE)."""
+    """BERT that maps texts to a class, or to a number if n_classes is 1 (GLUE)."""
 
     def __init__(self, config, n_classes):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The values of a product-key memory, and an Adam that updates only the rows that were read."""
+"""The values of a product-key memory, and an Adam that updates only rows that were read."""
 import warnings
 
 import torch

@@ -1,5 +1,5 @@
 """
-The parts of a training step, and what stands around it: the loops are in the scripts.
+Offer the parts of a training step; the loops are in the scripts.
 
 >>> dense, sparse = make_optimizers(model, config, device)
 >>> for step in range(config.max_steps):            # see pretrain.py
@@ -30,7 +30,7 @@ DRIFT = 1 / 3  # share of its top-1 usage that a layer may lose: healthy runs lo
 
 
 def make_optimizers(model, config, device):
-    """Make AdamW for the dense parameters and LazyAdam for the value tables that learn.
+    """Make AdamW for dense parameters and LazyAdam for learning value tables.
 
     config: has lr, keys_lr, value_lr and weight_decay. Returns both optimizers.
     """
@@ -63,7 +63,7 @@ def optimizer_groups(model, weight_decay, keys_lr=1.0):
 
 
 def learning_rate(config, step):
-    """Return the rate of update `step`, from 0: linear warm-up to lr, then linear decay to 0."""
+    """Return an update's rate: linear warm-up to lr, then linear decay to 0. step: from 0."""
     warm_up = (step + 1) / max(1, config.warmup_steps)
     decay = (config.max_steps - step) / max(1, config.max_steps - config.warmup_steps)
     return config.lr * min(warm_up, decay, 1.0)
@@ -161,7 +161,7 @@ def catch_signals():
 
 
 def status_after(signals):
-    """Return the exit status of a run that a signal stopped, after it saved: 128 + the signal.
+    """Return the exit status of a run that a signal stopped: 128 + the signal.
 
     Under torchrun it is 0, because torchrun would restart ranks that fail.
     """
@@ -190,7 +190,7 @@ def peak_flops(device):
 
 
 def share_of_peak(model, seq_len, device, dtype):
-    """Return what a token per second is of the ranks' peak, for mfu, or None if it is unknown."""
+    """Return a token per second's share of the ranks' peak, for mfu; None if it is unknown."""
     peak = peak_flops(device)
     if dtype == torch.float32 or not peak:
         return None
@@ -198,10 +198,10 @@ def share_of_peak(model, seq_len, device, dtype):
 
 
 def usage_warning(records, layer, first_step=0):
-    """Return a line if a layer's top-1 usage fell by a third from its best, else None.
+    """Return a line if a layer's top-1 usage fell by a third, else None.
 
-    records: the log's, oldest first. Evaluations before first_step do not count. A layer is warned
-    of once.
+    records: the log's, oldest first. Evaluations before first_step do not count. A layer has one
+    warning at most.
     """
     usage = {}  # {step: top-1 usage}
     for record in records:
