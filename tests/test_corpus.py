@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from lib.corpus import (
+    DROPOUT,
+    MASKS,
+    ORDER,
     CausalBatches,
     Corpus,
     MaskedBatches,
@@ -77,6 +80,9 @@ def test_masking():
     assert not np.isin(drawn, special).any() and drawn.min() < 20 and 980 < drawn.max() < vocab
     for share, expected in [(masked.mean(), 0.8), (kept.mean(), 0.1), (len(drawn) / n, 0.1)]:
         assert abs(share - expected) < 5 * math.sqrt(expected * (1 - expected) / n)
+    small = types.SimpleNamespace(vocab_size=7, special_ids=Specials(0, 1, 2, 3, 4))
+    few = mask_tokens(np.full((200, 40), 5), np.random.default_rng(1), small)
+    assert set(few["ids"].flat) == {4, 5, 6}  # the last token is drawn too
     counts = np.bincount(positions[chosen], minlength=40)[np.r_[1:20, 21:39]]
     assert abs(counts / (n / 38) - 1).max() < 5 / math.sqrt(n / 38)  # every place alike
 
@@ -92,6 +98,7 @@ def test_a_batch_is_a_function_of_seed_step_and_micro_batch(corpus):
     other = MaskedBatches(corpus, settings(seed=1)).get(2, 1)
     assert not np.array_equal(unmasked(other), unmasked(batch))
     assert not np.array_equal(other["positions"], batch["positions"])
+    assert len({ORDER, MASKS, DROPOUT}) == 3  # no two streams draw the same numbers
     # the micro-batches of a step are the sequences of one large batch
     whole = MaskedBatches(corpus, settings(batch_size=6, accumulation=1)).get(2, 0)
     parts = [unmasked(batches.get(2, micro)) for micro in range(3)]

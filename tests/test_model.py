@@ -56,6 +56,7 @@ def test_sizes_are_the_published_ones():
         assert (config.n_layer, config.d_model, config.d_ff) == (layers, width, 4 * width)
         assert config.d_model == 64 * config.n_head and config.max_len == 512
         assert config.type_vocab == (0 if name == "distil" else 2)
+        assert (config.dropout, config.init_std, config.topk) == (0.1, 0.02, 32)
     demo = BertConfig(**SIZES["demo"])  # BERT's 0.02, by 1 / sqrt(width)
     assert demo.init_std == pytest.approx(0.02 * (768 / demo.d_model) ** 0.5, rel=0.02)
 

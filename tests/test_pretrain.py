@@ -397,12 +397,16 @@ def test_settings_reach_the_model():
     assert "init_std" not in named
 
 
-def test_a_seed_draws_its_own_weights_and_no_snapshot_is_left_out(place):
+def test_a_seed_draws_its_own_weights_and_no_snapshot_is_left_out(place, monkeypatch):
     first = []
     for number, seed in enumerate((0, 1, 1)):
         assert train(f"--seed={seed}", "--max_steps=1", f"--out=out/{number}") == 0
         first.append(log(f"out/{number}")[0]["perplexity"])
     assert first[0] != first[1] == first[2]
+    seeds = []
+    monkeypatch.setattr(pretrain, "seed_dropout", lambda *key: seeds.append(key))
+    assert train("--seed=3", "--max_steps=2", "--out=out/3") == 0
+    assert seeds == [(3, 0, 0), (3, 0, 1), (3, 1, 0), (3, 1, 1)]
     long = [f"--{name}_interval=100" for name in ("log", "eval", "checkpoint")]
     assert train("--max_steps=7", "--usage_interval=3", *long) == 0
     assert [r["step"] for r in log() if "perplexity" in r] == [0, 1, 2, 3, 4, 6, 7]

@@ -148,6 +148,8 @@ SQUAD_CASES = [  # prediction, references, exact match and F1 of the official ev
     ("x the–a y", ["x – y"], 100, 100),
     ("one  two\tthree\xa0four", ["one two three four"], 100, 100),
     ("red red blue", ["red blue blue"], 0, 66.67),
+    ("red red blue", ["red red"], 0, 80),
+    ("red dog", ["cat", "red dog"], 100, 100),
     ("“the” end", ["“ ” end"], 100, 100),
     ("£5 a_b", ["£5", "a_b"], 0, 66.67),
     ("he's", ["hes"], 100, 100),
