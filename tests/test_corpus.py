@@ -18,6 +18,7 @@ from lib.corpus import (
     MaskedBatches,
     causal_heldout,
     cut_split,
+    draw_epoch,
     mask_tokens,
     masked_heldout,
 )
@@ -89,6 +90,7 @@ def test_masking():
 
 def test_a_batch_is_a_function_of_seed_step_and_micro_batch(corpus):
     batches = MaskedBatches(corpus, settings())
+    assert batches.size == 3 * 2 * 16  # tokens of a step
     batch = batches.get(2, 1)
     batches.get(1000, 0)  # of another epoch
     again = batches.get(2, 1)
@@ -129,6 +131,7 @@ def test_an_epoch_reads_every_sequence_once(corpus, objective):
         assert set(np.diff(sorted(starts))) == {width} and starts != sorted(starts)
         epochs.append(starts)
     assert min(epochs[0]) != min(epochs[1])
+    assert {draw_epoch(0, epoch, 1, 3)[1] for epoch in range(50)} == {0, 1, 2}
     assert np.argsort(epochs[0]).tolist() != np.argsort(epochs[1]).tolist()
 
 

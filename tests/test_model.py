@@ -159,7 +159,7 @@ def test_dropout_is_where_devlin_et_al_have_it(monkeypatch, alpha):
     """
     def dropout(x, p, training):
         rates.append(("dropout", p if training else 0.0))
-        return x
+        return x * (not training)
 
     def attention(q, k, v, attn_mask, is_causal, dropout_p):
         rates.append(("attention", dropout_p))
@@ -175,6 +175,13 @@ def test_dropout_is_where_devlin_et_al_have_it(monkeypatch, alpha):
         ffns = config.n_layer - (alpha == 0)
         assert sorted(rates) == sorted([("attention", rate)] * config.n_layer + [
             ("dropout", rate)] * (1 + config.n_layer + ffns + 1))
+    for p in model.train().parameters():
+        nn.init.normal_(p)
+    x = torch.zeros(2, 9, config.d_model)  # all that can be dropped is: norms and memories are left
+    for layer in model.bert.layers:
+        x = layer.attention_norm(x)
+        x = layer.norm(x + layer.memory(x) if layer.memory else x)
+    torch.testing.assert_close(model.bert(ids), x, rtol=1e-4, atol=1e-4)
 
 
 def test_losses_of_the_heads():
@@ -211,6 +218,7 @@ def test_head_at_positions_and_loss():
     losses = [full[b, p].exp().sum().log() - full[b, p, label]
               for b in range(3) for p, label in zip(positions[b], labels[b]) if label != -100]
     loss = model(ids, positions=positions, labels=labels)  # in float32
+    assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), sum(losses) / 7, rtol=1e-6, atol=1e-6)
 
 
@@ -288,8 +296,9 @@ def test_a_low_temperature_samples_the_likeliest_token():
     model = tiny_bert(causal=True).eval()
     model.bias.data.normal_(std=3)
 
-    def sample(temperature):
+    def sample(*temperature):
         generator = torch.Generator().manual_seed(0)
-        return model.generate([1, 2], 20, 8, temperature, top_k=10, generator=generator)
+        return model.generate([1, 2], 20, 8, *temperature, top_k=10, generator=generator)
 
     assert sample(1e-3) == sample(1e-40) == sample(5e-324) == sample(0) != sample(5.0)
+    assert sample() == sample(1.0) != sample(0.5)

@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import pretrain
+from lib import training
 from lib.errors import Failure
 from lib.run import Run
 from lib.training import (
@@ -24,6 +25,7 @@ from lib.training import (
     seed_dropout,
     set_rate,
     share_of_peak,
+    status_after,
     usage_warning,
 )
 from tests.helpers import tiny_bert
@@ -96,13 +98,21 @@ def test_a_checkpoint_gives_back_state_moments_and_scale(tmp_path):
     files = checkpoint_files(model, (), dense, values, scaler, state)
     folder = Run(tmp_path).save_checkpoint(3, files, keep=2)
     other = make()[1:]
+    other[0].defaults["fused"] = False  # as of another device
     assert restore(folder, *other) == state
     assert other[2].get_scale() == 8
+    assert not any(group["fused"] for group in other[0].param_groups)
     for mine, theirs in zip(other[:2], (dense, values), strict=True):
         pairs = list(zip(mine.state.values(), theirs.state.values(), strict=True))
         assert pairs
         for a, b in pairs:
             assert torch.equal(a["exp_avg_sq"], b["exp_avg_sq"]) and a["step"] == b["step"]
+
+
+def test_under_torchrun_a_stopped_run_is_no_failure(monkeypatch):
+    assert status_after([15]) == 143
+    monkeypatch.setattr(training, "under_torchrun", lambda: True)
+    assert status_after([15]) == 0  # else torchrun would start the ranks again
 
 
 class Batches:
@@ -156,6 +166,8 @@ def test_a_fall_of_usage_is_a_warning_once():
     assert usage_warning(records(0.5, 0.9, 0.61), "2") is None
     line = usage_warning(fallen, "2")
     assert "layer 2 fell from 90.0% at step 10 to 59.0% at step 20" in line
+    assert usage_warning(fallen, "2", first_step=10) == line
     assert usage_warning(fallen, "2", first_step=11) is None
     assert usage_warning(fallen, "2", first_step=21) is None
     assert usage_warning([*fallen, {"step": 20, "warning": line, "about": "2"}], "2") is None
+    assert usage_warning([*fallen, {"step": 20, "warning": "", "about": "3"}], "2") == line

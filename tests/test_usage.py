@@ -124,6 +124,20 @@ def test_masked_perplexity_is_that_of_a_plain_loop(place):
         assert results["layers"][2]["accesses"] == counts[2]["top1"].sum() == 2 * real
 
 
+def test_a_loss_of_bfloat16_logits_is_in_float32(place):
+    """The perplexity of a bad model is large, but a number."""
+    batch = masked_heldout(Corpus("tiny"), "test", 16, 8)[0]
+    ids, positions, labels = (torch.from_numpy(batch[key]) for key in batch)
+    for std in (2, 100):
+        model = spread_weights(tiny_bert(), std)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            logits = model(ids, positions=positions).double()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
+        results, _ = evaluate_language_model(model, [batch], CPU, torch.bfloat16)
+        assert loss > 7 and results["loss"] == pytest.approx(loss, rel=1e-6)
+        assert results["perplexity"] == pytest.approx(math.exp(min(loss, 700)), rel=1e-4)
+
+
 def test_causal_perplexity_predicts_each_token_once(place):
     """Windows overlap by half: from the first window that reaches a token."""
     corpus = Corpus("tiny")
