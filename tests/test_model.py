@@ -124,6 +124,13 @@ def compile_and_keep(model, **settings):
     return torch.compile(model, backend=backend, **settings), graphs
 
 
+def test_every_position_and_every_sub_key_can_be_used():
+    model = tiny_bert(memory_layers=(2,), topk=4)  # of n_keys = 4 sub-keys
+    assert model(torch.zeros(1, 16, dtype=torch.long)).shape == (1, 16, 40)
+    with pytest.raises(AssertionError, match="17 tokens: the model has 16 positions"):
+        model(torch.zeros(1, 17, dtype=torch.long))
+
+
 def test_a_memory_changes_no_other_weight_of_the_encoder():
     memory, plain = (tiny_bert(memory_layers=layers).bert.state_dict() for layers in ((2, 3), ()))
     assert all(torch.equal(memory[name], plain[name]) for name in plain)

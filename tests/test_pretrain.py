@@ -3,6 +3,7 @@ Pretraining: each step by the formulas, where a run starts, what it leaves, and 
 
 $ PKM_TEST_KILLS=20 python -m pytest -k killed      # more SIGKILLs than 2
 """
+import itertools
 import json
 import math
 import os
@@ -11,6 +12,8 @@ import shutil
 import signal
 import subprocess
 import time
+import types
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +22,10 @@ import torch
 import torch.nn.functional as F
 
 import pretrain
-from lib.corpus import Corpus, MaskedBatches
+from lib.corpus import Corpus, MaskedBatches, masked_heldout
 from lib.errors import Failure, UserError
 from lib.run import Run
+from lib.usage import evaluate_language_model
 from lib.weights import init_from, load_model
 from model import BertConfig, Classifier, LanguageModel, value_tables
 from tests.helpers import (
@@ -128,6 +132,7 @@ def test_three_steps_equal_the_formulas(place, float64):
     assert [r["loss"] for r in records] == pytest.approx(expected_losses, rel=1e-12)
     assert [r["grad_norm"] for r in records] == pytest.approx(norms, rel=1e-9)
     assert min(norms) > 0.05  # clipped
+    assert not Path("out/tiny/usage").exists()  # usage_interval = 0
     ours = weights_of("out/tiny/step_000003")
     for name, p in parameters.items():
         if not name.endswith("query.bias"):  # its gradient is rounding alone, before a batch norm
@@ -203,6 +208,9 @@ def test_a_run_leaves_what_it_promises(place):
     assert all(list(r["layers"]) == ["2", "3"] for r in evaluations)
     assert 20 < evaluations[0]["perplexity"] < 30  # untrained, 25 tokens
     assert evaluations[-1]["perplexity"] < evaluations[0]["perplexity"] - 0.5
+    held_out = masked_heldout(Corpus("tiny"), "val", 16, 2, 8)  # eval_sequences = 8
+    results, _ = evaluate_language_model(load_model("out/tiny"), held_out, torch.device("cpu"))
+    assert evaluations[-1]["perplexity"] == results["perplexity"]
     assert sorted(p.name for p in run.iterdir()) == ["config.json", "log.jsonl", "step_000009",
                                                      "step_000012", "usage", "vocab.txt"]
     saved = json.loads((run / "config.json").read_text())
@@ -233,14 +241,21 @@ def test_accumulation_is_one_larger_batch(place, monkeypatch):
         results.append([r[key] for r in log("out/losses") for key in ("loss", "grad_norm")
                         if key in r])
     assert results[1] == pytest.approx(results[0], rel=1e-4)
+    assert not Path("out/losses/usage").exists()  # without a memory nothing is read
 
 
-def test_a_logged_loss_is_the_mean_since_the_last(place):
+def test_a_logged_loss_is_the_mean_since_the_last(place, monkeypatch):
+    """And the time is that of the steps. This clock moves by 1 from a look at the run to the next:
+    at steps 1, 2, 3, 4, 5 (saved), 6 and 9."""
     args = "--max_steps=9", "--warmup_steps=4"
     every = losses(*args)
+    clock = types.SimpleNamespace(perf_counter=itertools.count().__next__)
+    monkeypatch.setattr(pretrain, "time", clock)
     train(*args)
-    means = [r["loss"] for r in log() if "grad_norm" in r]
-    assert means == pytest.approx(every.reshape(3, 3).mean(1))
+    records = [r for r in log() if "grad_norm" in r]
+    assert [r["loss"] for r in records] == pytest.approx(every.reshape(3, 3).mean(1))
+    assert [r["elapsed"] for r in records] == [3, 6, 7]
+    assert [r["tokens_per_s"] for r in records] == [64, 64, 192]  # a step has 2 x 2 x 16 tokens
 
 
 def test_compiled_training_equals_eager(place, monkeypatch):
@@ -270,19 +285,27 @@ def test_bfloat16_follows_float32(place):
 
 
 def test_float16_leaves_out_a_step_that_overflows(place, monkeypatch):
-    """Nothing moves in that step. The scale halves, and the next gradients are unscaled."""
+    """Nothing moves in that step, whose values had no inf. The scale halves, and the next gradients
+    are unscaled, by the scale of their own step."""
     monkeypatch.setattr(pretrain, "use_device",
                         lambda *names: (torch.device("cpu"), torch.float16))
-    backward, calls = torch.Tensor.backward, []
+    sum_gradients, scaler, calls = pretrain.sum_gradients, torch.amp.GradScaler, []
 
-    def overflows(loss):
-        calls.append(loss)
-        backward(loss * (math.inf if len(calls) <= 2 else 1))  # both micro-batches of step 1
+    def overflows(model, *args):
+        calls.append(model)
+        if len(calls) == 1:
+            model.transform.weight.grad[0, 0] = math.inf
+        return sum_gradients(model, *args)
 
-    monkeypatch.setattr(torch.Tensor, "backward", overflows)
+    monkeypatch.setattr(pretrain, "sum_gradients", overflows)
     args = ["--max_steps=2", "--warmup_steps=0", "--checkpoint_interval=1", "--dropout=0",
             "--log_interval=1", "--dtype=float16"]
     assert train("--out=out/half", *args) == 0
+    calls.clear()
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(scaler, growth_interval=1))
+    assert train("--out=out/grows", *args) == 0  # doubles the scale after step 2
+    assert_same(weights_of("out/grows"), weights_of("out/half"))
+    assert 0 < [r["grad_norm"] for r in log("out/half") if "grad_norm" in r][1] < 100
     start, end = (weights_of(f"out/half/step_00000{n}") for n in (1, 2))
     torch.manual_seed(0)
     config = pretrain.Config(**TINY)
@@ -292,10 +315,13 @@ def test_float16_leaves_out_a_step_that_overflows(place, monkeypatch):
             assert torch.equal(w, fresh[name]), name
     values = "bert.layers.1.memory.values.weight"
     assert not torch.equal(end[values], start[values])
-    state = torch.load("out/half/step_000002/state.pt", weights_only=True)
-    assert state["scaler"]["scale"] == 2.0**15
-    moments = torch.load("out/half/step_000002/optimizer.pt", weights_only=True)["values"]
-    assert 0 < moments["state"][0]["exp_avg"].abs().max() < 1  # not 32,768 times as large
+    states = [torch.load(f"out/{run}/step_000002/state.pt", weights_only=True)
+              for run in ("half", "grows")]
+    assert [state["scaler"]["scale"] for state in states] == [2.0**15, 2.0**16]
+    moments = [torch.load(f"out/{run}/step_000002/optimizer.pt", weights_only=True)["values"]
+               for run in ("half", "grows")]
+    assert_same(moments[0]["state"], moments[1]["state"])
+    assert 0 < moments[0]["state"][0]["exp_avg"].abs().max() < 1  # not 32,768 times as large
 
 
 def assert_same_run(out, reference):
@@ -366,6 +392,7 @@ def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, 
         patch.setattr(pretrain, "set_rate", interrupted)
         status = train("--out=out/a b", f"--objective={objective}")
     assert status == (128 + number if at < 12 else 0)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # a second Ctrl-C ends the process
     assert steps_saved("out/a b") == at
     said = "python pretrain.py tiny.py '--out=out/a b'" if at < 12 else "done, "
     assert said in capsys.readouterr().out
@@ -414,7 +441,9 @@ def test_a_seed_draws_its_own_weights_and_no_snapshot_is_left_out(place, monkeyp
 
 
 def test_a_run_warns_once_of_a_layer_whose_usage_falls(place, monkeypatch, capsys):
-    evaluate, shares = pretrain.evaluate_language_model, iter([0.9, 0.9, 0.9, 0.5, 0.4, 0.3])
+    """From scratch the first quarter does not count."""
+    evaluate, falls = pretrain.evaluate_language_model, [0.9, 0.5, 0.5, 0.4, 0.4, 0.4]
+    shares = iter([*falls, *falls])
 
     def falling(*args):
         results, counts = evaluate(*args)
@@ -428,4 +457,6 @@ def test_a_run_warns_once_of_a_layer_whose_usage_falls(place, monkeypatch, capsy
     assert train("--init_from=out/first", "--eval_interval=2", "--max_steps=8") == 0
     assert capsys.readouterr().out.count("warning: top-1 usage of layer 2 fell from 90.0%") == 1
     [record] = [record for record in log() if "warning" in record]
-    assert record["about"] == "2" and record["step"] == 4
+    assert record["about"] == "2" and record["step"] == 1
+    assert train("--out=out/scratch", "--eval_interval=2", "--max_steps=8") == 0
+    assert not [record for record in log("out/scratch") if "warning" in record]
