@@ -420,6 +420,8 @@ def unread(rank, world):
     table(*read).sum().mul(torch.inf if rank else 1).backward()
     optimizer.step()
     assert torch.equal(table.weight, before) and optimizer.skipped == 1
+    table.bfloat16()(*read).sum().backward()
+    assert [part.dtype for part in values.take_reads(table)[1:]] == [torch.float32] * 2
 
 
 def test_a_rank_without_reads_or_with_an_inf(tmp_path):
