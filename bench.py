@@ -192,7 +192,7 @@ def time_config(args, path):
     torch.compiler.reset()  # it compiles only so many versions
     model.train()
     compiled = torch.compile(model) if args.compile else model
-    dense, values = make_optimizers(model, config, args.device)
+    dense, sparse = make_optimizers(model, config, args.device)
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype == torch.float16)
 
     def step():
@@ -205,11 +205,13 @@ def time_config(args, path):
         sum_gradients(model, loss, len(batches))
         scaler.unscale_(dense)
         nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
-        values.step(grad_scale=scaler.get_scale())
+        scale = scaler.get_scale()
         scaler.step(dense)
         scaler.update()
+        if scaler.get_scale() >= scale:  # as in pretrain.py
+            sparse.step(grad_scale=scale)
         dense.zero_grad()
-        values.zero_grad()
+        sparse.zero_grad()
 
     what = f"{config.accumulation} x {config.batch_size} x {config.seq_len}"
     [record] = time_in_turn(what, {path: step}, args.device, args.rounds, bases=0)
