@@ -31,9 +31,6 @@ def time_in_turn(what, functions, device, rounds, warmup=2, bases=1):
             function()
             synchronize()
             times[name].append(time.perf_counter() - start)
-    warming = sum(sum(seconds[:warmup]) for seconds in times.values())
-    print(f"{what}: warm-up {warming:.1f} s")
-
     records = []
     for name, seconds in times.items():
         record = {"what": what, "system": name, "seconds": seconds[warmup:]}

@@ -2,6 +2,7 @@
 bench.py: the baseline computes the same numbers, and every command runs.
 """
 import json
+from statistics import median
 
 import pytest
 import torch
@@ -68,24 +69,53 @@ def test_the_layer_equals_the_plain_baseline():
         assert_near(ours.values.weight, plain.values.weight, 1e-5)
 
 
+@torch.no_grad()
+def test_flat_keys_find_the_best_slots():
+    """Brute force, a score at a time, over all 25 slots."""
+    torch.manual_seed(0)
+    memory = bench.FlatPKM(pkm.ValueTable(25, 16), 16, 2, 4, 8).double().eval()
+    x = torch.randn(7, 16, dtype=torch.double)
+    query = memory.query_norm(memory.query(x)).view(7, 2, 8)
+    expected = torch.zeros_like(x)
+    for token in range(7):
+        for head in range(2):
+            scores = [float(query[token, head] @ key) for key in memory.keys[head]]
+            best = sorted(range(25), key=scores.__getitem__)[-4:]
+            weights = torch.tensor([scores[slot] for slot in best]).double().softmax(0)
+            expected[token] += weights @ memory.values.weight[best]
+    assert_near(memory(x), expected, 1e-6)
+
+
+def test_flat_keys_of_all_pairs_equal_product_keys():
+    torch.manual_seed(0)
+    product = pkm.PKM(16, 5, 2, 4, 8).eval()
+    flat = bench.FlatPKM(product.values, 16, 2, 4, 8).eval()
+    first, second = product.keys.unbind(1)
+    keys = [torch.cat([first[:, i], second[:, j]], 1) for i in range(5) for j in range(5)]
+    flat.load_state_dict({**product.state_dict(), "keys": torch.stack(keys, 1)})
+    query = torch.randn(300, 16)
+    (slots, weights), (expected, expected_weights) = flat.search(query), product.search(query)
+    assert torch.equal(slots, expected)
+    assert_near(weights, expected_weights, 1e-6)
+
+
 def test_inference_is_table_1(run):
     result = run("--sizes", "demo", "--lengths", "8")
-    assert (result["rounds"], result["ranks"], result["dtype"]) == (2, 1, "float32")
+    assert (result["ranks"], result["dtype"]) == (1, "float32")
     assert {"command", "machine", "openmp", "torch"} < result.keys()
     records = result["results"]
-    assert [record["system"] for record in records] == ["plain", "+PKM", "+ResM"]
+    assert [record["system"] for record in records] == ["demo", "demo_pkm", "demo_resm"]
     for record in records:
-        assert list(record) == ["what", "system", "seconds", "times_plain", "parameters",
-                                "batches/s", "relative_batches/s", "paper's"]
-        assert record["relative_batches/s"] == 1 / record["times_plain"]
+        assert list(record) == ["what", "system", "seconds", "times_demo", "parameters",
+                                "batches/s", "paper's times"]
+        assert record["batches/s"] == 1 / median(record["seconds"])
     plain, replaced, added = (record["parameters"] for record in records)
     assert plain < replaced < added
 
 
 def test_a_layer_is_timed_beside_the_baseline(run):
-    records = run("layer", "--tokens", "6", "--n_keys", "32")["results"]
-    assert [record["system"] for record in records] == ["plain", "ours", "reads alone",
-                                                        "plain", "ours"]
+    records = run("layer", "--lengths", "6", "--n_keys", "32")["results"]
+    assert [record["system"] for record in records] == ["plain", "ours", "plain", "ours"]
     assert all(record["times_plain"] > 0 for record in records)
 
 
@@ -97,14 +127,32 @@ def test_causal_models_are_compared_with_the_first_two(configs, run):
                                 "times_causal_resm.py", "parameters"]
 
 
-def test_latency_by_slots(configs, run):
+def test_latency_by_slots(configs, run, monkeypatch):
+    time_inference, seen = bench.time_inference, {}
+
+    def remember(args, models, *more, **others):
+        seen.update(models)
+        return time_inference(args, models, *more, **others)
+
+    monkeypatch.setattr(bench, "time_inference", remember)
     records = run("causal", "causal.py", "causal_resm.py", "--slots", "8", "16", "--lengths",
                   "8")["results"]
-    assert [record["system"] for record in records] == ["8^2 slots", "16^2 slots"]
-    d_model = 64
-    more_keys = 4 * 2 * (16 - 8) * 8
-    assert records[1]["parameters"] - records[0]["parameters"] == (
-        (16**2 - 8**2) * d_model + more_keys)
+    assert [record["system"] for record in records] == [
+        "product keys, 8^2 slots", "flat keys, 8^2 slots",
+        "product keys, 16^2 slots", "flat keys, 16^2 slots"]
+    topk, key_dim, heads, d_model = 8, 16, 4, 64
+    assert [record["multiplications"] for record in records] == [
+        (8 + topk**2) * key_dim, 8**2 * key_dim, (16 + topk**2) * key_dim, 16**2 * key_dim]
+    keys = [8 * key_dim, 8**2 * key_dim, 16 * key_dim, 16**2 * key_dim]
+    slots = [8**2, 8**2, 16**2, 16**2]
+    rest = {record["parameters"] - heads * key - n * d_model
+            for record, key, n in zip(records, keys, slots, strict=True)}
+    assert len(rest) == 1
+    product, flat = seen["product keys, 8^2 slots"].bert, seen["flat keys, 8^2 slots"].bert
+    assert product.words.weight is flat.words.weight
+    product, flat = product.layers[1].memory, flat.layers[1].memory
+    assert [type(product), type(flat)] == [pkm.PKM, bench.FlatPKM]
+    assert product.values.weight is flat.values.weight
 
 
 def test_settings_that_would_be_ignored_are_refused():
