@@ -97,7 +97,7 @@ class Layer(nn.Module):
         if self.alpha:
             ffn = self.down(F.gelu(self.up(x)))
             y = torch.add(y, F.dropout(ffn, self.dropout, self.training), alpha=self.alpha)
-        if self.memory is not None:  # no dropout, as in XLM's memory layers (our reading)
+        if self.memory is not None:  # no dropout, as in XLM (our reading; section 6: on keys)
             y = torch.add(y, self.memory(x, mask), alpha=self.beta)
         return self.norm(y)
 
@@ -248,3 +248,8 @@ def value_tables(model):
     """Collect the memories' values, {layer counted from 1: ValueTable}, for LazyAdam."""
     layers = enumerate(model.bert.layers, 1)
     return {n: layer.memory.values for n, layer in layers if layer.memory is not None}
+
+
+def count_parameters(model):
+    """Count the parameters of a model that is not yet distributed."""
+    return sum(p.numel() for p in model.parameters())

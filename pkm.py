@@ -48,7 +48,7 @@ class PKM(nn.Module):
         self.heads = heads
         self.topk = topk
         self.query = nn.Linear(d_model, heads * key_dim)
-        nn.init.xavier_uniform_(self.query.weight)
+        nn.init.xavier_uniform_(self.query.weight)  # our reading; XLM leaves nn.Linear's default
         self.query_norm = MaskedBatchNorm(heads * key_dim)
         half = key_dim // 2
         self.keys = nn.Parameter(torch.empty(heads, 2, n_keys, half))

@@ -21,7 +21,6 @@ from lib.device import autocast, duration, to_device, use_device, wants_compile
 from lib.distributed import (
     any_signalled,
     check_accumulation,
-    count_parameters,
     distribute,
     first_rank_first,
     my_micro_batches,
@@ -48,12 +47,12 @@ from lib.training import (
 )
 from lib.usage import describe_evaluation, evaluate_language_model, open_corpus
 from lib.weights import init_from, load_weights, read_weights
-from model import SIZES, BertConfig, LanguageModel, value_tables
+from model import SIZES, BertConfig, LanguageModel, count_parameters, value_tables
 
 
 @dataclass
 class Config:
-    # defaults are the paper's (section 5), or Devlin et al.'s where the paper says nothing
+    # defaults are the paper's (section 5), or Devlin et al.'s where it says nothing (our reading)
     out: str = ""  # folder of the run; empty: out/<config file's name>
     dataset: str = "wikibooks"  # data/<dataset>, made by prepare_data.py
     seed: int = 0  # for weights, data order, masks and dropout
@@ -65,7 +64,7 @@ class Config:
     d_model: int = 0  # width; 0: that of the named model
     d_ff: int = 0  # width of the FFN; 0: that of the named model
     dropout: float = 0.1  # in embeddings, attention and FFN
-    memory_layers: tuple = ()  # layers with a memory, counted from 1: (4, 8) of 12
+    memory_layers: tuple = ()  # layers with a memory: (4, 8) of 12; section 5.1 tries no others
     alpha: float = 1.0  # weight of the FFN; 0: the memory replaces it (PKM)
     beta: float = 1.0  # weight of the memory; with alpha = 1: residual memory (ResM)
     n_keys: int = 512  # a memory has n_keys^2 slots
@@ -74,7 +73,7 @@ class Config:
     key_dim: int = 256  # size of a head's key: two halves of key_dim / 2
     values: str = "random"  # initial values: random, or zero (the memory starts silent)
     init_from: str = ""  # a run, a Hugging Face folder, or a name: bert-base-uncased
-    reinit_ffn: bool = False  # with init_from: draw memory layers' FFNs anew (ResM')
+    reinit_ffn: bool = False  # ResM': new FFNs beside the memories alone (our reading)
     # batch: batch_size x accumulation sequences a step
     seq_len: int = 512  # tokens of a sequence, with [CLS] and [SEP] if masked
     batch_size: int = 32  # sequences at a time on the device
@@ -83,14 +82,14 @@ class Config:
     max_steps: int = 500_000  # number of updates
     warmup_steps: int = 10_000  # updates until the learning rate is highest
     lr: float = 1e-4  # highest learning rate
-    keys_lr: float = 1.0  # rate of the memory's sub-keys, as a factor of lr
+    keys_lr: float = 1.0  # rate of the memory's sub-keys, as a factor of lr (our reading)
     value_lr: float = 1e-3  # rate of the value tables, constant (our reading)
     weight_decay: float = 0.01  # biases, norms and memories have none
-    grad_clip: float = 1.0  # largest norm of all gradients except the value tables'
+    grad_clip: float = 1.0  # largest norm without the values' (our reading; XLM clips theirs)
     # watching: evaluations also come at steps 0, 1, 2, 4, ...
     log_interval: int = 10  # steps between log records
     eval_interval: int = 5000  # steps between evaluations
-    eval_sequences: int = 1024  # held-out sequences at most
+    eval_sequences: int = 1024  # held-out sequences at most; usage counts their reads (our reading)
     usage_interval: int = 100_000  # steps between snapshots of slot usage; 0: none
     checkpoint_interval: int = 1000  # steps between checkpoints
     keep_checkpoints: int = 2  # only the newest ones stay
@@ -147,15 +146,21 @@ def train(config, run, argv):
             torch.nn.init.zeros_(table.weight)
     origin = {"init_checkpoint": "", "first_step": 0, "pooler_trained": False}
     if checkpoint:
-        origin = {key: run.settings()[key] for key in origin}
+        origin = run.settings()
         load_weights(model, read_weights(checkpoint)["weights"], checkpoint)
     elif config.init_from:
         origin = init_from(model, config.init_from, config.reinit_ffn)
+    tokens = corpus.meta["tokens"]
+    print(f"corpus {corpus.name}: {tokens['train']:,} training tokens, {tokens['val']:,} held out, "
+          f"vocabulary {corpus.vocab_size:,}\n"
+          f"unigram perplexity of the held-out text: {corpus.meta['unigram_perplexity']:.2f}\n"
+          f"model {config.model}: {count_parameters(model):,} parameters\n"
+          f"{config.max_steps:,} steps of {config.batch_size} x {config.accumulation} sequences, "
+          f"{batches.size:,} tokens: {batches.epochs(config.max_steps):.1f} epochs")
     distribute(model)  # over the ranks, if torchrun started several
     model.to(device)
     # not with mode="reduce-overhead": a replayed CUDA graph keeps no reads of the memory
     compiled = torch.compile(model) if wants_compile(config.compile, device) else model
-    print_sizes(config, corpus, batches, model)
 
     # the optimizers
     dense, sparse = make_optimizers(model, config, device)  # sparse: of the value tables
@@ -246,10 +251,7 @@ def is_due(step, every, config):
 
 
 def evaluate(step, config, model, held_out, device, dtype, run):
-    """Evaluate, log and print; warn once for a layer whose slots fall out of use.
-
-    Returns the counts of slots (see lib/usage.py).
-    """
+    """Evaluate, log, print, and warn once of a layer's fall of usage. Returns its counts."""
     results, counts = evaluate_language_model(model, held_out, device, dtype)
     run.log({"step": step, **results})
     print(f"step {step:,}: " + "\n  ".join(describe_evaluation(results)), flush=True)
@@ -265,21 +267,21 @@ def evaluate(step, config, model, held_out, device, dtype, run):
 
 def model_sizes(config):
     """Return BertConfig's arguments: the named model's sizes, overridden by settings."""
-    names = BertConfig.__dataclass_fields__.keys() & asdict(config).keys()
-    given = {name: getattr(config, name) for name in names}
-    own = {name: given[name] for name in ("n_layer", "n_head", "d_model", "d_ff") if given[name]}
-    sizes = given | SIZES[config.model] | own | {"causal": config.objective == "causal"}
-    if sizes["d_model"] != SIZES[config.model]["d_model"]:  # see model.SIZES
+    named, given = SIZES[config.model], {}
+    for name, value in asdict(config).items():
+        if name in BertConfig.__dataclass_fields__ and (value or name not in named):
+            given[name] = value
+    sizes = {**named, **given, "causal": config.objective == "causal"}
+    if sizes["d_model"] != named["d_model"]:  # see model.SIZES
         sizes["init_std"] = 0.02 * (768 / sizes["d_model"]) ** 0.5
     return sizes
 
 
 def check_config(config):
     """Raise UserError for settings that do not fit together, before anything is written."""
-    choices = {"objective": ("masked", "causal"), "model": tuple(SIZES),
-               "values": ("random", "zero")}
-    for name, allowed in choices.items():
-        check_choice(name, getattr(config, name), allowed)
+    check_choice("objective", config.objective, ("masked", "causal"))
+    check_choice("model", config.model, SIZES)
+    check_choice("values", config.values, ("random", "zero"))
     if config.reinit_ffn and not config.init_from:
         raise UserError("reinit_ffn = True needs init_from: without it every FFN is new")
     if config.warmup_steps > config.max_steps:
@@ -287,26 +289,12 @@ def check_config(config):
                         f"{config.max_steps}: the rate would rise to the end: add "
                         f"--warmup_steps={config.max_steps // 10}, or take more steps")
     check_accumulation(config)
-    for name in ("batch_size", "accumulation", "max_steps", "log_interval", "keep_checkpoints"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name} = {getattr(config, name)}: expected 1 or more")
     try:
         sizes = BertConfig(**model_sizes(config))
     except AssertionError as error:
         raise UserError(str(error)) from None
     if config.seq_len > sizes.max_len:
         raise UserError(f"seq_len = {config.seq_len}: {config.model} has {sizes.max_len} positions")
-
-
-def print_sizes(config, corpus, batches, model):
-    """Print the sizes of corpus, model, batch and training, for a person to check."""
-    tokens = corpus.meta["tokens"]
-    print(f"corpus {corpus.name}: {tokens['train']:,} training tokens, {tokens['val']:,} held out, "
-          f"vocabulary {corpus.vocab_size:,}\n"
-          f"unigram perplexity of the held-out text: {corpus.meta['unigram_perplexity']:.2f}\n"
-          f"model {config.model}: {count_parameters(model):,} parameters\n"
-          f"{config.max_steps:,} steps of {config.batch_size} x {config.accumulation} sequences, "
-          f"{batches.size:,} tokens: {batches.epochs(config.max_steps):.1f} epochs")
 
 
 if __name__ == "__main__":

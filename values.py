@@ -73,8 +73,7 @@ class LazyAdam(torch.optim.Optimizer):
     """Adam for ValueTables that updates only the rows read since the last step.
 
     The other rows keep their values and moments, as in SparseAdam. There is no weight decay. A
-    step with a gradient that is not finite is left out and counted in `skipped`. zero_grad()
-    drops pending reads.
+    step with a gradient that is not finite is left out. zero_grad() drops pending reads.
     """
 
     def __init__(self, tables, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
@@ -83,18 +82,14 @@ class LazyAdam(torch.optim.Optimizer):
             table.weight.requires_grad_(False)
         weights = [table.weight for table in self.tables]
         super().__init__([{"params": weights}], {"lr": lr, "betas": betas, "eps": eps})
-        self.skipped = 0
 
     @torch.no_grad()
     def step(self, closure=None, grad_scale=1.0):
         """Update once. grad_scale: what the loss was multiplied by (GradScaler.get_scale())."""
         with torch.enable_grad():
             loss = closure() if closure else None
-        for table, weight in zip(self.tables, self.param_groups[0]["params"], strict=True):
-            assert table.weight is weight, "the table has another tensor now: make a new LazyAdam"
         reads = [take_reads(table) for table in self.tables]
         if not all(grad_out.isfinite().all() for *_, grad_out in filter(None, reads)):
-            self.skipped += 1
             return loss
         for table, read in zip(self.tables, reads, strict=True):
             if read:

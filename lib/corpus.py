@@ -1,12 +1,6 @@
 """
 Read a corpus, cut it into sequences, mask them, and batch them.
 
->>> corpus = Corpus("docs")                         # data/docs, made by prepare_data.py docs
->>> batches = MaskedBatches(corpus, config)         # for training
->>> batches.get(step=0, micro=0)                    # {"ids": ..., "positions": ..., "labels": ...}
->>> masked_heldout(corpus, "val", seq_len=512, batch_size=8)   # for evaluation
-
-A causal language model has CausalBatches and causal_heldout.
 Every draw is a function of (seed, stream, place). A resumed run draws the same numbers.
 """
 import functools
@@ -24,10 +18,7 @@ ORDER, MASKS, DROPOUT = 1, 2, 3  # streams of random numbers
 
 
 class Corpus:
-    """A prepared corpus, data/<name>/.
-
-    Attributes: name, folder, meta (meta.json as a dict), vocab_size, special_ids (Specials).
-    """
+    """A prepared corpus, data/<name>/."""
 
     def __init__(self, name):
         self.name = name
@@ -53,12 +44,11 @@ class Corpus:
 def mask_tokens(ids, rng, corpus):
     """Choose tokens to predict: 80% become [MASK], 10% a random token, 10% stay.
 
-    ids: (batch, seq_len) integers of a Corpus. rng: numpy Generator.
     [UNK] can be chosen, the other special tokens cannot, as in Devlin et al. A random replacement
     is never a special token; in Devlin et al. it can be (our reading). Shapes are static: every
     sequence has round(0.15 * seq_len) positions. A sequence with fewer ordinary tokens has the
     label -100 at the positions left over.
-    Returns int64 arrays by name: ids (batch, seq_len), positions and labels (batch, masked).
+    ids: (batch, seq_len). Returns int64 arrays: ids; positions and labels (batch, masked).
     """
     special_ids = corpus.special_ids
     count = max(1, round(MASKED * ids.shape[1]))
@@ -84,9 +74,8 @@ def mask_tokens(ids, rng, corpus):
 class MaskedBatches:
     """Make training batches for a masked language model.
 
-    config: has seed, seq_len, batch_size and accumulation. The text is cut into sequences without
-    a gap, across the ends of documents (our reading). Every epoch cuts at another offset, and
-    reads the sequences in another order.
+    The text is cut into sequences without a gap, across the ends of documents (our reading). Every
+    epoch cuts at another offset, and reads the sequences in another order.
     """
 
     unit = "tokens"
@@ -152,46 +141,36 @@ def spread(number, most):
 
 
 def cut_split(corpus, split, seq_len, sequences=None):
-    """Cut a split into sequences [CLS] + (seq_len - 2) tokens + [SEP]: int64 (n, seq_len).
+    """Cut a split into full sequences [CLS] + (seq_len - 2) tokens + [SEP]: int64 (n, seq_len).
 
-    sequences: take at most this many full sequences, spread evenly over the split. By default the
-    whole split is cut, and its last sequence is padded.
+    sequences: at most this many, spread evenly over the split. UserError if there is none.
     """
     tokens = corpus.split(split)
     width = seq_len - 2
-    full, left = divmod(len(tokens), width)
-    rows = corpus.enclose(tokens[:full * width].reshape(full, width))
-    if sequences is None and left:
-        last = np.full((1, seq_len), corpus.special_ids.pad)
-        last[:, :left + 2] = corpus.enclose([tokens[-left:]])
-        return np.concatenate([rows, last])
+    full = len(tokens) // width
     if not full:
         raise UserError(f"data/{corpus.name}/{split}.bin: {len(tokens)} tokens are too few for one "
                         f"sequence of {seq_len}: shorter seq_len, or more text")
-    return rows[spread(full, sequences)]
+    rows = tokens[:full * width].reshape(full, width)
+    return corpus.enclose(rows[spread(full, sequences)])
 
 
-def masked_heldout(corpus, split, seq_len, batch_size, sequences=None, masking=0):
+def masked_heldout(corpus, split, seq_len, batch_size, sequences=None):
     """Return masked batches of a split: a list of dicts (see mask_tokens, and cut_split).
 
-    A padded last sequence is alone in its batch. This batch also has `mask`, True at real tokens,
-    and 15% of the real tokens are predicted. The masks depend only on the seed `masking`, the
-    text and the vocabulary.
+    Without `sequences` the tokens that are left over are a shorter sequence, alone in its batch.
+    The masks depend only on the text and the vocabulary.
     """
-    ids = cut_split(corpus, split, seq_len, sequences)
-    real = ids != corpus.special_ids.pad
-    full = np.count_nonzero(real.all(1))
-    rng = np.random.default_rng([0, masking])
-    masked = mask_tokens(ids[:full], rng, corpus)
+    rng = np.random.default_rng(0)
+    masked = mask_tokens(cut_split(corpus, split, seq_len, sequences), rng, corpus)
     batches = []
-    for start in range(0, full, batch_size):
+    for start in range(0, len(masked["ids"]), batch_size):
         end = start + batch_size
         batches.append({name: array[start:end] for name, array in masked.items()})
-    if full < len(ids):
-        length = np.count_nonzero(real[-1])
-        last = mask_tokens(ids[-1:, :length], rng, corpus)
-        last["ids"] = np.concatenate([last["ids"], ids[-1:, length:]], axis=1)
-        batches.append({**last, "mask": real[-1:]})
+    tokens = corpus.split(split)
+    left = len(tokens) % (seq_len - 2)
+    if sequences is None and left:
+        batches.append(mask_tokens(corpus.enclose([tokens[-left:]]), rng, corpus))
     return batches
 
 

@@ -39,7 +39,6 @@ def choose_device(device="auto", dtype="auto"):
         if chosen.index is not None:
             torch.cuda.set_device(chosen)
         name += f" ({torch.cuda.get_device_name(chosen)})"
-    if card and torch.__version__ < (2, 15):
         # cuDNN's attention can have a NaN gradient on an H100, with a mask and 128 n + 64 tokens
         torch.backends.cuda.enable_cudnn_sdp(False)
     if dtype == "auto" and not card:
@@ -61,10 +60,7 @@ def use_device(device, dtype):
 
 
 def keep_freed_memory(device):
-    """Keep the memory that a CPU process frees, for its next step.
-
-    By default glibc gives large blocks back to Linux, which has to clear every page anew.
-    """
+    """Keep the memory that a CPU process frees: glibc's default has Linux clear pages anew."""
     if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
         m_trim_threshold, m_mmap_max = -1, -4
         libc = ctypes.CDLL(None)

@@ -8,7 +8,6 @@ step, micro-batch), and any number of ranks makes the same step. Each rank has a
 adds up their gradients with the others. Each has some columns of every value table.
 """
 import contextlib
-import mmap
 import os
 import sys
 import time
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lib.errors import UserError, run_main
 from lib.files import under_torchrun
@@ -97,22 +97,16 @@ def first_rank_first():
 
 
 def any_signalled(signals):
-    """Tell whether any rank has a signal in its list; then every rank gets one."""
-    if is_distributed():
-        signal = torch.tensor(max(signals, default=0))
-        dist.all_reduce(signal, dist.ReduceOp.MAX)
-        if signal and not signals:
-            signals.append(signal.item())
-    return bool(signals)
+    """Tell whether any rank has a signal in its list."""
+    return sum_over_ranks(len(signals)) > 0
 
 
 def check_accumulation(config):
     """Raise UserError if the ranks cannot share a step's micro-batches evenly."""
-    ranks, now = get_world_size(), config.accumulation
-    if now % ranks:
-        more = now + ranks - now % ranks
-        raise UserError(f"accumulation = {now} is not a multiple of the {ranks} ranks of torchrun: "
-                        f"--accumulation={more}, or another --nproc_per_node")
+    ranks = get_world_size()
+    if config.accumulation % ranks:
+        raise UserError(f"accumulation = {config.accumulation} is not a multiple of the {ranks} "
+                        f"ranks of torchrun: --accumulation={ranks}, or another --nproc_per_node")
 
 
 def my_micro_batches(accumulation):
@@ -121,15 +115,12 @@ def my_micro_batches(accumulation):
 
 
 def deal_batches(batches):
-    """Yield this rank's batches: every world_size-th. They are arrays or dicts of arrays.
-
-    Ranks with one batch fewer get an empty one at the end, because lookups are collective.
-    """
+    """Yield this rank's batches: every world_size-th. They are arrays or dicts of arrays."""
     rank, world_size, number = get_rank(), get_world_size(), -1
     for number, batch in enumerate(batches):
         if number % world_size == rank:
             yield batch
-    if 0 <= number and number % world_size < rank:
+    if 0 <= number and number % world_size < rank:  # an empty one: lookups are collective
         yield batch[:0] if isinstance(batch, np.ndarray) else {k: v[:0] for k, v in batch.items()}
 
 
@@ -141,16 +132,17 @@ def distribute(model):
     """
     if not is_distributed():
         return
-    for module in model.modules():
-        if isinstance(module, PKM):
-            module.values = ShardedValueTable(module.values)
-    for norm in batch_norms(model):
-        norm.one_process_momentum = norm.momentum
-        norm.momentum = 1 - (1 - norm.momentum) ** get_world_size()
+    world_size = get_world_size()
+    later_ranks = world_size - 1 - get_rank()
+    for memory in memories(model):
+        memory.values = ShardedValueTable(memory.values)
+        norm, momentum = memory.query_norm, memory.query_norm.momentum
+        norm.momentum = 1 - (1 - momentum) ** world_size
+        norm.share = momentum * (1 - momentum) ** later_ranks / norm.momentum
 
 
-def batch_norms(model):
-    return [module for module in model.modules() if isinstance(module, nn.BatchNorm1d)]
+def memories(model):
+    return [module for module in model.modules() if isinstance(module, PKM)]
 
 
 @torch.no_grad()
@@ -158,30 +150,24 @@ def sum_gradients(model, loss, count):
     """Add up the dense gradients and the loss over the ranks. Returns the sum of the losses.
 
     Every rank calls it after its `count` micro-batches of a step. The running statistics of batch
-    norms become those of one process: a mean over the ranks, in which later micro-batches weigh
-    more.
+    norms become those of one process: a mean in which later ranks weigh more.
     """
     if not is_distributed():
         return loss
-    world_size, norms = get_world_size(), batch_norms(model)
-    statistics = []
-    for norm in norms:
-        momentum, later_ranks = norm.one_process_momentum, world_size - 1 - get_rank()
-        weight = momentum * (1 - momentum) ** later_ranks / norm.momentum
-        statistics += [weight * norm.running_mean, weight * norm.running_var]
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    tensors = [*(p.grad for p in parameters), *statistics, loss]
-    flat = torch.cat([tensor.flatten().to(tensors[0].dtype) for tensor in tensors])
+    for memory in memories(model):
+        norm = memory.query_norm
+        if not norm.training:  # a frozen memory
+            continue
+        norm.num_batches_tracked += (get_world_size() - 1) * count
+        for statistic in (norm.running_mean, norm.running_var):
+            statistic *= norm.share
+            dist.all_reduce(statistic)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = parameters_to_vector(gradients)
     dist.all_reduce(flat)
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    sums = iter([piece.view_as(tensor) for tensor, piece in zip(tensors, pieces, strict=True)])
-    for parameter in parameters:
-        parameter.grad = next(sums)
-    for norm in norms:
-        norm.running_mean.copy_(next(sums))
-        norm.running_var.copy_(next(sums))
-        norm.num_batches_tracked += (world_size - 1) * count
-    return next(sums)
+    vector_to_parameters(flat, gradients)
+    dist.all_reduce(loss)
+    return loss
 
 
 def columns(whole):
@@ -247,34 +233,18 @@ class Exchange(torch.autograd.Function):
         return Exchange.apply(grad, received, sizes), None, None
 
 
-def count_parameters(model):
-    """Count the parameters of a whole model, those of the other ranks included."""
-    elsewhere = sum(module.weight.numel() for module in model.modules()
-                    if isinstance(module, ShardedValueTable)) * (get_world_size() - 1)
-    return sum(p.numel() for p in model.parameters()) + elsewhere
+def whole_weights(model):
+    """Return a model's state dict. Value tables are whole on the first rank (see gather)."""
+    weights = model.state_dict()
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedValueTable):
+            weights[f"{name}.weight"] = gather(module.weight)
+    return weights
 
 
-class Columns:
-    """One rank's columns of a tensor that save_whole will write whole."""
-
-    def __init__(self, own):
-        self.own = own.detach()
-
-    def __reduce_ex__(self, protocol):  # torch.save writes the whole tensor's shape
-        shape = len(self.own), self.own.shape[1] * get_world_size()
-        return torch.empty(shape, dtype=self.own.dtype).__reduce_ex__(protocol)
-
-
-def mark_weights(model):
-    """Make a model's state dict for save_whole: Columns in place of cut value tables."""
-    cut = {f"{name}.weight" for name, module in model.named_modules()
-           if isinstance(module, ShardedValueTable)}
-    return {name: Columns(w) if name in cut else w for name, w in model.state_dict().items()}
-
-
-def mark_moments(state):
-    """Put Columns in place of the moments in LazyAdam's state dict, for save_whole."""
-    return map_moments(Columns, state) if is_distributed() else state
+def whole_moments(state):
+    """Return LazyAdam's state dict with moments that are whole on the first rank (see gather)."""
+    return map_moments(gather, state) if is_distributed() else state
 
 
 def cut_moments(state):
@@ -288,45 +258,9 @@ def map_moments(function, state):
     return {**state, "state": moments}
 
 
-def save_whole(content, path):
-    """Save nested dicts and lists as torch.save does, with whole tensors in place of Columns.
-
-    Every rank must call it. The first one makes a file with room for all tensors and fills in one
-    at a time. It never has two whole tables in memory.
-    """
-    if not is_distributed():
-        with open(path, "wb") as file:  # given a path, torch does not say that the disk is full
-            torch.save(content, file)
-        return
-    file = content
-    if not get_rank():
-        with torch.serialization.skip_data():
-            torch.save(content, path)
-        if hasattr(os, "posix_fallocate"):  # a full disk is an error here, not a crash below
-            with open(path, "rb+") as reserved:
-                os.posix_fallocate(reserved.fileno(), 0, path.stat().st_size)
-        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-            file = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    for tensor, target in zip(leaves(content), leaves(file), strict=True):
-        if isinstance(tensor, Columns):
-            gather_columns(tensor.own, target)
-        elif torch.is_tensor(tensor) and not get_rank():
-            target.copy_(tensor)
-
-
-def leaves(content):
-    """List what nested dicts and lists contain."""
-    if isinstance(content, dict):
-        content = list(content.values())
-    if not isinstance(content, list | tuple):
-        return [content]
-    return [leaf for part in content for leaf in leaves(part)]
-
-
-def gather_columns(own, whole):
-    """Copy the columns of all ranks into the tensor `whole` of the first rank."""
+def gather(own):
+    """Gather a tensor's columns in the first rank's memory. The others return their own."""
+    own = own.detach().cpu()
     parts = None if get_rank() else [torch.empty_like(own) for _ in range(get_world_size())]
     dist.gather(own, parts)
-    if parts:
-        for target, part in zip(whole.chunk(len(parts), dim=1), parts, strict=True):
-            target.copy_(part)
+    return torch.cat(parts, dim=1) if parts else own

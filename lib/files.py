@@ -44,11 +44,12 @@ def atomic(path):
 
 
 @contextlib.contextmanager
-def lock(folder, work):
+def lock(folder, work, timeout=0):
     """Let one process at a time work in a folder, which need not exist yet.
 
-    `work` is what the process does: "trains there". A second process gets a UserError. The lock
-    ends with its process, even after a kill. Under torchrun the first rank takes it.
+    `work` is what the process does: "trains there". A second process gets a UserError, or waits
+    if timeout is -1. The lock ends with its process, even after a kill. Under torchrun the first
+    rank takes it.
     """
     if not first_rank():
         yield
@@ -56,7 +57,7 @@ def lock(folder, work):
     folder = Path(folder).resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with filelock.FileLock(folder.with_name(f".lock_{folder.name}"), timeout=0):
+        with filelock.FileLock(folder.with_name(f".lock_{folder.name}"), timeout):
             yield
     except filelock.Timeout:
         raise UserError(f"{folder}: another process {work}: one at a time") from None
@@ -116,4 +117,5 @@ def under_torchrun():
 
 def first_rank():
     """Tell whether this process prints and writes files: it is torchrun's first, or alone."""
+    # get_rank() needs a process group and lib/distributed.py; a file is written without both
     return not under_torchrun() or os.environ["RANK"] == "0"

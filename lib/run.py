@@ -6,9 +6,7 @@ out/<run>/vocab.txt                 the vocabulary; with tokenizer.json if the c
 out/<run>/log.jsonl                 one JSON object a line: losses and evaluations
 out/<run>/step_000500/              a checkpoint: model.pt, optimizer.pt and state.pt
 out/<run>/usage/step_000500.npz     how often each slot was read during an evaluation
-out/<run>/seed0/                    fine-tuning: one such folder for each seed, which also has:
-out/<run>/seed0/best/model.pt       the weights of the best epoch
-out/<run>/seed0/eval_results.json   the scores of best/
+out/<run>/seed0/                    fine-tuning: such a folder for each seed (see finetune.py)
 """
 import json
 import os
@@ -21,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.distributed import barrier, get_world_size, save_whole
+from lib.distributed import barrier, get_world_size
 from lib.errors import ROOT, UserError
 from lib.files import atomic, discard, first_rank, null_to_nan, read_json, to_json, write_text
 from lib.tokenizer import read_vocab, vocab_hash
@@ -41,10 +39,7 @@ class Run:
         return read_json(path) if path.is_file() else {}
 
     def check_settings(self, config, data):
-        """Print what changed since the run began.
-
-        UserError for other data (see start), and for a setting that is not in config.MAY_CHANGE.
-        """
+        """Print what changed since the run began; UserError if it must not (see start)."""
         before = self.settings()
         now = json.loads(to_json(asdict(config)))
         for key in sorted(now):
@@ -54,10 +49,9 @@ class Run:
             if key in config.MAY_CHANGE:
                 print(f"{key} was {old!r}, is now {new!r}")
                 continue
-            kept = ",".join(map(str, old)) if isinstance(old, list) else str(old)
             raise UserError(f"{self.folder} was trained with {key} = {old!r}, not {new!r}: add "
-                            f"--{key}={shlex.quote(kept)} to go on, or give the changed run its "
-                            "own --out=out/NAME")
+                            f"--{key}={shlex.quote(str(old))} to go on, or give the changed run "
+                            "its own --out=out/NAME")
         for name in before["data"] | data:
             if before["data"].get(name) != data.get(name):
                 raise UserError(f"{self.folder} was trained on other data: {name} has changed: put "
@@ -68,11 +62,10 @@ class Run:
                       "an uninterrupted run")
 
     def start(self, config, vocab, origin, data, step):
-        """Begin the run, or go on with it after the checkpoint of `step`.
+        """Begin the run, or go on after the checkpoint of `step`. Newer files are removed.
 
-        Removes what a killed process wrote after the checkpoint. vocab: the path of a vocab.txt.
-        origin: what init_from() returned, or a continued run's settings(). data: {name: SHA-256, or
-        a list of labels}.
+        vocab: the path of a vocab.txt. origin: what init_from() returned, or a continued run's
+        settings(). data: {name: SHA-256, or a list of labels}.
         """
         if not first_rank():
             return
@@ -115,7 +108,7 @@ class Run:
         return [json.loads(line, object_hook=null_to_nan) for line in lines]
 
     def evaluations(self, checkpoint=None):
-        """Read the log's evaluations, up to a checkpoint. Steps include the initial model's."""
+        """Read the log's evaluations, up to a checkpoint. The initial model's steps count."""
         records = self.records()
         first = self.settings()["first_step"]
         last = read_state(checkpoint)["step"] if checkpoint else np.inf
@@ -135,7 +128,7 @@ class Run:
         with atomic(folder) as temporary:
             temporary.mkdir()
             for name, content in files.items():
-                save_whole(content, temporary / f"{name}.pt")
+                save_tensors(content, temporary / f"{name}.pt")
         barrier()  # the other ranks wait until it is there
         for old in list(numbered(self.folder, "step_").values())[:-keep]:
             discard(old)
@@ -144,27 +137,11 @@ class Run:
     def save_best(self, model):
         """Write the weights of the best epoch so far, before the checkpoint that names it."""
         with atomic(self.folder / "best" / "model.pt") as temporary:
-            save_whole(model, temporary)
+            save_tensors(model, temporary)
         barrier()
 
-    def steps_and_seed(self, checkpoint):
-        """Return how a checkpoint was trained: {"steps": "1,000 + 3,000", "seed": 1}.
-
-        The steps are the initial model's and its own. "?" stands for Hugging Face's weights.
-        """
-        if not (checkpoint / "state.pt").is_file():
-            return {"steps": "?", "seed": "?"}
-        settings, steps = self.settings(), f"{read_state(checkpoint)['step']:,}"
-        if settings["init_checkpoint"]:
-            first = settings["first_step"]  # 0 for an initial model in Hugging Face layout
-            steps = f"{first:,} + {steps}" if first else f"? + {steps}"
-        return {"steps": steps, "seed": settings["seed"]}
-
     def write_usage(self, step, counts):
-        """Write a usage snapshot: layer<n>_read and layer<n>_top1, int32 (n_slots,).
-
-        counts: {layer: {"read": (n_slots,) counts, "top1": ...}}.
-        """
+        """Write a usage snapshot: layer<n>_read and layer<n>_top1, int32 (n_slots,)."""
         arrays = {f"layer{n}_{what}": sums[what].astype(np.int32)
                   for n, sums in counts.items() for what in ("read", "top1")}
         with atomic(self.folder / "usage" / f"step_{step:06d}.npz") as temporary:
@@ -201,6 +178,13 @@ def numbered(folder, prefix):
         if number.isdecimal():
             found[int(number)] = path
     return dict(sorted(found.items()))
+
+
+def save_tensors(content, path):
+    """Save as torch.save does. Under torchrun only the first rank writes."""
+    if first_rank():
+        with open(path, "wb") as file:  # given a path, torch does not say that the disk is full
+            torch.save(content, file)
 
 
 def read_state(checkpoint):

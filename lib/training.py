@@ -1,10 +1,4 @@
-"""
-Offer the parts of a training step; the loops are in the scripts.
-
->>> dense, sparse = make_optimizers(model, config, device)
->>> for step in range(config.max_steps):            # see pretrain.py
-...     set_rate(dense, learning_rate(config, step))
-"""
+"""Offer the parts of a training step. The loops are in pretrain.py and finetune.py."""
 import copy
 import math
 import os
@@ -16,7 +10,7 @@ import torch
 
 from lib.corpus import DROPOUT, MASKED
 from lib.device import duration
-from lib.distributed import cut_moments, get_world_size, mark_moments
+from lib.distributed import cut_moments, get_world_size, whole_moments
 from lib.errors import Failure
 from lib.files import under_torchrun
 from lib.weights import model_file
@@ -32,34 +26,31 @@ DRIFT = 1 / 3  # share of its top-1 usage that a layer may lose: healthy runs lo
 def make_optimizers(model, config, device):
     """Make AdamW for dense parameters and LazyAdam for learning value tables.
 
-    config: has lr, keys_lr, value_lr and weight_decay. Returns both optimizers.
-    """
-    groups = optimizer_groups(model, config.weight_decay, config.keys_lr)
-    dense = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.999), eps=1e-6,
-                              fused=device.type in ("cpu", "cuda"))
-    tables = [table for table in value_tables(model).values() if table.learns]
-    return dense, LazyAdam(tables, lr=config.value_lr)
-
-
-def optimizer_groups(model, weight_decay, keys_lr=1.0):
-    """Return AdamW's parameter groups: all parameters but the value tables.
-
-    Biases, norms and memories have no weight decay (our reading: XLM trained its memory without).
-    A group's rate is the schedule's times lr_factor: keys_lr for sub-keys, 1 for all others.
+    config: has lr, keys_lr, value_lr and weight_decay. Biases, norms and memories have no weight
+    decay (our reading: XLM trained its memory without). A group's rate is the schedule's times
+    lr_factor: keys_lr for sub-keys, 1 for all others. Returns both optimizers.
     """
     decayed, plain, keys = [], [], []
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        if name.endswith(".memory.keys") and keys_lr != 1:
+        if name.endswith(".memory.keys") and config.keys_lr != 1:
             keys.append(p)
         elif p.dim() <= 1 or ".memory." in name:
             plain.append(p)
         else:
             decayed.append(p)
-    groups = (decayed, weight_decay, 1.0), (plain, 0.0, 1.0), (keys, 0.0, keys_lr)
-    return [{"params": parameters, "weight_decay": decay, "lr_factor": factor}
-            for parameters, decay, factor in groups if parameters]
+    groups = []
+    for parameters, weight_decay, factor in (
+            (decayed, config.weight_decay, 1.0), (plain, 0.0, 1.0), (keys, 0.0, config.keys_lr)):
+        if parameters:
+            groups.append({"params": parameters, "weight_decay": weight_decay,
+                           "lr_factor": factor})
+    # betas and eps: Devlin et al.'s (our reading)
+    dense = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.999), eps=1e-6,
+                              fused=device.type in ("cpu", "cuda"))
+    tables = [table for table in value_tables(model).values() if table.learns]
+    return dense, LazyAdam(tables, lr=config.value_lr)
 
 
 def learning_rate(config, step):
@@ -92,8 +83,7 @@ def check_finite(losses, config, step):
             raise Failure(
                 f"step {n}: the loss is {loss}, the gradient norm {norm}. Likely cause: lr "
                 f"{learning_rate(config, n - 1):.1e} or value_lr {config.value_lr} is too high, "
-                "or the warm-up too short. --init_from=RUN --out=out/NAME starts from the last "
-                "checkpoint")
+                "or the warm-up too short; --init_from=RUN starts from the last checkpoint")
 
 
 def log_training(run, state, config, batches, norm, peak_share=None):
@@ -121,13 +111,13 @@ def log_training(run, state, config, batches, norm, peak_share=None):
 
 def checkpoint_files(model, labels, dense, sparse, scaler, state):
     """Return the content of a checkpoint's files by name: model, both optimizers, state."""
-    moments = {"dense": dense.state_dict(), "values": mark_moments(sparse.state_dict())}
+    moments = {"dense": dense.state_dict(), "values": whole_moments(sparse.state_dict())}
     return {"model": model_file(model, labels), "optimizer": moments,
             "state": {**state, "scaler": scaler.state_dict()}}
 
 
 def restore(checkpoint, dense, sparse, scaler):
-    """Load both optimizers and the scaler, but not the weights. Returns the state of the run."""
+    """Load both optimizers and the scaler. Returns the state of the run."""
     moments = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True,
                          mmap=True)
     dense_moments = copy.deepcopy(moments["dense"])  # in memory, not mapped from the file
@@ -142,14 +132,10 @@ def restore(checkpoint, dense, sparse, scaler):
 
 
 def catch_signals():
-    """Return a list to which SIGINT and SIGTERM are added from now on.
-
-    A second Ctrl-C ends the process at once, except under torchrun, where a Ctrl-C reaches each
-    rank twice.
-    """
+    """Return a list to which SIGINT and SIGTERM are added from now on."""
     def on_signal(number, frame):
         signals.append(number)
-        if not under_torchrun():
+        if not under_torchrun():  # there a Ctrl-C reaches each rank twice
             os.write(1, b"\nfinishing the step, then saving; "
                         b"Ctrl-C quits at once without saving\n")
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -161,10 +147,8 @@ def catch_signals():
 
 
 def status_after(signals):
-    """Return the exit status of a run that a signal stopped: 128 + the signal.
-
-    Under torchrun it is 0, because torchrun would restart ranks that fail.
-    """
+    """Return the exit status of a run that a signal stopped: 128 + the signal."""
+    # torchrun would restart ranks that fail
     return 0 if under_torchrun() else 128 + signals[0]
 
 
@@ -182,26 +166,21 @@ def flops_per_token(model, seq_len):
     return 6 * weights + 12 * config.n_layer * seq_len * config.d_model
 
 
-def peak_flops(device):
-    """Return a CUDA device's peak in FLOP/s, or None if it is unknown."""
-    card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    names = re.findall(r"\w+", card)  # whole words: an L40 is no L4
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in names), None)
-
-
 def share_of_peak(model, seq_len, device, dtype):
     """Return a token per second's share of the ranks' peak, for mfu; None if it is unknown."""
-    peak = peak_flops(device)
-    if dtype == torch.float32 or not peak:
+    if device.type != "cuda" or dtype == torch.float32:
         return None
-    return flops_per_token(model, seq_len) / (get_world_size() * peak)
+    words = re.findall(r"\w+", torch.cuda.get_device_name(device))  # an L40 is no L4
+    for card, peak in PEAK_FLOPS.items():
+        if card in words:
+            return flops_per_token(model, seq_len) / (get_world_size() * peak)
+    return None
 
 
 def usage_warning(records, layer, first_step=0):
     """Return a line if a layer's top-1 usage fell by a third, else None.
 
-    records: the log's, oldest first. Evaluations before first_step do not count. A layer has one
-    warning at most.
+    records: the log's. Evaluations before first_step do not count. A layer has one warning.
     """
     usage = {}  # {step: top-1 usage}
     for record in records:

@@ -1,15 +1,11 @@
-"""
-Save and load trained weights: checkpoints of runs, and folders in Hugging Face layout.
-
->>> model = load_model("out/demo")                  # its newest checkpoint; see find_weights
-"""
+"""Load trained weights: checkpoints of runs, and folders in Hugging Face layout."""
 import re
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from lib.distributed import mark_weights
+from lib.distributed import whole_weights
 from lib.errors import ROOT, UserError
 from lib.huggingface import FILES, PRETRAINED, read_folder
 from lib.run import Run, numbered, read_state
@@ -18,12 +14,9 @@ from model import HEADS, BertConfig, Classifier, build_model
 
 
 def model_file(model, labels=()):
-    """Return the content of model.pt: a dict of config, weights and head (a key of model.HEADS).
-
-    A classifier also has the `labels` of its classes, which are none for a regression.
-    """
+    """Return the content of model.pt: config, weights, head (of HEADS), a classifier's labels."""
     head = next(head for head, kind in HEADS.items() if type(model) is kind)
-    saved = {"config": asdict(model.bert.config), "weights": mark_weights(model), "head": head}
+    saved = {"config": asdict(model.bert.config), "weights": whole_weights(model), "head": head}
     if head == "classifier":
         saved["labels"] = list(labels)
     return saved
@@ -56,8 +49,7 @@ def find_weights(path):
 def read_weights(path):
     """Read the weights that `path` names (see find_weights).
 
-    Returns what model_file() does, but the config is a BertConfig. A Hugging Face folder gives the
-    weights that it has, under our names.
+    Returns what model_file() does, but the config is a BertConfig, and names are ours.
     """
     folder, _ = find_weights(path)
     if not (folder / "model.pt").is_file():
@@ -67,10 +59,7 @@ def read_weights(path):
 
 
 def load_model(path):
-    """Load the LanguageModel, Classifier or SpanReader that `path` names (see find_weights).
-
-    The model maps a checkpoint's file, without a second copy in memory.
-    """
+    """Load the model that `path` names (see find_weights). It maps a checkpoint's file."""
     saved = read_weights(path)
     weights = saved["weights"]
     model = build_model(saved["config"], saved["head"], saved.get("labels", ()))
@@ -108,10 +97,10 @@ def load_weights(model, weights, source, strict=True, assign=False):
 def init_from(model, path, reinit_ffn=False):
     """Start from the trained model at `path` (see find_weights; section 4.1 of the paper).
 
-    Prints what was loaded, left random or dropped. A task's head stays random, and with reinit_ffn
-    (ResM') the FFN of memory layers. A pooler that was never trained is not copied into a
-    Classifier, or all seeds would share it. Returns the origin that the run keeps: init_checkpoint
-    (path of the weights), first_step (their steps, 0 if unknown), pooler_trained.
+    Prints what was loaded, left random or dropped. A task's head stays random; with reinit_ffn
+    (ResM') memory layers' FFNs, too (our reading). A pooler that was never trained is not copied
+    into a Classifier, or all seeds would share it. Returns the origin that the run keeps:
+    init_checkpoint (path of the weights), first_step (0 if unknown), pooler_trained.
     """
     source, _ = find_weights(path)
     saved = read_weights(source)
@@ -121,7 +110,13 @@ def init_from(model, path, reinit_ffn=False):
     if heads != config.n_head:  # their weights have the same shapes
         raise UserError(f"{source} has n_head = {heads}, this model {config.n_head}: give "
                         f"--n_head={heads}")
-    pooler_trained = pooler_is_trained(source, saved)
+    # only Google's next-sentence pretraining and classification train a pooler
+    first_step, pooler_trained = 0, any("pooler" in name for name in saved["weights"])
+    if (source / "model.pt").is_file():
+        settings = Run(source.parent).settings()
+        pooler_trained = settings["pooler_trained"] or saved["head"] == "classifier"
+        if (source / "state.pt").is_file():
+            first_step = settings["first_step"] + read_state(source)["step"]
     random = ["head."]
     if reinit_ffn:
         for layer in config.memory_layers:
@@ -141,19 +136,5 @@ def init_from(model, path, reinit_ffn=False):
         parts = {re.sub(r"bert\.|layers\.\d+\.", "", name).split(".")[0] for name in names}
         print(f"  {what:12} {size:13,d} parameters  {', '.join(sorted(parts))}")
 
-    first_step = 0
-    if (source / "state.pt").is_file():
-        first_step = Run(source.parent).settings()["first_step"] + read_state(source)["step"]
     return {"init_checkpoint": str(source), "first_step": first_step,
             "pooler_trained": pooler_trained}
-
-
-def pooler_is_trained(folder, saved):
-    """Return whether the pooler of `saved`, the weights in `folder`, was ever trained.
-
-    Only Google's next-sentence pretraining and classification train it. A run's config.json says
-    whether its pooler was trained at its start.
-    """
-    if (folder / "model.pt").is_file() and saved["head"] != "classifier":
-        return Run(folder.parent).settings()["pooler_trained"]
-    return any("pooler" in name for name in saved["weights"])

@@ -19,8 +19,6 @@ from lib.training import (
     learning_rate,
     log_training,
     make_optimizers,
-    optimizer_groups,
-    peak_flops,
     restore,
     seed_dropout,
     set_rate,
@@ -31,9 +29,11 @@ from lib.training import (
 from tests.helpers import tiny_bert
 
 
-def test_optimizer_groups():
+def test_what_the_optimizers_have():
     model = tiny_bert(memory_layers=(2, 3))
-    decayed, others, keys = optimizer_groups(model, 0.3, keys_lr=0.5)
+    config = pretrain.Config(weight_decay=0.3, keys_lr=0.5)
+    dense, values = make_optimizers(model, config, torch.device("cpu"))
+    decayed, others, keys = dense.param_groups
     assert (decayed["weight_decay"], others["weight_decay"], keys["weight_decay"]) == (0.3, 0, 0)
     groups = collections.Counter()
     for group in (decayed, others, keys):
@@ -43,8 +43,6 @@ def test_optimizer_groups():
         decays = not ("norm" in name or name.endswith("bias") or ".memory." in name)
         assert any(p is q for q in decayed["params"]) == decays, name
         assert any(p is q for q in keys["params"]) == name.endswith("memory.keys"), name
-    config = pretrain.Config(keys_lr=0.5)
-    dense, values = make_optimizers(model, config, torch.device("cpu"))
     set_rate(dense, 0.02)
     assert [group["lr"] for group in dense.param_groups] == [0.02, 0.02, 0.01]
     assert len(values.tables) == 2
@@ -150,11 +148,10 @@ def test_flops_are_torchs_count(memory):
 def test_share_of_a_cards_peak(monkeypatch, card, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
     model, cuda = tiny_bert(), torch.device("cuda")
-    assert peak_flops(cuda) == peak
     share = share_of_peak(model, 16, cuda, torch.bfloat16)
     assert share == (peak and pytest.approx(flops_per_token(model, 16) / peak))
     assert share_of_peak(model, 16, cuda, torch.float32) is None
-    assert peak_flops(torch.device("cpu")) is None
+    assert share_of_peak(model, 16, torch.device("cpu"), torch.bfloat16) is None
 
 
 def test_a_fall_of_usage_is_a_warning_once():
