@@ -13,26 +13,27 @@ with [CLS]. vocab.txt is BERT's (WordPiece), a trained one, or GPT-2's (--tokeni
 comes with a tokenizer.json. lib.corpus.Corpus reads all files.
 """
 import ast
-import importlib.metadata
-import importlib.util
 import inspect
+import platform
 import re
-import sys
-import sysconfig
+import shutil
 from functools import partial
 from pathlib import Path
 
-from lib import download
+import numpy
+import torch
+
 from lib.device import Progress
+from lib.download import DOWNLOADS, FILES, fetch, fetch_from_hub, gpt2_tokenizer, new_folder, unpack
 from lib.errors import UserError, run_main
 from lib.files import write_text
 from lib.huggingface import PRETRAINED
 from lib.settings import Parser
-from lib.tasks import GLUE, SQUAD
-from lib.text import TEST, Source, find_files, read_documents, write_corpus
+from lib.tasks import GLUE, SQUAD, tsv_text
+from lib.text import TEST, find_files, read_documents, write_corpus
 from lib.tokenizer import load_tokenizer
 
-PG19 = "https://storage.googleapis.com/deepmind-gutenberg/test/"
+PG19 = "https://storage.googleapis.com/deepmind-gutenberg/"
 ENDS = {"wikipedia": "blank", "bookcorpus": "sentences", "pg19": "file"}  # of documents
 TASKS = {Path(task.folder).name: task for task in GLUE}
 
@@ -42,8 +43,8 @@ def docs(args):
     tokenizer = find_tokenizer(args, 4096)
     origin, files = docstrings()
     documents = [[f"{text}\n" for text in texts] for _, texts in files]
-    sources = [Source(lambda: documents)]
-    write_corpus(args.name or "docs", origin, sources, tokenizer, 20, args.force)
+    sources = [(lambda: documents, None)]
+    write_corpus(args.name or "docs", origin, sources, tokenizer, args.val_every or 20, args.force)
 
 
 def docs_task(args):
@@ -58,31 +59,31 @@ def docs_task(args):
         for text in texts:
             paragraph = " ".join(text.split("\n\n")[0].split())
             rows[split].append((paragraph, package))
-    known = {paragraph for paragraph, _ in rows["train"]}
-    for split in ("dev", "test"):
-        rows[split] = [row for row in rows[split] if row[0] not in known]
-    rows["test"] = [(str(number), text) for number, (text, _) in enumerate(rows["test"])]
-    with download.new_folder("data/docs_task", args.force) as folder:
+    known = dict(rows["train"])
+    with new_folder("data/docs_task", args.force) as folder:
         for split, table in rows.items():
-            header = ("index", "sentence") if split == "test" else ("sentence", "label")
-            lines = ["\t".join(row) + "\n" for row in [header, *table]]
-            write_text(folder / f"{split}.tsv", "".join(lines))
+            header = ("sentence", "label")
+            if split != "train":
+                table = [row for row in table if row[0] not in known]
+            if split == "test":
+                header = ("index", "sentence")
+                table = [(number, text) for number, (text, _) in enumerate(table)]
+            write_text(folder / f"{split}.tsv", tsv_text([header, *table]))
 
 
 def docstrings():
-    """Read the docstrings of Python, torch and numpy as installed. Nothing is imported.
+    """Read the docstrings of Python, torch and numpy as installed, from their source files.
 
     Returns their versions in words, and [(package, docstrings)], a pair for each file that has new
     ones. Each docstring comes once.
     """
-    folders = {f"Python {sys.version.split()[0]}": Path(sysconfig.get_path("stdlib"))}
-    for package in ("torch", "numpy"):
-        version = importlib.metadata.version(package)
-        folders[f"{package} {version}"] = Path(importlib.util.find_spec(package).origin).parent
+    versions = (f"docstrings of Python {platform.python_version()}, torch {torch.__version__}, "
+                f"numpy {numpy.__version__}")
     # other packages are left out, and tests, whose docstrings are mostly one-line labels
     skip = {"site-packages", "test", "tests", "idle_test"}
     documents, seen = [], {""}
-    for name, folder in folders.items():
+    for name, package in (("Python", ast), ("torch", torch), ("numpy", numpy)):
+        folder = Path(package.__file__).parent
         for file in Progress(sorted(folder.rglob("*.py")), desc=f"reading {name}", unit=" files"):
             if not skip.isdisjoint(file.relative_to(folder).parts):
                 continue
@@ -93,8 +94,8 @@ def docstrings():
             new = [text for text in dict.fromkeys(find_docstrings(tree)) if text not in seen]
             seen.update(new)
             if new:
-                documents.append((name.split()[0], new))
-    return f"docstrings of {', '.join(folders)}", documents
+                documents.append((name, new))
+    return versions, documents
 
 
 def find_docstrings(node):
@@ -120,7 +121,7 @@ def text(args):
     """Prepare text of your own, from files and folders of *.txt."""
     tokenizer = find_tokenizer(args, 8192)
     files = dict.fromkeys(file for path in args.paths for file in find_files(path, ".txt"))
-    sources = [Source(partial(read_documents, file, args.split)) for file in files]
+    sources = [(partial(read_documents, file, args.split), None) for file in files]
     origin = f"{len(sources)} text files: {' '.join(map(str, args.paths))}"
     write_corpus(args.name, origin, sources, tokenizer, args.val_every or 100, args.force)
 
@@ -129,31 +130,26 @@ def wikitext(args):
     """Prepare WikiText-2 or WikiText-103 in its official splits."""
     tokenizer = find_tokenizer(args, 8192)
     size = args.command.removeprefix("wikitext")
-    raw = "raw" if args.raw else "tokens"
-    url, sha256 = download.FILES[f"wikitext-{size}{'-raw' * args.raw}-v1.zip"]
-    path = args.path[0] if args.path else download.fetch(url, sha256)
+    kind, ending = ("-raw", "raw") if args.raw else ("", "tokens")
+    path = args.path[0] if args.path else fetch(*FILES[f"wikitext-{size}{kind}-v1.zip"])
     sources = []
     for split, stem in enumerate(("train", "valid", "test")):
-        file = find_files(path, f"wiki.{stem}.{raw}", f"{stem}.txt")[0]
-        sources.append(Source(partial(read_documents, file, "wikitext"), split))
+        file = find_files(path, f"wiki.{stem}.{ending}", f"{stem}.txt")[0]
+        sources.append((partial(read_documents, file, "wikitext"), split))
     name = args.name or args.command + "_raw" * args.raw
-    origin = str(path) if args.path else url
-    write_corpus(name, origin, sources, tokenizer, force=args.force)
+    write_corpus(name, str(path), sources, tokenizer, force=args.force)
 
 
 def paper(args):
     """Prepare the paper's corpora, from .parquet and .txt files, or BookCorpus's tar."""
     names = ["wikipedia", "bookcorpus"] if args.command == "wikibooks" else [args.command]
-    if args.path and len(args.path) != len(names):
-        raise UserError(f"--from: expected {len(names)} PATH, of {' and '.join(names)}")
+    # uncased, as 110M parameters of BERT base say (our reading)
     tokenizer = find_tokenizer(args, "bert-base-uncased")
     split = TEST if args.command == "pg19" else None
     sources, origins = [], []
-    for number, name in enumerate(names):
-        path = args.path[number] if args.path else fetch_text(name)
+    for name, path in zip(names, args.path or map(fetch_text, names)):
         for file in find_files(path, ".parquet", ".txt"):
-            read = partial(read_documents, file, ENDS[name])
-            sources.append(Source(read, split, drop_heldout=name == "bookcorpus"))
+            sources.append((partial(read_documents, file, ENDS[name]), split))
         origins.append(f"{name}: {path}")
     name, origin = args.name or args.command, "; ".join(origins)
     write_corpus(name, origin, sources, tokenizer, args.val_every or 1000, args.force)
@@ -161,34 +157,32 @@ def paper(args):
 
 def fetch_text(name):
     """Download a text of the paper; return its folder, or BookCorpus's tar."""
-    folder = download.DOWNLOADS / name
+    folder = DOWNLOADS / name
     if name == "bookcorpus":  # no licence stated
-        return download.fetch(*download.FILES["bookcorpus.tar.bz2"])
+        return fetch(*FILES["bookcorpus.tar.bz2"])
     if name == "wikipedia":  # 41 files, CC BY-SA 4.0
-        files = ["20231101.en/*.parquet"]
-        download.fetch_from_hub("wikimedia/wikipedia", files, folder, "dataset")
+        fetch_from_hub("wikimedia/wikipedia", ["20231101.en/*.parquet"], folder, "dataset")
         return folder
     # PG-19 is 100 books (Apache-2.0), which a list on the hub names
-    download.fetch_from_hub("deepmind/pg19", ["data/test_files.txt"], folder, "dataset")
-    listing = (folder / "data/test_files.txt").read_text()
-    for book in re.findall(r"test/(\d+)\.txt", listing):
-        download.fetch(f"{PG19}{book}.txt", folder=folder / "test")
+    fetch_from_hub("deepmind/pg19", ["data/test_files.txt"], folder, "dataset")
+    for book in (folder / "data/test_files.txt").read_text().split():
+        fetch(PG19 + book, folder=folder / "test")
     return folder / "test"
 
 
 def find_tokenizer(args, default):
     """Return the tokenizer asked for, or how many WordPieces to learn."""
     vocab = args.vocab or default
-    if vocab == "gpt2":
-        vocab = download.gpt2_tokenizer()
-    elif vocab in PRETRAINED:
+    if vocab in PRETRAINED:
         folder = Path("data/weights", vocab)
         if not (folder / "vocab.txt").exists():
-            download.fetch_from_hub(PRETRAINED[vocab], ["vocab.txt"], folder)
-        vocab = load_tokenizer(folder)
-    elif not isinstance(vocab, int):
-        vocab = load_tokenizer(vocab)
-    size = vocab if isinstance(vocab, int) else vocab.get_vocab_size()
+            fetch_from_hub(PRETRAINED[vocab], ["vocab.txt"], folder)
+        vocab = folder
+    if isinstance(vocab, int):
+        size = vocab
+    else:
+        vocab = gpt2_tokenizer() if vocab == "gpt2" else load_tokenizer(vocab)
+        size = vocab.get_vocab_size()
     if size > 2**16:
         raise UserError(f"a vocabulary of {size:,} tokens: ids of 16 bits allow 65,536")
     return vocab
@@ -197,64 +191,82 @@ def find_tokenizer(args, default):
 def glue(args):
     """Fetch GLUE's tasks to data/glue/TASK/."""
     for name in args.tasks or TASKS:
-        if name not in TASKS:
-            raise UserError(f"{name}: no task of GLUE: expected {', '.join(TASKS)}")
-        download.fetch_task(TASKS[name], args.path, args.force)
+        fetch_task(TASKS[name], args.path and args.path[0] / name, args.force)
 
 
 def squad(args):
     """Fetch SQuAD 1.1 to data/squad/."""
-    download.fetch_task(SQUAD, args.path, args.force)
+    fetch_task(SQUAD, args.path and args.path[0], args.force)
+
+
+def fetch_task(task, source, force):
+    """Copy a task's official files to its folder, from the folder `source` or downloaded."""
+    with new_folder(task.folder, force) as folder:
+        files = [source / name if source else fetch(*FILES[name]) for name in task.archives]
+        if files[0].suffix == ".zip":
+            source = source or next(unpack(files[0]).rglob("train.tsv")).parent
+            files = sorted(source.glob("*.tsv"))
+        if not files:
+            raise UserError(f"{source}: no *.tsv in it")
+        for file in files:
+            shutil.copy(file, folder)
+    print(f"{task.folder}: {', '.join(file.name for file in files)}")
 
 
 def weights(args):
     """Fetch BERTs and DistilBERTs of the hub to data/weights/NAME/."""
+    small = ["config.json", "vocab.txt", "tokenizer.json"]
     for name in args.names:
-        download.fetch_weights(PRETRAINED.get(name, name), Path("data/weights", name))
-
-
-OPTIONS = {
-    "name": {"help": "the corpus is data/NAME"},
-    "paths": {"nargs": "+", "type": Path, "help": "text files and folders"},
-    "tasks": {"nargs": "*", "help": f"of {', '.join(TASKS)}"},
-    "names": {"nargs": "+", "help": f"{', '.join(PRETRAINED)}, or ORG/NAME of the hub"},
-    "--name": {"help": "the corpus is data/NAME, by default named as the command"},
-    "--force": {"action": "store_true", "help": "replace what exists"},
-    "--from": {"dest": "path", "nargs": "+", "type": Path, "help": "on disk, not a download"},
-    "--raw": {"action": "store_true", "help": "the version without <unk>"},
-    "--split": {"choices": ("blank", "file"), "default": "blank", "help": "where documents end"},
-    "--val_every": {"type": int, "help": "one document of so many is for val, one for test"},
-    "--vocab": {"help": "a vocab.txt, another corpus's folder, or bert-base-uncased"},
-    "--vocab_size": {"dest": "vocab", "type": int, "help": "learn so many WordPieces"},
-    "--tokenizer": {"dest": "vocab", "choices": ["gpt2"], "help": "GPT-2's byte-level BPE"},
-}
-VOCAB = "--vocab --vocab_size --tokenizer --force"
-PAPER = f"--from --val_every --name {VOCAB}"
-COMMANDS = {  # {name: (function, options, help)}
-    "docs": (docs, f"--name {VOCAB}", "docstrings of Python, torch and numpy"),
-    "text": (text, f"name paths --split --val_every {VOCAB}", "text of your own"),
-    "wikitext2": (wikitext, f"--raw --from --name {VOCAB}", "WikiText-2"),
-    "wikitext103": (wikitext, f"--raw --from --name {VOCAB}", "WikiText-103"),
-    "wikipedia": (paper, PAPER, "English Wikipedia of November 2023"),
-    "bookcorpus": (paper, PAPER, "BookCorpus"),
-    "wikibooks": (paper, PAPER, "both, the paper's training text"),
-    "pg19": (paper, f"--from --name {VOCAB}", "100 books, only for measuring"),
-    "docs_task": (docs_task, "--force", "a task without a network"),
-    "glue": (glue, "tasks --from --force", "GLUE's official files; all tasks by default"),
-    "squad": (squad, "--from --force", "SQuAD 1.1's official files"),
-    "weights": (weights, "names", "trained BERTs and DistilBERTs of the hub"),
-}
+        repo, folder = PRETRAINED.get(name, name), Path("data/weights", name)
+        fetch_from_hub(repo, [*small, "model.safetensors"], folder)
+        if not (folder / "model.safetensors").exists():
+            fetch_from_hub(repo, ["pytorch_model.bin"], folder)
+        print(f"{folder}: fetched")
 
 
 def main():
     parser = Parser(description=__doc__)
-    parser.set_defaults(name=None, val_every=None)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for name, (recipe, options, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary)
+
+    # options that several commands have
+    force = Parser(add_help=False)
+    force.add_argument("--force", action="store_true", help="replace what exists")
+    disk = Parser(add_help=False)
+    disk.add_argument("--from", dest="path", nargs=1, type=Path, help="on disk, not a download")
+    vocab = Parser(add_help=False, parents=[force])
+    vocab.add_argument("--vocab", help="a vocab.txt, another corpus's folder, or bert-base-uncased")
+    vocab.add_argument("--vocab_size", dest="vocab", type=int, help="learn so many WordPieces")
+    vocab.add_argument("--tokenizer", dest="vocab", choices=["gpt2"], help="GPT-2's byte-level BPE")
+    vocab.add_argument("--val_every", type=int, help="one document of so many is for val and test")
+    corpus = Parser(add_help=False, parents=[vocab])
+    corpus.add_argument("--name", help="the corpus is data/NAME, by default named as the command")
+    raw = Parser(add_help=False)
+    raw.add_argument("--raw", action="store_true", help="the version without <unk>")
+
+    def add(name, recipe, summary, *parents):
+        command = commands.add_parser(name, help=summary, parents=parents)
         command.set_defaults(recipe=recipe)
-        for option in options.split():
-            command.add_argument(option, **OPTIONS[option])
+        return command
+
+    add("docs", docs, "docstrings of Python, torch and numpy", corpus)
+    own = add("text", text, "text of your own", vocab)
+    own.add_argument("name", help="the corpus is data/NAME")
+    own.add_argument("paths", nargs="+", type=Path, help="text files and folders")
+    own.add_argument("--split", choices=["blank", "file"], default="blank",
+                     help="where documents end")
+    add("wikitext2", wikitext, "WikiText-2", raw, disk, corpus)
+    add("wikitext103", wikitext, "WikiText-103", raw, disk, corpus)
+    add("wikipedia", paper, "English Wikipedia of November 2023", disk, corpus)
+    add("bookcorpus", paper, "BookCorpus", disk, corpus)
+    both = add("wikibooks", paper, "both, the paper's training text", corpus)
+    both.add_argument("--from", dest="path", nargs=2, type=Path, help="of both, on disk")
+    add("pg19", paper, "100 books, only for measuring", disk, corpus)
+    add("docs_task", docs_task, "a task without a network", force)
+    tasks = add("glue", glue, "GLUE's official files; all tasks by default", disk, force)
+    tasks.add_argument("tasks", nargs="*", choices=TASKS)
+    add("squad", squad, "SQuAD 1.1's official files", disk, force)
+    hub = add("weights", weights, "trained BERTs and DistilBERTs of the hub")
+    hub.add_argument("names", nargs="+", help="bert-base-uncased, or ORG/NAME of the hub")
     args = parser.parse_args()
     args.recipe(args)
 

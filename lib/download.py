@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import shutil
-import time
 from pathlib import Path
 
 import tokenizers
@@ -43,6 +42,9 @@ mrpc_dev_ids.tsv         971d7767d81b997fd9060ade0ec23c4fc31cbb226a55d1bd4a1bac4
 https://dl.fbaipublicfiles.com/senteval/senteval_data/
 msr_paraphrase_train.txt 60a9b09084528f0673eedee2b69cb941920f0b8cd0eeccefc464a98768457f89
 msr_paraphrase_test.txt  a04e271090879aaba6423d65b94950c089298587d9c084bf9cd7439bd785f784
+https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/  MIT licence
+encoder.json             196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783
+vocab.bpe                1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5
 """
 FILES = {}  # {file name: (URL, SHA-256)}
 for name, *facts in map(str.split, FILES_BY_SERVER.strip().splitlines()):
@@ -50,14 +52,8 @@ for name, *facts in map(str.split, FILES_BY_SERVER.strip().splitlines()):
         server = name
     else:
         FILES[name] = (server + name, facts[0])
-GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-GPT2_FILES = {  # {name: SHA-256}
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"}
 DOWNLOADS = Path("data/downloads")
 OFFLINE = "without a network give --vocab FILE or --from PATH"
-TIMEOUT = 30  # seconds without a byte before a download is tried again
-PAUSE = 2  # seconds before that
 
 
 def fetch(url, sha256="", folder=DOWNLOADS):
@@ -70,13 +66,12 @@ def fetch(url, sha256="", folder=DOWNLOADS):
         return path
     with lock(path, "downloads it"), atomic(path) as temporary:
         try:
-            download(url, temporary)
-        except OSError:
-            time.sleep(PAUSE)
             try:
                 download(url, temporary)
-            except OSError as error:
-                raise Failure(f"{url}: {error}: {OFFLINE}") from None
+            except OSError:
+                download(url, temporary)
+        except OSError as error:
+            raise Failure(f"{url}: {error}: {OFFLINE}") from None
         received = file_sha256(temporary)
         if sha256 not in ("", received):
             raise Failure(f"{url}: expected SHA-256 {sha256[:12]}, received {received[:12]}: it "
@@ -89,7 +84,7 @@ def download(url, path):
     import requests
 
     headers = {"User-Agent": "Mozilla/5.0"}  # wikitext.smerity.com wants a browser
-    with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as reply:
+    with requests.get(url, headers=headers, stream=True, timeout=30) as reply:
         reply.raise_for_status()
         total = int(reply.headers.get("Content-Length", 0))
         progress = Progress(desc=url, total=total, unit="B", unit_scale=True)
@@ -144,42 +139,6 @@ def new_folder(folder, force):
             discard(old)
 
 
-def fetch_weights(repo, folder):
-    """Fetch a BERT or DistilBERT of the hub to a folder."""
-    small = ["config.json", "vocab.txt", "tokenizer.json"]
-    fetch_from_hub(repo, [*small, "model.safetensors"], folder)
-    if not (folder / "model.safetensors").exists():
-        fetch_from_hub(repo, ["pytorch_model.bin"], folder)
-    print(f"{folder}: {', '.join(sorted(path.name for path in folder.glob('*.*')))}")
-
-
-def fetch_task(task, places, force):
-    """Copy a task's official files to its folder, downloaded or from places[0].
-
-    The place has a folder named after the task, with the unpacked files. MRPC's and SQuAD's, which
-    are no archives, may also be in the place itself.
-    """
-    folder = Path(task.folder)
-    zipped = task.archives[0].endswith(".zip")
-    patterns = ["*.tsv"] if zipped else task.archives
-    with new_folder(folder, force) as new:
-        if places:
-            source = places[0] / folder.name
-            if not zipped and not source.is_dir():
-                source = places[0]
-        else:
-            archives = [fetch(*FILES[name]) for name in task.archives]
-            source = DOWNLOADS
-            if zipped:
-                source = next(unpack(archives[0]).rglob("train.tsv")).parent
-        files = [file for pattern in patterns for file in source.glob(pattern)]
-        if len(files) < len(patterns):
-            raise UserError(f"{source}: no {' or '.join(patterns)} in it")
-        for file in files:
-            shutil.copyfile(file, new / file.name)
-    print(f"{folder}: {', '.join(sorted(file.name for file in files))}")
-
-
 def gpt2_tokenizer():
     """Make GPT-2's tokenizers.Tokenizer, with RoBERTa's special tokens.
 
@@ -187,11 +146,11 @@ def gpt2_tokenizer():
     """
     from tiktoken.load import read_file_cached as read
 
-    files = {name: read(GPT2 + name, sha256).decode() for name, sha256 in GPT2_FILES.items()}
-    ids = json.loads(files["encoder.json"])  # its last token is <|endoftext|>
+    ids = json.loads(read(*FILES["encoder.json"]))  # its last token is <|endoftext|>
     for token in ("<s>", "</s>", "<pad>", "<mask>"):
         ids[token] = len(ids)
-    merges = [tuple(line.split()) for line in files["vocab.bpe"].splitlines()[1:]]
+    lines = read(*FILES["vocab.bpe"]).decode().splitlines()
+    merges = [tuple(line.split()) for line in lines[1:]]
     tokenizer = tokenizers.Tokenizer(models.BPE(ids, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -10,7 +10,6 @@ import torch
 
 from lib.errors import UserError
 from lib.files import load_file, read_json
-from lib.tokenizer import read_vocab
 from model import BertConfig, build_model
 
 FILES = ("model.safetensors", "pytorch_model.bin")
@@ -55,8 +54,7 @@ DEFAULTS = {  # of settings that a config.json may leave out; DistilBERT has no 
 MEMORY_ACT = "gelu (this model has a memory: AutoModelFor..., trust_remote_code=True)"
 KINDS = {  # what a config.json may have in a setting, if it has it
     "model_type": ("bert", "distilbert", "pkm-bert"), "hidden_act": ("gelu", MEMORY_ACT),
-    "activation": ("gelu",), "layer_norm_eps": (1e-12,),
-    "position_embedding_type": ("absolute",), "tie_word_embeddings": (True,),
+    "activation": ("gelu",), "position_embedding_type": ("absolute",),
     "problem_type": (None, "single_label_classification", "regression")}
 HEAD_NAMES = {"classifier": "classifier", "span": "qa_outputs"}
 ARCHITECTURES = {None: "BertForMaskedLM", "classifier": "BertForSequenceClassification",
@@ -79,10 +77,11 @@ def to_huggingface(weights, head=None):
     """Rename the tensors of our state dict as Hugging Face's BERT does; qkv becomes three."""
     renamed = {}
     for name, w in weights.items():
-        theirs = their_names(name, head)
         prefix = "bert." if name.startswith("bert.") else ""
-        parts = [w] if len(theirs) == 1 else [part.clone() for part in w.chunk(len(theirs))]
-        renamed |= {prefix + n: part for n, part in zip(theirs, parts, strict=True)}
+        theirs = their_names(name, head)
+        parts = w.chunk(3) if len(theirs) == 3 else [w]
+        for part_name, part in zip(theirs, parts):
+            renamed[prefix + part_name] = part.clone()
     return renamed
 
 
@@ -101,8 +100,8 @@ def from_huggingface(weights, config, head=None, source="the weights"):
         ours = build_model(config, head).state_dict()
     renamed = {}
     for name in ours:
-        parts = [theirs.get(part) for part in their_names(name, head)]
-        if all(part is not None for part in parts):
+        parts = [theirs[part] for part in their_names(name, head) if part in theirs]
+        if parts:
             renamed[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
         elif name.startswith("bert.") and "pooler" not in name:
             raise UserError(f"{source}: it has no {their_names(name)[0]}: of another model?")
@@ -117,22 +116,15 @@ def read_folder(folder):
     """
     settings = read_json(folder / "config.json")
     config = read_config(settings, folder / "config.json")
-    vocab = folder / "vocab.txt"
-    if vocab.is_file() or (folder / "tokenizer.json").is_file():
-        tokens = len(read_vocab(vocab))
-        if tokens != config.vocab_size:
-            raise UserError(f"{vocab}: {tokens:,} tokens do not fit weights for "
-                            f"{config.vocab_size:,}")
     file = next(folder / name for name in FILES if (folder / name).is_file())
     theirs = load_file(file)
     head = next((head for head, name in HEAD_NAMES.items() if f"{name}.weight" in theirs), None)
     weights = from_huggingface(theirs, config, head, file)
     saved = {"config": config, "weights": weights, "head": head}
     if head == "classifier":
-        names, count = settings.get("id2label", {}), len(weights["head.weight"])
-        saved["labels"] = [names.get(str(n), f"LABEL_{n}") for n in range(count)]
-        if count == 1:  # a regression
-            saved["labels"] = []
+        count = len(weights["head.weight"])
+        names = settings.get("id2label") or {str(n): f"LABEL_{n}" for n in range(count)}
+        saved["labels"] = [names[str(n)] for n in range(count) if count > 1]  # [] for a regression
     return saved
 
 

@@ -2,17 +2,14 @@
 Read text as documents, and write documents as token files.
 
 >>> list(read_documents(Path("novel.txt"), "blank"))         # [["a line\\n", "another\\n"], ...]
->>> source = Source(partial(read_documents, Path("novel.txt"), "blank"))
->>> write_corpus("novel", "a novel", [source], 8192, val_every=100)     # data/novel/
+>>> read = partial(read_documents, Path("novel.txt"), "blank")
+>>> write_corpus("novel", "a novel", [(read, None)], 8192, val_every=100)     # data/novel/
 """
 import collections
-import hashlib
 import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from tokenizers import trainers
@@ -33,7 +30,6 @@ from lib.tokenizer import (
 
 SENTENCES = 1000  # mean length of a BookCorpus document, in lines
 BATCH = 4096  # lines that are encoded at once
-PIECE = re.compile(r".{1,8192}(?= \w|\Z)|.{1,8192}", re.DOTALL)  # of a line, cut before a word
 TRAIN, VAL, TEST, DUPLICATE = 0, 1, 2, -1  # the first three are places in SPLITS
 
 
@@ -99,11 +95,11 @@ def is_title(line):
 
 
 def read_lines(path):
-    """Yield the lines of a text file, a very long one in pieces."""
+    """Yield the lines of a text file, each with a line break at its end."""
     with open(path, encoding="utf-8") as file:
         try:
             for line in file:
-                yield from PIECE.findall(line.removesuffix("\n") + "\n")
+                yield line.removesuffix("\n") + "\n"
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: not UTF-8 text ({error.reason}): convert it, for example "
                             f"with iconv -f WINDOWS-1252 -t UTF-8 {path} > new.txt") from None
@@ -114,8 +110,6 @@ def read_rows(path):
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
-        if "text" not in file.schema_arrow.names:
-            raise UserError(f"{path}: no column 'text' in it")
         for batch in file.iter_batches(1000, columns=["text"]):
             for text in batch["text"].to_pylist():
                 lines = (text or "").replace("\r\n", "\n").split("\n")
@@ -148,111 +142,87 @@ def train_tokenizer(read, size, vocab_size):
     return wordpiece_tokenizer(tokens_by_id(tokenizer))
 
 
-class Source(NamedTuple):
-    """A file of a corpus, or another source of documents."""
-    read: Callable  # returns an iterator over the documents; is called several times
-    split: int | None = None  # the official one; None where documents are to be held out
-    drop_heldout: bool = False  # leave sentences of val and test out of train
-
-
 def write_corpus(name, origin, sources, tokenizer, val_every=None, force=False):
     """Write data/<name>/, whole or not at all, and print its sizes.
 
-    origin: where the text is from, in words. sources: a list of Source.
+    origin: where the text is from, in words.
+    sources: a list of (read, split). read() returns an iterator over documents and is called
+    several times. split is the official one, or None where documents are to be held out.
     tokenizer: a tokenizers.Tokenizer, or how many WordPieces to learn from the training documents.
     val_every: one document of this many is for val, one for test, and only the first of equal
     documents is kept. Sources with official splits keep these, and all documents.
     force: replace the corpus if it exists.
     """
-    meta = {"name": name, "source": origin}
     with new_folder(f"data/{name}", force) as folder:
-        meta |= write_files(folder, sources, tokenizer, val_every)
+        splits, n_lines = assign_splits(sources, val_every)
+        if isinstance(tokenizer, int):
+            def read_train():
+                lines = read_kept(sources, splits)
+                return (line for line, split in lines if split == TRAIN)
+            tokenizer = train_tokenizer(read_train, n_lines, tokenizer)
+        write_vocab(folder, tokenizer)
+        lines = read_kept(sources, splits)
+        counts = encode(folder, tokenizer, Progress(lines, total=n_lines, desc="encoding"))
+
+        vocab = tokens_by_id(tokenizer)
+        ids = special_ids(tokenizer)
+        no_words = [ids.pad, ids.cls, ids.sep, ids.mask]
+        meta = {
+            "name": name,
+            "source": origin,
+            "vocab_size": len(vocab),
+            **{f"{use}_id": token_id for use, token_id in ids._asdict().items()},
+            "tokenizer_hash": vocab_hash(vocab),
+            "duplicates": int((splits == DUPLICATE).sum()),
+            "unigram_perplexity": unigram_perplexity(counts[TRAIN], counts[VAL], no_words),
+            "documents": dict(zip(SPLITS, counts[:, ids.sep].tolist())),
+            "tokens": dict(zip(SPLITS, counts.sum(axis=1).tolist())),
+            "unknown": dict(zip(SPLITS, counts[:, ids.unk].tolist())),
+            "sha256": {split: file_sha256(folder / f"{split}.bin") for split in SPLITS}}
         write_text(folder / "meta.json", json.dumps(meta, indent=1) + "\n")
     for size in ("documents", "tokens", "unknown"):
         print(f"data/{name}: {size} {meta[size]}")
 
 
-def write_files(folder, sources, tokenizer, val_every):
-    """Write the token files and the vocabulary of a corpus; return their facts for meta.json."""
-    hashes, splits, n_lines = hash_documents(sources)
-    if sources[0].split is None:
-        splits = hold_out(hashes, val_every)
-    heldout = set()
-    if any(source.drop_heldout for source in sources):
-        for source, document, split in read_all(sources, splits):
-            if source.drop_heldout and split in (VAL, TEST):
-                heldout.update(document)
-    if isinstance(tokenizer, int):
-        def read_train():
-            lines = read_kept(sources, splits, heldout)
-            return (line for line, split in lines if split == TRAIN)
-        tokenizer = train_tokenizer(read_train, n_lines, tokenizer)
-    write_vocab(folder, tokenizer)
-    lines = read_kept(sources, splits, heldout)
-    counts = encode(folder, tokenizer, Progress(lines, total=n_lines, desc="encoding"))
+def assign_splits(sources, val_every):
+    """Read the text once; return each document's split, int64 (documents,), and count its lines.
 
-    vocab = tokens_by_id(tokenizer)
-    ids = special_ids(tokenizer)
-    no_words = [ids.pad, ids.cls, ids.sep, ids.mask]
-    return {
-        "vocab_size": len(vocab),
-        **{f"{use}_id": token_id for use, token_id in ids._asdict().items()},
-        "tokenizer_hash": vocab_hash(vocab),
-        "duplicates": int((splits == DUPLICATE).sum()),
-        "unigram_perplexity": unigram_perplexity(counts[TRAIN], counts[VAL], no_words),
-        "documents": dict(zip(SPLITS, counts[:, ids.sep].tolist())),
-        "tokens": dict(zip(SPLITS, counts.sum(axis=1).tolist())),
-        "unknown": dict(zip(SPLITS, counts[:, ids.unk].tolist())),
-        "sha256": {split: file_sha256(folder / f"{split}.bin") for split in SPLITS}}
-
-
-def hash_documents(sources):
-    """Read the text once to hash its documents and count its lines.
-
-    Returns the hashes, uint64 (documents,), the official splits (documents,), and the number of
-    lines. Two of 10 million different documents have the same hash with probability 3e-6.
+    Equal documents are recognized by a hash of 64 bits. Two of 10 million different documents have
+    the same one with probability 3e-6.
     """
-    hashes, splits, n_lines = bytearray(), [], 0
-    documents = read_all(sources, itertools.repeat(None))
-    for source, document, _ in Progress(documents, desc="reading", unit=" documents"):
-        text = "".join(document).encode()
-        hashes += hashlib.blake2b(text, digest_size=8).digest()
-        splits.append(source.split)
+    splits, seen, n_lines = [], set(), 0
+    for document, split in Progress(read_all(sources), desc="reading", unit=" documents"):
         n_lines += len(document)
-    return np.frombuffer(hashes, "<u8"), np.array(splits), n_lines
+        if split is None:
+            key = hash("".join(document))
+            split = DUPLICATE if key in seen else TRAIN
+            seen.add(key)
+        splits.append(split)
+    splits = np.array(splits)
+    if sources[0][1] is None:
+        period = min(len(seen), val_every)
+        if period < 3:
+            raise UserError(f"{len(seen)} different documents, --val_every={val_every}: it takes "
+                            "3, for train, val and test (documents end at blank lines)")
+        kept = np.flatnonzero(splits == TRAIN)
+        splits[kept[period - 2::period]] = VAL
+        splits[kept[period - 1::period]] = TEST
+    return splits, n_lines
 
 
-def hold_out(hashes, val_every):
-    """Assign documents to TRAIN, VAL and TEST; equal later ones are DUPLICATE: int8."""
-    firsts = np.sort(np.unique(hashes, return_index=True)[1])  # the first of equal documents
-    period = min(len(firsts), val_every)
-    if period < 3:
-        raise UserError(f"{len(firsts)} different documents, --val_every={val_every}: it takes 3, "
-                        "for train, val and test (documents end at blank lines)")
-    place = np.arange(len(firsts)) % period
-    splits = np.full(len(hashes), DUPLICATE, np.int8)
-    splits[firsts] = TRAIN
-    splits[firsts[place == period - 2]] = VAL
-    splits[firsts[place == period - 1]] = TEST
-    return splits
+def read_all(sources):
+    """Yield (document, official split) for all documents of all sources."""
+    for read, split in sources:
+        for document in read():
+            yield document, split
 
 
-def read_all(sources, splits):
-    """Yield (source, document, split) for all documents of all sources."""
-    splits = iter(splits)
-    for source in sources:
-        for document in source.read():
-            yield source, document, next(splits)
-
-
-def read_kept(sources, splits, heldout):
+def read_kept(sources, splits):
     """Yield (line, split) for the text that is kept; the line "" ends a document."""
-    for source, document, split in read_all(sources, splits):
+    for (document, _), split in zip(read_all(sources), splits):
         if split != DUPLICATE:
-            repeats = source.drop_heldout and split == TRAIN
             for line in document:
-                if not (repeats and line in heldout):
-                    yield line, split
+                yield line, split
             yield "", split
 
 

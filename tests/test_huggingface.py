@@ -137,16 +137,12 @@ def test_a_vocabulary_with_capitals_is_of_a_cased_bert(tmp_path):
 
 @pytest.mark.parametrize("key, value, words", [
     ("hidden_act", "relu", "hidden_act = 'relu': expected 'gelu'"),
-    ("layer_norm_eps", 1e-5, "layer_norm_eps = 1e-05"),
     ("position_embedding_type", "relative_key", "'relative_key'"),
-    ("tie_word_embeddings", False, "tie_word_embeddings = False"),
     ("model_type", "roberta", "model_type = 'roberta': expected 'bert'"),
     ("problem_type", "multi_label_classification", "multi_label_classification"),
-    ("num_hidden_layers", 4, r"pytorch_model.bin: it has no encoder\.layer\.3"),
-    ("vocab_size", 41, "40 tokens do not fit weights for 41")])
+    ("num_hidden_layers", 4, r"pytorch_model.bin: it has no encoder\.layer\.3")])
 def test_a_folder_of_another_model_is_refused(tmp_path, key, value, words):
     theirs = hugging_face("BertForMaskedLM")
-    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIALS, *map(str, range(35))]) + "\n")
     save(theirs, tmp_path)
     read_weights(tmp_path)
     save(theirs, tmp_path, **{key: value})
@@ -176,7 +172,7 @@ def test_a_run_starts_from_hugging_faces_weights(place, capsys):
     assert first["loss"] == pytest.approx(float(total) / first["masked_tokens"], rel=1e-5)
     settings = json.loads(Path("out/init/config.json").read_text())
     assert settings["init_checkpoint"] == "data/weights/bert-base-uncased"
-    assert settings["first_step"] == 0 and settings["pooler_trained"] is False
+    assert settings["pooler_trained"] is False
     assert train(*args, "--max_steps=3", "--out=out/init") == 0  # goes on
     measure.main(["fill", "bert-base-uncased", "the [MASK] cat"])
     assert "[MASK] at token 2:" in capsys.readouterr().out

@@ -3,11 +3,7 @@ Vocabularies and tokenizers, beside Hugging Face's, tiktoken's and a trainer in 
 """
 import collections
 import itertools
-import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,32 +23,22 @@ from lib.tokenizer import (
     wordpiece_tokenizer,
     write_vocab,
 )
-from tests.helpers import PIECES, ROOT, SHARED
+from tests.helpers import PIECES, SHARED
 
 TRICKY = ["Café déjà-vu, naïve!", "北京 is 中文 and かな", "don't  e.g. U.S.A.\t(x_1) <unk> @-@",
           "unaffable supercalifragilistic" * 5, "a [MASK] b", "\u00ad soft\u200b, \ufeffBOM ½ ﬁ Ⅷ",
           "İstanbul ẞ ǅ", "नमस्ते 😀 ok", "x\u0000y \x07"]
 BERT = SHARED / "bert-vocab/vocab.txt"
-has_bert = pytest.mark.skipif(not BERT.exists(), reason="no BERT vocabulary on this machine")
 
 
-@has_bert
+@pytest.mark.skipif(not BERT.exists(), reason="no BERT vocabulary on this machine")
 def test_ids_are_hugging_faces():
     """Against Hugging Face's tokenizer in plain Python, which shares no code with `tokenizers`."""
     legacy = pytest.importorskip("transformers.models.bert.tokenization_bert_legacy")
     theirs, ours = legacy.BertTokenizerLegacy(str(BERT)), load_tokenizer(BERT)
     for text in TRICKY:
         assert ours.encode(text).ids == theirs.encode(text, add_special_tokens=False), text
-
-
-@has_bert
-def test_ids_of_bert():
-    """Ids as BERT's published vocabulary numbers them."""
-    tokenizer = load_tokenizer(BERT)
-    assert tokenizer.encode("Hello, [MASK] WORLD").ids == [7592, 1010, 103, 2088]
-    assert tokenizer.encode("Café 北京").tokens == ["cafe", "北", "京"]
-    assert tokenizer.encode("embeddings").tokens == ["em", "##bed", "##ding", "##s"]
-    assert tokenizer.decode(tokenizer.encode("embeddings").ids) == "embeddings"
+    assert ours.encode("Hello, [MASK] WORLD").ids == [7592, 1010, 103, 2088]  # as published
 
 
 def test_ids_of_gpt2(workdir, gpt2_files):
@@ -65,7 +51,7 @@ def test_ids_of_gpt2(workdir, gpt2_files):
     assert vocab[50256:] == ["<|endoftext|>", "<s>", "</s>", "<pad>", "<mask>"]
     tokenizer = text_tokenizer("vocab.txt")
     with open(SHARED / "wikipedia.txt", encoding="utf-8") as file:
-        texts = [*TRICKY, "  two  spaces\n\n\ttabs \r\n", *itertools.islice(file, 1000)]
+        texts = [*TRICKY, "  two  spaces\n\n\ttabs \r\n", *itertools.islice(file, 300)]
     for text, encoding in zip(texts, tokenizer.encode_batch_fast(texts)):
         assert encoding.ids == reference.encode_ordinary(text)
         assert tokenizer.decode(encoding.ids) == text
@@ -124,29 +110,16 @@ def merged(words, vocab, size):
     return vocab
 
 
-def random_lines():
-    """Lines of 100 words, many pairs of letters equally frequent, and one of rare characters."""
+def test_a_vocabulary_is_a_function_of_the_text():
+    """The one that the reference learns; the rarest characters are left out.
+
+    Many pairs of letters are equally frequent.
+    """
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdef", k=rng.randint(2, 6))) for _ in range(100)]
     lines = [" ".join(rng.choices(words, k=12)) + " \u4e2d \u00c9t\u00e9, 1" for _ in range(99)]
-    return [*lines, "x y z q r"]
-
-
-def test_a_vocabulary_is_a_function_of_the_text():
-    """The one that the reference learns; the rarest characters are left out."""
-    lines = random_lines()
-    counts = collections.Counter(" ".join(lines[:99]).replace("\u00c9t\u00e9,", "ete ,").split())
+    counts = collections.Counter(" ".join(lines).replace("\u00c9t\u00e9,", "ete ,").split())
+    lines.append("x y z q r")
     vocab = [*SPECIALS, *(f"##{c}" for c in "1abcdeft"), *",1abcdeft\u4e2d"]
     tokenizer = train_tokenizer(lambda: lines, len(lines), 160)
     assert tokens_by_id(tokenizer) == merged(counts, vocab, 160)
-
-
-def test_two_processes_learn_the_same_vocabulary(tmp_path):
-    lines = random_lines()
-    (tmp_path / "lines.json").write_text(json.dumps(lines))
-    code = ("import json; from lib.text import *; lines = json.load(open('lines.json')); "
-            "print(train_tokenizer(lambda: lines, len(lines), 200).to_str())")
-    other = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True,
-                           cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert json.loads(other.stdout)["model"]["vocab"] == train_tokenizer(
-        lambda: lines, len(lines), 200).get_vocab()
