@@ -2,7 +2,7 @@
 Measure trained models: the memory tables and figures of Kim & Jung (2020).
 
 $ python measure.py table out/demo_more out/demo_resm_init --data docs --out results/table2
-$ python measure.py table out/base_resm_init_sst2               # Table 6
+$ python measure.py table out/base_resm_init_sst2               # Table 6: fine-tuned runs
 $ python measure.py glue out/base_sst2 out/base_resm_init_sst2  # Tables 4, 5, 7: fine-tuned runs
 $ python measure.py by_class out/base_pkm_sst2 out/base_resm_init_sst2 --out results/figure4
 $ python measure.py staleness out/demo_pkm out/demo_resm_init --out results/figure2
@@ -25,11 +25,11 @@ from lib.browse import (
     CorpusReads,
     check_language_model,
     compare_classes,
-    count_task_reads,
     page_data,
     page_html,
     print_guess,
-    training_examples,
+    steps_and_seed,
+    task_usage,
     training_text,
 )
 from lib.corpus import causal_heldout, masked_heldout
@@ -42,94 +42,89 @@ from lib.predict import predict_file
 from lib.run import Run
 from lib.settings import Parser
 from lib.tasks import score_table, tsv_text
-from lib.tokenizer import load_tokenizer, special_tokens
-from lib.usage import evaluate_language_model, open_corpus, tally, usage_metrics
-from lib.weights import find_weights, load_model, read_weights
+from lib.tokenizer import special_tokens
+from lib.usage import evaluate_language_model, open_corpus, tally
+from lib.weights import find_weights, load_model, load_run, read_weights
 from model import value_tables
 
 
 def table(args):
     """Print Table 2 (perplexity and slot usage, with --data) or 6 (usage of fine-tuned runs)."""
-    device, dtype = use_device(args.device, args.dtype)
+    device, _ = use_device(args.device, "float32")
     if args.data:
-        table_2(args, device, dtype)
+        table_2(args, device)
     else:
         table_6(args, device)
 
 
-def table_2(args, device, dtype):
-    """Evaluate language models on test splits, with the same batches for all."""
+def table_2(args, device):
+    """Evaluate language models on whole test splits, with the same batches for all."""
     causal = read_weights(args.runs[0])["config"].causal
     for path in args.runs:
         check_language_model(path, causal)
     seq_len = min(training_text(path)[0] for path in args.runs)
-    heldout = {}
+    heldout, tokens = {}, {}
     for name in args.data:
-        text = open_corpus(name, *args.runs), "test", seq_len, 8, args.sequences
+        corpus = open_corpus(name, *args.runs)
+        tokens[name] = len(corpus.split("test"))
         if causal:  # windows overlap by half, and each token is predicted once
-            heldout[name] = causal_heldout(*text, stride=seq_len // 2)
+            heldout[name] = causal_heldout(corpus, "test", seq_len, 8, stride=seq_len // 2)
         else:
-            heldout[name] = masked_heldout(*text)
+            heldout[name] = masked_heldout(corpus, "test", seq_len, 8)
+    longest = max(tokens, key=tokens.get)
     rows, records = [], []
     for path in args.runs:
         checkpoint, _ = find_weights(path)
-        print(f"{path}: weights of {checkpoint}")
         model = load_model(checkpoint).to(device)
-        row = {"run": path, **Run(checkpoint.parent).steps_and_seed(checkpoint)}
+        row = {"run": path, **steps_and_seed(checkpoint)}
         record = {"checkpoint": str(checkpoint), **row, "results": {}}
         for name, batches in heldout.items():
             batches = Progress(batches, f"{path}, data/{name}")
-            results, _ = evaluate_language_model(model, batches, device, dtype)
+            results, _ = evaluate_language_model(model, batches, device)
             record["results"][name] = [results]
             row[f"{name} ppl"] = results["perplexity"]
-        [results] = record["results"][args.data[0]]
-        rows.append({**row, **usage_cells(results["layers"])})
+            if name == longest:
+                usage = usage_cells(results["layers"])
+        rows.append({**row, **usage})
         records.append(record)
-    note = (f"Test splits, {args.sequences or 'all'} sequences of {seq_len}. Sequences of a "
-            "causal model overlap by half, and its usage counts a token in both. Usage on "
-            f"data/{args.data[0]}. Steps: those of the initial model + the run's own. Only rows "
-            "with the same number of steps show what the memory does. Each is one run of one seed, "
-            "and another seed alone changes the perplexity: run several before you trust a small "
-            "difference.")
+    note = (f"Test splits, sequences of {seq_len}. Usage on data/{longest}, the longest "
+            f"({tokens[longest]:,} tokens; our reading). Steps: those of the initial model + the "
+            "run's own. Only rows with the same number of steps show what the memory does.")
     write_table(args.out, rows, note, {"note": note, "runs": records})
 
 
 def table_6(args, device):
-    """Count what each fine-tuned model reads in the training examples of its task."""
+    """Count what each fine-tuned model reads in held-out text of its task."""
     rows, records = [], []
     for path in args.runs:
-        task, examples = training_examples(path, args.sequences)
-        counts = count_task_reads(path, examples, device)
-        layers = {layer: usage_metrics(**sums) for layer, sums in counts.items()}
-        facts = {"run": path, "task": task, "examples": len(examples)}
-        rows.append({**facts, **usage_cells(layers)})
-        records.append({**facts, "layers": layers})
-    note = "The best epoch so far, train split, nothing masked, padding not counted."
+        record = {"run": path, **task_usage(path, device)}
+        records.append(record)
+        rows.append({**record, **usage_cells(record["layers"])})
+    note = ("Best epoch so far. Split: dev if it has about 3 accesses a slot, otherwise train (our "
+            "reading). CoLA's dev has fewer accesses than the slots that the paper found in use.")
     write_table(args.out, rows, note, records)
 
 
 def glue(args):
     """Print Tables 4, 5 and 7: dev scores of fine-tuned runs, medians over their seeds."""
-    rows, records = score_table(args.runs)
+    rows = score_table(args.runs)
     if not rows:
         raise UserError(f"{', '.join(args.runs)}: no fine-tuned run that is done")
-    note = ("Dev splits, median over the seeds of each seed's best epoch; -: not run. "
+    note = ("Dev splits, median over the seeds of each seed's best epoch; (n): of n seeds. "
             "squad: exact match/F1; mnli: matched/mismatched; cola: Matthews' correlation. "
             "Avg: of the six numbers from mnli to cola, once all are there.")
-    write_table(args.out, rows, note, records)
+    write_table(args.out, rows, note, rows)
 
 
 def by_class(args):
     """Draw Figure 4: how far apart two classes' slots are, before and after fine-tuning."""
-    if args.out:
-        import matplotlib  # noqa: F401 - a figure is drawn after long work
     device, _ = use_device(args.device, "float32")
     records = []
     for path in args.runs:
-        records += compare_classes(path, args.sequences, device)
-    note = ("Top-1 slots, train split: KL(class 1 || 0.9 class 0 + 0.1 class 1) in nats, at most "
-            "2.30, and IOU of the shares of the slots. Floor: the same between two random halves "
-            "of one class. Accesses: of each half.")
+        records += compare_classes(path, device)
+    note = ("Train split. Whole: the paper's KL (nats) and IOU of top-1 slots; KL over slots that "
+            "both classes read (our reading). Between: KL(p || 0.9 q + 0.1 p) and IOU of random "
+            "halves of the classes. Floor: of two halves of one class. Accesses: of a half.")
     figure = args.out and draw_class_distances(records)
     write_table(args.out, records, note, records, figure)
 
@@ -150,107 +145,92 @@ def staleness(args):
             facts = {"run": path, "layer": layer, "accesses": int(top1.sum())}
             records.append({**facts, "slots": shares})
             rows.append({**facts, **{step: f"{share:.1%}" for step, share in shares.items()}})
-    note = ("Share of the slots by the step of the last snapshot at which they were top-1. "
-            "Accesses: in a snapshot.")
+    note = ("Share of the slots by the step of the last snapshot at which they were top-1. A "
+            "snapshot counts accesses in the run's held-out sequences (our reading).")
     figure = args.out and draw_staleness(records)
     write_table(args.out, rows, note, records, figure)
 
 
 def curves(args):
     """Draw Figure 3: perplexity and top-1 usage against the step, for several runs."""
-    runs, rows, first = {}, [], None
+    runs, rows = {}, []
     for path in args.runs:
         runs[path] = Run(path).evaluations()
         last = runs[path][-1]
-        facts = Run(path).settings() | last
-        first = first or facts
-        for key in ("objective", "data", "seq_len", "masked_tokens"):
-            if facts[key] != first[key]:
-                raise UserError(f"{path} has another {key} than {args.runs[0]}: their perplexities "
-                                "cannot be compared")
-        usage = [f"{metrics['top1_mu']:.1%}" for metrics in last["layers"].values()]
-        rows.append({"run": path, "steps": last["step"], "ppl": last["perplexity"],
-                     "accuracy": last["accuracy"], "layers": "/".join(last["layers"]),
-                     "top-1 MU": "/".join(usage)})
-    note = "Held-out text; the steps of the initial model count."
+        rows.append({"run": path, "data": Run(path).settings()["dataset"], "steps": last["step"],
+                     "ppl": last["perplexity"], **usage_cells(last["layers"])})
+    note = "Held-out text; the steps of the initial model count. Other data do not compare."
     figure = args.out and draw_curves(runs)
     write_table(args.out, rows, note, runs, figure)
 
 
 def open_model(args):
-    """Load the model of args.run, and read a corpus with it.
+    """Load the model of args.run with its tokenizer, and read a corpus with it.
 
-    Returns (model, folder of its weights, CorpusReads). The last is None without a memory.
+    Returns (model, tokenizer, CorpusReads). The last is None without a memory.
     """
-    checkpoint, _ = find_weights(args.run)
     device, _ = use_device(args.device, "float32")
-    model = load_model(checkpoint).eval().to(device)
-    if not value_tables(model):
-        return model, checkpoint, None
-    return model, checkpoint, CorpusReads(model, args.run, args.data, args.sequences)
+    model, tokenizer = load_run(args.run)
+    model.to(device)
+    corpus = CorpusReads(model, args.run, args.data) if value_tables(model) else None
+    return model, tokenizer, corpus
 
 
 def slots(args):
     """Show the most read slots of a layer, with contexts."""
-    model, checkpoint, corpus = open_model(args)
+    model, _, corpus = open_model(args)
     if args.layer not in value_tables(model):
         raise UserError(f"{args.run}: no memory in layer {args.layer}; its memory layers: "
                         f"{list(value_tables(model))}")
     slots, weights = corpus.layers[args.layer]
-    counts = tally(slots, weights, corpus.n_keys**2)
+    counts = tally(slots, weights, corpus.n_slots)
     read, top1 = counts["read"], counts["top1"]
     rows, records = [], []
     for slot in np.argsort(-read, kind="stable")[:args.most].tolist():
         facts = {"slot": slot, "reads": int(read[slot]), "top1": int(top1[slot])}
-        contexts = corpus.contexts(args.layer, slot, args.contexts)
+        contexts = []
+        for weight, text, _ in corpus.contexts(args.layer, slot, args.contexts):
+            contexts.append((weight, text))
+            rows.append({**facts, "weight": weight, "context": text})
         records.append({**facts, "contexts": contexts})
-        for weight, context in contexts or [(0.0, "(never read)")]:
-            rows.append({**facts, "weight": weight, "context": context})
-    note = (f"Layer {args.layer} of {checkpoint}; {len(slots):,} tokens of data/{corpus.name} x "
-            f"{slots.shape[1]} heads; weights are summed over the heads.")
+    note = (f"{corpus.ids.size:,} tokens of data/{corpus.name}; weights are summed over the heads.")
     write_table(args.out, rows, note, records)
 
 
 def fill(args):
     """Guess each [MASK]; show the slots read there, and what else reads those."""
     check_language_model(args.run, causal=False)
-    model, checkpoint, corpus = open_model(args)
-    tokenizer = load_tokenizer(find_weights(args.run)[1])
+    model, tokenizer, corpus = open_model(args)
     special = special_tokens(tokenizer.get_vocab())
-    mask_id = tokenizer.token_to_id(special.mask)
-    masked = args.text.replace("[MASK]", special.mask)
-    ids = tokenizer.encode(special.cls + masked + special.sep).ids
-    if mask_id not in ids:
+    ids = tokenizer.encode(args.text.replace("[MASK]", special.mask)).ids
+    positions = np.flatnonzero(np.equal(ids, tokenizer.token_to_id(special.mask)))
+    if not len(positions):
         raise UserError(f"no [MASK] in {args.text!r}: write one where a word is to be guessed")
-    print(f"{checkpoint}: {args.text}")
-    for position in np.flatnonzero(np.equal(ids, mask_id)):
+    for position in positions:
         print(f"[MASK] at token {position}:")
         print_guess(model, tokenizer, ids, position, corpus, args.contexts)
 
 
 def sample(args):
-    """Continue a text; show first the likeliest next tokens and the slots read for them."""
+    """Continue a text with a causal language model."""
     check_language_model(args.run, causal=True)
-    model, checkpoint, corpus = open_model(args)
-    tokenizer = load_tokenizer(find_weights(args.run)[1])
+    device, _ = use_device(args.device, "float32")
+    model, tokenizer = load_run(args.run)
     start = special_tokens(tokenizer.get_vocab()).sep  # a document begins
-    ids = tokenizer.encode(start + args.text).ids
+    ids = tokenizer.encode(start + args.text, add_special_tokens=False).ids
     window, _ = training_text(args.run)
-    print(f"{checkpoint}: {args.text}\nnext:")
-    print_guess(model, tokenizer, ids[-window:], -1, corpus, args.contexts)
     generator = torch.Generator().manual_seed(args.seed)
-    for number in range(1, args.samples + 1):
-        new = model.generate(ids, args.tokens, window, args.temperature, args.top_k, generator)
-        print(f"sample {number}: {tokenizer.decode(new[1:], skip_special_tokens=False)}")
+    ids = model.to(device).generate(ids, args.tokens, window, args.temperature, args.top_k,
+                                    generator)
+    print(tokenizer.decode(ids[1:], skip_special_tokens=False))
 
 
 def browse(args):
     """Write an HTML page of what slots know: usage, contexts, a search for tokens."""
-    _, checkpoint, corpus = open_model(args)
+    _, _, corpus = open_model(args)
     if not corpus:
         raise UserError(f"{args.run}: a model without memory has no slots")
-    note = (f"{checkpoint.name}: what {corpus.ids.size:,} tokens of data/{corpus.name}'s test text "
-            "read, nothing masked")
+    note = f"What {corpus.ids.size:,} tokens of data/{corpus.name} read, nothing masked"
     data = page_data(corpus, args.contexts)
     path = args.out.removesuffix(".html") + ".html"
     write_text(path, page_html({"title": args.run, "note": note, **data}))
@@ -279,46 +259,40 @@ def command_line():
         section.set_defaults(call=command)
         return section.add_argument
 
-    runs, device, reader, guess = (Parser(add_help=False) for _ in range(4))  # of several commands
+    runs, device, reader = (Parser(add_help=False) for _ in range(3))  # of several commands
     runs.add_argument("runs", nargs="+", metavar="out/RUN")
     runs.add_argument("--out", metavar="NAME", help="write NAME.md and NAME.json")
     device.add_argument("--device", default="auto", help="auto, cuda, mps or cpu")
     reader.add_argument("run", metavar="RUN", help="out/RUN, or one of its checkpoints")
     reader.add_argument("--data", metavar="NAME", help="data/NAME, not the run's corpus")
-    reader.add_argument("--sequences", type=int, default=512, help="of its test text (512)")
-    guess.add_argument("--contexts", type=int, default=3, help="of a slot (3)")
+    reader.add_argument("--contexts", type=int, default=5, help="of a slot (5)")
 
     option = begin(table, runs, device)
     option("--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it (Table 2)")
-    option("--sequences", type=int, help="a quick look at so many, spread evenly")
-    option("--dtype", default="float32", help="auto, float32, bfloat16 or float16")
 
     begin(glue, runs)
 
-    option = begin(by_class, runs, device)
-    option("--sequences", type=int, help="a quick look at so many examples, spread evenly")
-
+    begin(by_class, runs, device)
     begin(staleness, runs)
     begin(curves, runs)
 
-    option = begin(slots, reader, device, guess)
+    option = begin(slots, reader, device)
     option("--layer", type=int, required=True, help="counted from 1")
     option("--most", type=int, default=10, help="how many slots (10)")
     option("--out", metavar="NAME", help="write NAME.md and NAME.json")
 
-    option = begin(fill, reader, device, guess)
+    option = begin(fill, reader, device)
     option("text", help="a text with [MASK] in it, in quotes")
 
-    option = begin(sample, reader, device, guess)
+    option = begin(sample, device)
+    option("run", metavar="RUN", help="out/RUN, or one of its checkpoints")
     option("text", help="the prompt, or '' for none; [SEP] ends a document")
     option("--tokens", type=int, default=40, help="to add (40)")
-    option("--samples", type=int, default=1, help="how many continuations (1)")
     option("--temperature", type=float, default=0.8, help="0: the likeliest token (0.8)")
     option("--top_k", type=int, default=50, help="draw from so many likeliest tokens (50)")
     option("--seed", type=int, default=0, help="of the draws (0)")
 
     option = begin(browse, reader, device)
-    option("--contexts", type=int, default=8, help="of a slot (8)")
     option("--out", required=True, metavar="NAME", help="write NAME.html")
 
     option = begin(predict, device)

@@ -4,6 +4,7 @@ Read texts with a model to see which slots they read, and show what a slot knows
 page_data() gathers what the page of measure.py browse shows, and page_html() puts it into
 browse.html as JSON. Larger memories want fewer --contexts.
 """
+import collections
 import itertools
 import json
 from pathlib import Path
@@ -11,19 +12,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.corpus import causal_heldout, cut_split, spread
+from lib.corpus import causal_heldout, cut_split
 from lib.device import Progress, to_device
-from lib.distributed import deal_batches, first_rank_first
+from lib.distributed import deal_batches
 from lib.errors import UserError
-from lib.run import Run
+from lib.run import Run, read_state
 from lib.tasks import batches_by_length, find_task, load_examples, pad
 from lib.tokenizer import load_tokenizer, special_ids, text_tokenizer
-from lib.usage import count_reads, open_corpus, tally, watch_reads
+from lib.usage import count_reads, open_corpus, tally, usage_metrics, watch_reads
 from lib.weights import check_objective, find_weights, load_model, read_weights
 from model import value_tables
 
+SEQUENCES = 512  # read by CorpusReads
 WIDTH = 8  # tokens shown on either side; two contexts that agree there count as one
-SLOTS = 8  # shown for a token
 
 
 def training_text(path):
@@ -32,9 +33,23 @@ def training_text(path):
     Weights in Hugging Face layout have (number of positions, None).
     """
     folder, _ = find_weights(path)
-    settings = {"seq_len": read_weights(folder)["config"].max_len, "dataset": None}
-    settings |= Run(folder.parent).settings()
-    return settings["seq_len"], settings["dataset"]
+    settings = Run(folder.parent).settings()
+    longest = read_weights(folder)["config"].max_len
+    return settings.get("seq_len", longest), settings.get("dataset")
+
+
+def steps_and_seed(checkpoint):
+    """Return how a checkpoint was trained: {"steps": "1,000 + 3,000", "seed": 1}.
+
+    The steps are the initial model's and its own. "?" stands for Hugging Face's weights.
+    """
+    if not (checkpoint / "state.pt").is_file():
+        return {"steps": "?", "seed": "?"}
+    settings, steps = Run(checkpoint.parent).settings(), f"{read_state(checkpoint)['step']:,}"
+    if settings["init_checkpoint"]:
+        first = settings["first_step"]  # 0 for an initial model in Hugging Face layout
+        steps = f"{first:,} + {steps}" if first else f"? + {steps}"
+    return {"steps": steps, "seed": settings["seed"]}
 
 
 def check_language_model(path, causal):
@@ -46,54 +61,68 @@ def check_language_model(path, causal):
 
 
 class CorpusReads:
-    """Read the test text of a corpus with a model, nothing masked.
+    """Read the test text of a corpus with a model, nothing masked, at most SEQUENCES of it.
 
-    path: the model's run. data: the corpus, None for the run's. sequences: at most this number.
-    Attributes: name and tokenizer of the corpus; ids (sequences, time); n_keys of the model;
-    layers {layer: (slots, weights)}, what the tokens read, arrays (tokens, heads, topk).
+    path: the model's run. data: the corpus, None for the run's.
+    Attributes: name and tokenizer of the corpus; ids (sequences, time); n_slots of a layer; layers
+    {layer: (slots, weights)}, what the tokens read, tensors (tokens, heads, topk).
     """
 
     @torch.no_grad()
-    def __init__(self, model, path, data, sequences):
+    def __init__(self, model, path, data):
         seq_len, trained_on = training_text(path)
         self.name = data or trained_on
         if not self.name:
             raise UserError(f"{path}: its corpus is not known: --data NAME")
         corpus = open_corpus(self.name, path)
         self.tokenizer = load_tokenizer(corpus.folder)
-        self.n_keys = model.bert.config.n_keys
+        self.n_slots = model.bert.config.n_keys**2
         if model.bert.config.causal:
-            [batch] = causal_heldout(corpus, "test", seq_len, sequences, sequences)
-            self.ids = batch["ids"][(batch["labels"] != -100).all(1)]  # the last one may overlap
+            [batch] = causal_heldout(corpus, "test", seq_len, SEQUENCES, SEQUENCES)
+            self.ids = batch["ids"]  # the last sequence may overlap the one before
         else:
-            self.ids = cut_split(corpus, "test", seq_len, sequences)
+            self.ids = cut_split(corpus, "test", seq_len, SEQUENCES)
         device = model.bert.words.weight.device
         reads = {layer: [] for layer in value_tables(model)}
         with watch_reads(model, lambda layer, *read: reads[layer].append(read)):
             for batch in Progress(torch.from_numpy(self.ids).split(8), f"data/{self.name}"):
                 model.bert(batch.to(device))
         self.layers = {}
+        self.places = {}  # {layer: for each slot, where it is in the flat tensors}
         for layer, batches in reads.items():
-            slots, weights = zip(*batches)
-            self.layers[layer] = torch.cat(slots), torch.cat(weights)
+            slots, weights = map(torch.cat, zip(*batches))
+            self.layers[layer] = slots, weights
+            read = slots.flatten().numpy()
+            ends = np.bincount(read, minlength=self.n_slots).cumsum()
+            self.places[layer] = np.split(np.argsort(read, kind="stable"), ends[:-1])
 
     def contexts(self, layer, slot, most):
         """List the contexts that read a slot with the most weight, at most `most`.
 
-        Returns [(weight, text)]: the sum over the heads, and the text once, with the token in «».
+        Returns [(weight, text, token)]: the sum over the heads, the text once, with the token in
+        «», and the token's place in ids.flat.
         """
         slots, weights = self.layers[layer]
-        weight = weights.where(slots == slot, 0).sum((1, 2), dtype=torch.double)  # of each token
-        texts = {}
-        for token in weight.argsort(descending=True, stable=True)[:weight.count_nonzero()].tolist():
-            sequence, at = divmod(token, self.ids.shape[1])
-            before, here, after = np.split(self.ids[sequence], [at, at + 1])
-            parts = [before[-WIDTH:], here, after[:WIDTH]]
-            left, middle, right = self.tokenizer.decode_batch(parts, skip_special_tokens=False)
-            texts.setdefault(f"{left} «{middle.strip()}» {right}".strip(), weight[token].item())
-            if len(texts) == most:
+        places = self.places[layer][slot]
+        tokens = places // slots[0].numel()
+        sums = collections.Counter()
+        for token, weight in zip(tokens.tolist(), weights.flatten()[places].tolist()):
+            sums[token] += weight
+        found = {}
+        for token, weight in sums.most_common():
+            text = self.text(token)
+            found.setdefault(text, (weight, text, token))
+            if len(found) == most:
                 break
-        return [(weight, text) for text, weight in texts.items()]
+        return list(found.values())
+
+    def text(self, token):
+        """Write a token in its context, with «» around it."""
+        sequence, at = divmod(token, self.ids.shape[1])
+        before, here, after = np.split(self.ids[sequence], [at, at + 1])
+        parts = [before[-WIDTH:], here, after[:WIDTH]]
+        left, middle, right = self.tokenizer.decode_batch(parts, skip_special_tokens=False)
+        return f"{left} «{middle.strip()}» {right}".strip()
 
 
 @torch.no_grad()
@@ -110,36 +139,49 @@ def print_guess(model, tokenizer, ids, position, corpus, most):
     for probability, token in zip(*(part.tolist() for part in chances.topk(5))):
         print(f"  {probability:6.1%}  {tokenizer.id_to_token(token)}")
     for layer, (slots, weights) in reads.items():
-        print(f"  layer {layer} read, slot (weight), best 3 of {slots.shape[2]} per head; what "
-              "else reads the best")
-        for head, best in enumerate(slots[position, :, :3].tolist()):
-            shares = weights[position, head].tolist()
-            pairs = "  ".join(f"{slot} ({share:.2f})" for slot, share in zip(best, shares))
-            print(f"    head {head + 1}: {pairs}")
-            for weight, text in corpus.contexts(layer, best[0], most):
-                print(f"      ({weight:.2f}) {text}")
+        for head, (slot, *_) in enumerate(slots[position].tolist()):
+            share = weights[position, head, 0]
+            print(f"  layer {layer}, head {head + 1}: slot {slot} ({share:.2f}); its contexts:")
+            for weight, text, _ in corpus.contexts(layer, slot, most):
+                print(f"    ({weight:.2f}) {text}")
 
 
-def training_examples(path, sequences):
-    """Load `sequences` training examples of a fine-tuned run, evenly spread; None: all.
+def task_usage(path, device):
+    """Measure what a fine-tuned model reads in held-out text of its task (Table 6).
 
-    Returns the task's name and the Examples.
+    Reads the dev split (MNLI: matched) if uniform use would make 95% of the slots top-1 there,
+    about 3 accesses a slot; otherwise the train split (our reading). Returns a dict with task,
+    split, examples (their number) and layers, {layer: usage_metrics}.
+    """
+    for split in ("dev", "train"):
+        facts, examples = task_examples(path, split)
+        counts = count_task_reads(path, examples, device)
+        layers = {layer: usage_metrics(**sums) for layer, sums in counts.items()}
+        if all(usage["top1_mu_uniform"] > 0.95 for usage in layers.values()):
+            break
+    return {**facts, "layers": layers}
+
+
+def task_examples(path, split):
+    """Load a split of a fine-tuned run's task, "train" or "dev" (MNLI: matched).
+
+    Returns {"task", "split", "examples": their number} and the Examples, or SQuAD's Windows.
     """
     checkpoint, vocab = find_weights(path)
     settings = Run(checkpoint.parent).settings()
     if "task" not in settings:
         raise UserError(f"{path}: not a fine-tuned run; table takes others with --data NAME")
-    print(f"{path}: weights of {checkpoint}")
-    with first_rank_first():
-        task = find_task(settings["task"])
-    examples = load_examples(task, "train", text_tokenizer(vocab), settings["max_len"],
+    task = find_task(settings["task"])
+    if split == "dev":
+        split = task.dev[""]
+    examples = load_examples(task, split, text_tokenizer(vocab), settings["max_len"],
                              settings["doc_stride"])
-    return task.name, [examples[n] for n in spread(len(examples), sequences)]
+    return {"task": task.name, "split": split, "examples": len(examples)}, examples
 
 
 @torch.no_grad()
 def count_task_reads(path, examples, device):
-    """Count what the model at `path` reads in Examples (see count_reads)."""
+    """Count what the model at `path` reads in Examples or Windows (see count_reads)."""
     model = load_model(path).to(device).eval()
     lengths = np.array([len(example.ids) for example in examples])
     with count_reads(model) as counts:
@@ -149,20 +191,59 @@ def count_task_reads(path, examples, device):
     return counts
 
 
-def compare_classes(path, sequences, device):
+def compare_classes(path, device):
     """Compare the top-1 slots of two classes before and after fine-tuning: records of Figure 4."""
-    _, examples = training_examples(path, sequences)
-    halves = draw_halves(path, examples)
+    labels = read_weights(path).get("labels")
+    if not labels:
+        raise UserError(f"{path}: expected a fine-tuned run of a task with classes")
+    _, examples = task_examples(path, "train")
+    (negative, positive), parts = draw_parts(examples)
+    facts = {"run": path, "classes": f"{labels[positive]} against {labels[negative]}"}
     start = Run(find_weights(path)[0].parent).settings()["init_checkpoint"]
     records = []
     for when, weights in (("before", start), ("after", path)):
-        counts = [count_task_reads(weights, half, device) for half in halves]
+        counts = [count_task_reads(weights, part, device) for part in parts]
         for layer in counts[0]:
-            top1 = np.array([half[layer]["top1"] for half in counts])  # (4, n_slots)
-            distances = class_distances(top1[2:], top1[:2])
-            records.append({"run": path, "when": when, "layer": layer, **distances,
-                            "accesses": int(top1.sum()) // 4})
+            top1 = np.array([part[layer]["top1"] for part in counts])  # (6, n_slots)
+            records.append({**facts, "when": when, "layer": layer,
+                            **class_distances(top1[3:5], top1[:2]),
+                            **whole_distances(top1[3:].sum(0), top1[:3].sum(0)),
+                            "accesses": int(top1[[0, 1, 3, 4]].sum()) // 4})
     return records
+
+
+def draw_parts(examples):
+    """Part the examples of the two largest classes, at random.
+
+    Returns the two classes, the lower number first, and six lists of Examples: for each class two
+    parts of half the smaller class, and what is left.
+    """
+    rng = np.random.default_rng(0)
+    labels = np.array([example.label for example in examples])
+    counts = np.bincount(labels)
+    classes = np.sort(np.argsort(-counts, kind="stable")[:2])
+    size = counts[classes].min() // 2
+    parts = []
+    for label in classes:
+        drawn = [examples[n] for n in rng.permutation(np.flatnonzero(labels == label))]
+        parts += [drawn[:size], drawn[size:2 * size], drawn[2 * size:]]
+    return classes, parts
+
+
+def whole_distances(positive, negative):
+    """Compute the paper's KL(t+ || t-), in nats, and IOU of two classes (Figure 4).
+
+    positive, negative: top-1 counts (n_slots,) of all examples of a class. The KL is infinite where
+    only positive examples read a slot. It is taken over the slots that both classes read, whose
+    shares are normalised again (our reading).
+    """
+    p = positive / positive.sum()
+    q = negative / negative.sum()
+    iou = np.minimum(p, q).sum() / np.maximum(p, q).sum()
+    both = (p > 0) & (q > 0)
+    p = p[both] / p[both].sum()
+    q = q[both] / q[both].sum()
+    return {"kl_whole": divergence(p, q), "iou_whole": iou}
 
 
 def class_distances(positive, negative):
@@ -182,30 +263,16 @@ def class_distances(positive, negative):
              "floor": [*itertools.permutations(positive), *itertools.permutations(negative)]}
     distances = {}
     for kind, shares in pairs.items():
-        kl = common = 0
-        for p, q in shares:
-            read = p > 0
-            kl += (p[read] * np.log(p[read] / (0.9 * q + 0.1 * p)[read])).sum() / 4
-            common += np.minimum(p, q).sum() / 4
-        distances[f"kl_{kind}"] = kl
+        common = np.mean([np.minimum(p, q).sum() for p, q in shares])
+        distances[f"kl_{kind}"] = np.mean([divergence(p, 0.9 * q + 0.1 * p) for p, q in shares])
         distances[f"iou_{kind}"] = common / (2 - common)  # the shares of each half sum to 1
     return distances
 
 
-def draw_halves(path, examples):
-    """Draw two halves of class 0, then two of class 1, all of one size: lists of Examples."""
-    rng = np.random.default_rng(0)
-    labels = np.array([example.label for example in examples])
-    classes, counts = np.unique(labels, return_counts=True)
-    size = counts.min() // 2
-    if len(classes) != 2 or not size:
-        raise UserError(f"{path}: expected two classes with two examples or more, found "
-                        f"{counts.tolist()} examples")
-    halves = []
-    for label in classes:
-        drawn = [examples[n] for n in rng.permutation(np.flatnonzero(labels == label))]
-        halves += [drawn[:size], drawn[size:2 * size]]
-    return halves
+def divergence(p, q):
+    """Compute KL(p || q) in nats, of shares (n_slots,). q is above 0 where p is."""
+    read = p > 0
+    return (p[read] * np.log(p[read] / q[read])).sum()
 
 
 def page_data(corpus, most):
@@ -213,57 +280,23 @@ def page_data(corpus, most):
 
     most: contexts for a slot.
     """
-    ids = corpus.ids
-    n_slots = corpus.n_keys**2
-    used, text, counts = np.unique(ids, return_inverse=True, return_counts=True)
-    text = text.ravel()  # the number of each token's text in `pieces`
-    windows = np.pad(ids, ((0, 0), (WIDTH, WIDTH)), constant_values=-1)
-    windows = np.lib.stride_tricks.sliding_window_view(windows, 2 * WIDTH + 1, axis=1)
-    _, new = np.unique(windows.reshape(ids.size, -1), axis=0, return_index=True)
     layers = []
-    for layer, (slots, weights) in corpus.layers.items():
-        sums = tally(slots, weights, n_slots)
-        heads = slots.shape[1]
-        slots = slots.flatten(1).numpy()
-        weights = weights.flatten(1).numpy()
-        shares = weights / (heads * counts[text])[:, None]  # of all that a token reads
-        layers.append({
-            "layer": layer,
-            "read": sums["read"].tolist(),
-            "top1": sums["top1"].tolist(),
-            "contexts": strongest(slots[new], new[:, None], weights[new], n_slots, most),
-            "tokens": strongest(text[:, None], slots, shares, len(used), SLOTS)})
-    return {"seq_len": ids.shape[1],
-            "text": text.tolist(),
-            "pieces": token_texts(corpus.tokenizer, used.tolist()),
+    for layer, reads in corpus.layers.items():
+        counts = tally(*reads, corpus.n_slots)
+        contexts = []  # of each slot: [(token, weight)]
+        for slot in Progress(range(corpus.n_slots), f"layer {layer}"):
+            found = corpus.contexts(layer, slot, most)
+            contexts.append([(token, round(weight, 2)) for weight, _, token in found])
+        layers.append({"layer": layer, "read": counts["read"].tolist(),
+                       "top1": counts["top1"].tolist(), "contexts": contexts})
+    used, text = np.unique(corpus.ids, return_inverse=True)
+    mask = special_ids(corpus.tokenizer).mask  # in front, as a decoder drops the first space
+    start, *pieces = corpus.tokenizer.decode_batch(
+        [[mask], *([mask, token] for token in used)], skip_special_tokens=False)
+    return {"seq_len": corpus.ids.shape[1],
+            "text": text.ravel().tolist(),  # the number of each token in `pieces`
+            "pieces": [piece.removeprefix(start) for piece in pieces],
             "layers": layers}
-
-
-def token_texts(tokenizer, ids):
-    """Spell each token, with the space before it."""
-    mask = special_ids(tokenizer).mask  # in front, as a decoder drops the first token's space
-    start = tokenizer.decode([mask], skip_special_tokens=False)
-    texts = tokenizer.decode_batch([[mask, token] for token in ids], skip_special_tokens=False)
-    return [text.removeprefix(start) for text in texts]
-
-
-def strongest(groups, items, weights, n_groups, most):
-    """Find the items with the highest sums of weights in each group, at most `most`.
-
-    groups, items and weights broadcast to one entry a read. Returns a list for each group: [item,
-    weight in percent, item, ...].
-    """
-    n_items = int(items.max()) + 1
-    pairs, pair = np.unique(groups.astype(int) * n_items + items, return_inverse=True)
-    sums = np.bincount(pair.ravel(), weights.ravel())
-    group, item = np.divmod(pairs, n_items)
-    percent = np.rint(100 * sums).astype(int)
-    found = [[] for _ in range(n_groups)]
-    for n in np.argsort(-sums, kind="stable"):
-        own = found[group[n]]
-        if len(own) < 2 * most:
-            own += [item[n].item(), percent[n].item()]
-    return found
 
 
 def page_html(data):

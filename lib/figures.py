@@ -106,13 +106,12 @@ def draw_class_distances(records):
     labels = []
     for record in records:
         labels.append(f"{record['run']}\nlayer {record['layer']}, {record['when']}")
+    kinds = {"between": "two classes", "floor": "two halves of one class"}
     for axes, key in zip(panels, ("kl", "iou")):
-        between = [record[f"{key}_between"] for record in records]
-        floor = [record[f"{key}_floor"] for record in records]
-        bars = axes.barh(places - 0.2, between, 0.4, label="two classes")
-        axes.bar_label(bars, fmt="%.2f")
-        bars = axes.barh(places + 0.2, floor, 0.4, label="two halves of one class")
-        axes.bar_label(bars, fmt="%.2f")
+        for shift, (kind, label) in zip((-0.2, 0.2), kinds.items()):
+            lengths = [record[f"{key}_{kind}"] for record in records]
+            bars = axes.barh(places + shift, lengths, 0.4, label=label)
+            axes.bar_label(bars, fmt="%.2f")
         axes.margins(x=0.3)  # room for the labels
     panels[0].set_title("KL (nats)")
     panels[1].set_title("IOU")
@@ -136,8 +135,7 @@ def draw_curves(runs):
         upper.plot(steps, perplexity, color=color, label=path)
         for layer, line in zip(log[-1]["layers"], itertools.cycle(LINES)):
             usage = [100 * evaluation["layers"][layer]["top1_mu"] for evaluation in log]
-            lower.plot(steps, usage, color=color, linestyle=line,
-                       label=f"{path}, layer {layer}")
+            lower.plot(steps, usage, line, color=color, label=f"{path}, layer {layer}")
     last = [log[-1]["perplexity"] for log in runs.values()]
     upper.set_yscale("log")
     upper.set_ylim(0.9 * np.nanmin(last), 2 * np.nanmax(last))  # nan: diverged

@@ -7,6 +7,7 @@ Count which slots the memories of a model read, and evaluate language models.
 """
 import contextlib
 import math
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -52,11 +53,11 @@ def count_reads(model):
     """
     tables = value_tables(model)
     nothing = torch.zeros(0, 1, 1, dtype=torch.int), torch.zeros(0, 1, 1)
-    counts = {layer: tally(*nothing, len(table.weight)) for layer, table in tables.items()}
+    counts = {layer: Counter(tally(*nothing, len(table.weight)))
+              for layer, table in tables.items()}
 
     def count(layer, slots, weights):
-        for name, number in tally(slots, weights, len(tables[layer].weight)).items():
-            counts[layer][name] = counts[layer][name] + number
+        counts[layer].update(tally(slots, weights, len(tables[layer].weight)))  # adds
 
     with watch_reads(model, count):
         yield counts
@@ -142,9 +143,9 @@ def describe_evaluation(results):
     """Yield the results of evaluate_language_model as lines to print."""
     yield f"perplexity {results['perplexity']:.2f}, accuracy {results['accuracy']:.1%}"
     for layer, m in results["layers"].items():
-        yield (f"layer {layer}: MU {m['mu']:.1%} (uniform use: {m['mu_uniform']:.1%}), top-1 MU "
-               f"{m['top1_mu']:.1%} ({m['top1_mu_uniform']:.1%}), KL_u {m['kl_u']:.2f}, "
-               f"KL_w {m['kl_w']:.2f}, {m['accesses']:,} accesses")
+        yield (f"layer {layer}: top-1 MU {m['top1_mu']:.1%} (uniform use: "
+               f"{m['top1_mu_uniform']:.1%}), KL_u {m['kl_u']:.2f}, KL_w {m['kl_w']:.2f}, "
+               f"{m['accesses']:,} accesses")
 
 
 def open_corpus(name, *paths):

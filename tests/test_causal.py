@@ -3,7 +3,6 @@ Causal language models: the network, its batches, training and measuring.
 """
 import json
 import math
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +15,7 @@ from lib.corpus import CausalBatches, Corpus, causal_heldout
 from lib.tokenizer import load_tokenizer
 from lib.usage import evaluate_language_model
 from lib.weights import load_model
-from tests.helpers import (
-    PIECES,
-    TINY,
-    save_model,
-    tiny_bert,
-    train,
-)
+from tests.helpers import TINY, tiny_bert, train
 
 SYSTEMS = [{}, {"memory_layers": (2,)}, {"memory_layers": (2,), "alpha": 0.0}]
 
@@ -116,38 +109,20 @@ def test_sample_goes_on_with_a_text(place, capsys):
     def run(*args):
         capsys.readouterr()
         measure.main(["sample", "out/tiny", "the old cat saw", "--device", "cpu", *args])
-        lines = capsys.readouterr().out.splitlines()
-        return [line.split(": ", 1)[1] for line in lines if line.startswith("sample")]
+        return capsys.readouterr().out.splitlines()[-1]
 
-    [text] = run("--temperature", "0", "--tokens", "30")
+    text = run("--temperature", "0", "--tokens", "30")
     ids = list(prompt)
     for _ in range(30):  # longer than a window of 16
         with torch.no_grad():
             ids.append(model(torch.tensor([ids[-16:]]))[0, -1].argmax().item())
     assert tokenizer.encode(text).ids == ids[1:]
-    texts = run("--samples", "3", "--tokens", "6", "--top_k", "2", "--temperature", "1")
-    assert len(set(texts)) > 1
+    options = "--tokens", "6", "--top_k", "2", "--temperature", "1", "--seed"
+    texts = {run(*options, seed) for seed in "012"}
+    assert len(texts) > 1
     for text in texts:
-        ids = tokenizer.encode(text).ids
-        for n in range(len(prompt) - 1, len(ids)):
+        ids = [corpus.special_ids.sep, *tokenizer.encode(text).ids]
+        for n in range(len(prompt), len(ids)):
             with torch.no_grad():
-                logits = model(torch.tensor([[corpus.special_ids.sep, *ids[:n]]]))[0, -1]
+                logits = model(torch.tensor([ids[:n]]))[0, -1]
             assert ids[n] in logits.topk(2).indices
-
-
-def test_a_long_prompt_is_guessed_from_its_last_window(workdir, capsys):
-    """The first window says something else."""
-    model = tiny_bert(vocab_size=len(PIECES), causal=True, init_std=0.5)
-    save_model("out/run", model.eval())
-    shutil.copy("vocab.txt", "out/run")
-    Path("out/run/config.json").write_text(json.dumps({"seq_len": 6, "dataset": "none"}))
-    measure.main(["sample", "out/run", "the cat sat . mat cat the mat .", "--device", "cpu"])
-    ids = [3, 5, 6, 7, 10, 9, 6, 5, 9, 10]  # from [SEP] on
-    guesses = []
-    for seen in (ids[-6:], ids[:6]):
-        with torch.no_grad():
-            best = model(torch.tensor([seen]))[0, -1].softmax(0).topk(5)
-        pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        guesses.append([[f"{p:.1%}", PIECES[i]] for p, i in pairs])
-    lines = map(str.split, capsys.readouterr().out.splitlines())
-    assert [line for line in lines if line[0].endswith("%")] == guesses[0] != guesses[1]

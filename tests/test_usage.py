@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lib.corpus import Corpus, causal_heldout, masked_heldout
+from lib.corpus import Corpus, masked_heldout
 from lib.errors import UserError
 from lib.usage import (
     count_reads,
@@ -135,24 +135,6 @@ def test_a_loss_of_bfloat16_logits_is_in_float32(place):
         results, _ = evaluate_language_model(model, [batch], CPU, torch.bfloat16)
         assert loss > 7 and results["loss"] == pytest.approx(loss, rel=1e-6)
         assert results["perplexity"] == pytest.approx(math.exp(min(loss, 700)), rel=1e-4)
-
-
-def test_causal_perplexity_predicts_each_token_once(place):
-    """Windows overlap by half: from the first window that reaches a token."""
-    corpus = Corpus("tiny")
-    model = spread_weights(tiny_bert(causal=True, vocab_size=corpus.vocab_size))
-    text = [corpus.special_ids.sep, *corpus.split("test").tolist()]
-    starts = [*range(0, len(text) - 17, 8), len(text) - 17]
-    total = 0.0
-    for at in range(1, len(text)):
-        start = next(start for start in starts if at <= start + 16)
-        with torch.no_grad():
-            logits = model(torch.tensor([text[start:start + 16]]))[0, at - start - 1].double()
-        total -= logits.log_softmax(0)[text[at]].item()
-    batches = causal_heldout(corpus, "test", 16, 5, stride=8)
-    results, _ = evaluate_language_model(model, batches, CPU)
-    assert results["masked_tokens"] == len(text) - 1
-    assert results["loss"] == pytest.approx(total / (len(text) - 1), rel=1e-5)
 
 
 @pytest.mark.parametrize("training", [True, False])
