@@ -83,9 +83,11 @@ class FlatPKM(pkm.PKM):
 
     def search(self, query):
         """Score all slots. query: (tokens, heads * key_dim). Returns what PKM.search() does."""
-        query = query.view(len(query), self.heads, -1).transpose(0, 1)
-        best, slots = (query @ self.keys.mT).topk(self.topk)  # (heads, tokens, topk)
-        return slots.int().transpose(0, 1), best.softmax(2).transpose(0, 1)
+        query = query.view(len(query), self.heads, -1).unbind(1)
+        # a head at a time, for (tokens, slots) scores are large
+        found = [(q @ keys.T).topk(self.topk) for q, keys in zip(query, self.keys)]
+        best, slots = (torch.stack(parts, 1) for parts in zip(*found))  # (tokens, heads, topk)
+        return slots.int(), best.softmax(2)
 
 
 def read_config(path):
