@@ -5,8 +5,7 @@ $ python pretrain.py configs/demo.py                  # minutes on two CPU cores
 $ python pretrain.py configs/demo_resm_init.py        # run demo.py first; gives its model a memory
 $ python pretrain.py configs/base_resm_init.py        # the paper's system, on a GPU
 
-The same command goes on where a stopped run left off. --key=value overrides any setting below. Only
-one process at a time trains in a folder.
+The same command goes on where a stopped run left off. --key=value overrides any setting below.
 """
 import shlex
 import sys
@@ -286,8 +285,7 @@ def check_config(config):
         raise UserError("reinit_ffn = True needs init_from: without it every FFN is new")
     if config.warmup_steps > config.max_steps:
         raise UserError(f"warmup_steps = {config.warmup_steps} is longer than max_steps = "
-                        f"{config.max_steps}: the rate would rise to the end: add "
-                        f"--warmup_steps={config.max_steps // 10}, or take more steps")
+                        f"{config.max_steps}: add --warmup_steps={config.max_steps // 10}")
     check_accumulation(config)
     try:
         sizes = BertConfig(**model_sizes(config))

@@ -30,22 +30,18 @@ def make_optimizers(model, config, device):
     decay (our reading: XLM trained its memory without). A group's rate is the schedule's times
     lr_factor: keys_lr for sub-keys, 1 for all others. Returns both optimizers.
     """
-    decayed, plain, keys = [], [], []
+    decayed = {"params": [], "weight_decay": config.weight_decay, "lr_factor": 1.0}
+    plain = {"params": [], "weight_decay": 0.0, "lr_factor": 1.0}
+    keys = {"params": [], "weight_decay": 0.0, "lr_factor": config.keys_lr}
     for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
+        group = decayed
         if name.endswith(".memory.keys") and config.keys_lr != 1:
-            keys.append(p)
+            group = keys
         elif p.dim() <= 1 or ".memory." in name:
-            plain.append(p)
-        else:
-            decayed.append(p)
-    groups = []
-    for parameters, weight_decay, factor in (
-            (decayed, config.weight_decay, 1.0), (plain, 0.0, 1.0), (keys, 0.0, config.keys_lr)):
-        if parameters:
-            groups.append({"params": parameters, "weight_decay": weight_decay,
-                           "lr_factor": factor})
+            group = plain
+        if p.requires_grad:
+            group["params"].append(p)
+    groups = [group for group in (decayed, plain, keys) if group["params"]]
     # betas and eps: Devlin et al.'s (our reading)
     dense = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.999), eps=1e-6,
                               fused=device.type in ("cpu", "cuda"))
