@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from lib.browse import (
-    CorpusReads,
     check_language_model,
     compare_classes,
+    open_model,
     page_data,
     page_html,
     print_guess,
@@ -43,7 +43,7 @@ from lib.run import Run
 from lib.settings import Parser
 from lib.tasks import score_table, tsv_text
 from lib.tokenizer import special_tokens
-from lib.usage import evaluate_language_model, open_corpus, tally
+from lib.usage import evaluate_language_model, open_corpus
 from lib.weights import find_weights, load_model, load_run, read_weights
 from model import value_tables
 
@@ -67,7 +67,7 @@ def table_2(args, device):
     for name in args.data:
         corpus = open_corpus(name, *args.runs)
         tokens[name] = len(corpus.split("test"))
-        if causal:  # windows overlap by half, and each token is predicted once
+        if causal:  # windows overlap by half: a token is predicted once, and its reads count twice
             heldout[name] = causal_heldout(corpus, "test", seq_len, 8, stride=seq_len // 2)
         else:
             heldout[name] = masked_heldout(corpus, "test", seq_len, 8)
@@ -125,8 +125,7 @@ def by_class(args):
     note = ("Train split. Whole: the paper's KL (nats) and IOU of top-1 slots; KL over slots that "
             "both classes read (our reading). Between: KL(p || 0.9 q + 0.1 p) and IOU of random "
             "halves of the classes. Floor: of two halves of one class. Accesses: of a half.")
-    figure = args.out and draw_class_distances(records)
-    write_table(args.out, records, note, records, figure)
+    write_table(args.out, records, note, records, draw_class_distances)
 
 
 def staleness(args):
@@ -147,8 +146,7 @@ def staleness(args):
             rows.append({**facts, **{step: f"{share:.1%}" for step, share in shares.items()}})
     note = ("Share of the slots by the step of the last snapshot at which they were top-1. A "
             "snapshot counts accesses in the run's held-out sequences (our reading).")
-    figure = args.out and draw_staleness(records)
-    write_table(args.out, rows, note, records, figure)
+    write_table(args.out, rows, note, records, draw_staleness)
 
 
 def curves(args):
@@ -157,34 +155,20 @@ def curves(args):
     for path in args.runs:
         runs[path] = Run(path).evaluations()
         last = runs[path][-1]
-        rows.append({"run": path, "data": Run(path).settings()["dataset"], "steps": last["step"],
-                     "ppl": last["perplexity"], **usage_cells(last["layers"])})
-    note = "Held-out text; the steps of the initial model count. Other data do not compare."
-    figure = args.out and draw_curves(runs)
-    write_table(args.out, rows, note, runs, figure)
-
-
-def open_model(args):
-    """Load the model of args.run with its tokenizer, and read a corpus with it.
-
-    Returns (model, tokenizer, CorpusReads). The last is None without a memory.
-    """
-    device, _ = use_device(args.device, "float32")
-    model, tokenizer = load_run(args.run)
-    model.to(device)
-    corpus = CorpusReads(model, args.run, args.data) if value_tables(model) else None
-    return model, tokenizer, corpus
+        rows.append({"run": path, "steps": last["step"], "ppl": last["perplexity"],
+                     **usage_cells(last["layers"])})
+    note = "Held-out text of each run's corpus. The steps of the initial model count."
+    write_table(args.out, rows, note, runs, draw_curves)
 
 
 def slots(args):
     """Show the most read slots of a layer, with contexts."""
-    model, _, corpus = open_model(args)
-    if args.layer not in value_tables(model):
+    model, _, corpus = open_model(args.run, args.data, args.device)
+    layers = value_tables(model)
+    if args.layer not in layers:
         raise UserError(f"{args.run}: no memory in layer {args.layer}; its memory layers: "
-                        f"{list(value_tables(model))}")
-    slots, weights = corpus.layers[args.layer]
-    counts = tally(slots, weights, corpus.n_slots)
-    read, top1 = counts["read"], counts["top1"]
+                        f"{list(layers)}")
+    read, top1 = corpus.counts[args.layer]["read"], corpus.counts[args.layer]["top1"]
     rows, records = [], []
     for slot in np.argsort(-read, kind="stable")[:args.most].tolist():
         facts = {"slot": slot, "reads": int(read[slot]), "top1": int(top1[slot])}
@@ -193,14 +177,14 @@ def slots(args):
             contexts.append((weight, text))
             rows.append({**facts, "weight": weight, "context": text})
         records.append({**facts, "contexts": contexts})
-    note = (f"{corpus.ids.size:,} tokens of data/{corpus.name}; weights are summed over the heads.")
+    note = f"{corpus.ids.size:,} tokens of data/{corpus.name}; weights are summed over the heads."
     write_table(args.out, rows, note, records)
 
 
 def fill(args):
     """Guess each [MASK]; show the slots read there, and what else reads those."""
     check_language_model(args.run, causal=False)
-    model, tokenizer, corpus = open_model(args)
+    model, tokenizer, corpus = open_model(args.run, args.data, args.device)
     special = special_tokens(tokenizer.get_vocab())
     ids = tokenizer.encode(args.text.replace("[MASK]", special.mask)).ids
     positions = np.flatnonzero(np.equal(ids, tokenizer.token_to_id(special.mask)))
@@ -227,7 +211,7 @@ def sample(args):
 
 def browse(args):
     """Write an HTML page of what slots know: usage, contexts, a search for tokens."""
-    _, _, corpus = open_model(args)
+    _, _, corpus = open_model(args.run, args.data, args.device)
     if not corpus:
         raise UserError(f"{args.run}: a model without memory has no slots")
     note = f"What {corpus.ids.size:,} tokens of data/{corpus.name} read, nothing masked"
@@ -263,7 +247,7 @@ def command_line():
     runs.add_argument("runs", nargs="+", metavar="out/RUN")
     runs.add_argument("--out", metavar="NAME", help="write NAME.md and NAME.json")
     device.add_argument("--device", default="auto", help="auto, cuda, mps or cpu")
-    reader.add_argument("run", metavar="RUN", help="out/RUN, or one of its checkpoints")
+    reader.add_argument("run", help="out/RUN, or one of its checkpoints")
     reader.add_argument("--data", metavar="NAME", help="data/NAME, not the run's corpus")
     reader.add_argument("--contexts", type=int, default=5, help="of a slot (5)")
 
@@ -285,7 +269,7 @@ def command_line():
     option("text", help="a text with [MASK] in it, in quotes")
 
     option = begin(sample, device)
-    option("run", metavar="RUN", help="out/RUN, or one of its checkpoints")
+    option("run", help="out/RUN, or one of its checkpoints")
     option("text", help="the prompt, or '' for none; [SEP] ends a document")
     option("--tokens", type=int, default=40, help="to add (40)")
     option("--temperature", type=float, default=0.8, help="0: the likeliest token (0.8)")
@@ -296,8 +280,8 @@ def command_line():
     option("--out", required=True, metavar="NAME", help="write NAME.html")
 
     option = begin(predict, device)
-    option("run", metavar="RUN", help="a fine-tuned out/RUN, or one of its seeds")
-    option("file", metavar="FILE", help="TSV with a header, SQuAD's JSON, or - (stdin)")
+    option("run", help="a fine-tuned out/RUN, or one of its seeds")
+    option("file", help="TSV with a header, SQuAD's JSON, or - (stdin)")
     option("--out", metavar="NAME", help="write NAME.tsv")
     return parser
 

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from lib.corpus import causal_heldout, cut_split
-from lib.device import Progress, to_device
+from lib.device import Progress, to_device, use_device
 from lib.distributed import deal_batches
 from lib.errors import UserError
 from lib.run import Run, read_state
 from lib.tasks import batches_by_length, find_task, load_examples, pad
 from lib.tokenizer import load_tokenizer, special_ids, text_tokenizer
 from lib.usage import count_reads, open_corpus, tally, usage_metrics, watch_reads
-from lib.weights import check_objective, find_weights, load_model, read_weights
+from lib.weights import check_objective, find_weights, load_model, load_run, read_weights
 from model import value_tables
 
 SEQUENCES = 512  # read by CorpusReads
@@ -60,12 +60,23 @@ def check_language_model(path, causal):
     check_objective(path, saved["config"], causal)
 
 
+def open_model(path, data, device):
+    """Load the model at `path` with its tokenizer, and read a corpus with it.
+
+    Returns (model, tokenizer, CorpusReads of data/<data>). The last is None without a memory.
+    """
+    device, _ = use_device(device, "float32")
+    model, tokenizer = load_run(path)
+    model.to(device)
+    corpus = CorpusReads(model, path, data) if value_tables(model) else None
+    return model, tokenizer, corpus
+
+
 class CorpusReads:
     """Read the test text of a corpus with a model, nothing masked, at most SEQUENCES of it.
 
     path: the model's run. data: the corpus, None for the run's.
-    Attributes: name and tokenizer of the corpus; ids (sequences, time); n_slots of a layer; layers
-    {layer: (slots, weights)}, what the tokens read, tensors (tokens, heads, topk).
+    Attributes: name and tokenizer of the corpus; ids (sequences, time); counts {layer: tally()}.
     """
 
     @torch.no_grad()
@@ -76,7 +87,6 @@ class CorpusReads:
             raise UserError(f"{path}: its corpus is not known: --data NAME")
         corpus = open_corpus(self.name, path)
         self.tokenizer = load_tokenizer(corpus.folder)
-        self.n_slots = model.bert.config.n_keys**2
         if model.bert.config.causal:
             [batch] = causal_heldout(corpus, "test", seq_len, SEQUENCES, SEQUENCES)
             self.ids = batch["ids"]  # the last sequence may overlap the one before
@@ -87,14 +97,14 @@ class CorpusReads:
         with watch_reads(model, lambda layer, *read: reads[layer].append(read)):
             for batch in Progress(torch.from_numpy(self.ids).split(8), f"data/{self.name}"):
                 model.bert(batch.to(device))
-        self.layers = {}
-        self.places = {}  # {layer: for each slot, where it is in the flat tensors}
+        self.counts = {}
+        self.reads = {}  # {layer: weights (tokens, heads * topk); for each slot, where it is there}
         for layer, batches in reads.items():
             slots, weights = map(torch.cat, zip(*batches))
-            self.layers[layer] = slots, weights
-            read = slots.flatten().numpy()
-            ends = np.bincount(read, minlength=self.n_slots).cumsum()
-            self.places[layer] = np.split(np.argsort(read, kind="stable"), ends[:-1])
+            self.counts[layer] = tally(slots, weights, model.bert.config.n_keys**2)
+            places = np.argsort(slots.flatten().numpy(), kind="stable")
+            ends = self.counts[layer]["read"].cumsum()
+            self.reads[layer] = weights.flatten(1), np.split(places, ends[:-1])
 
     def contexts(self, layer, slot, most):
         """List the contexts that read a slot with the most weight, at most `most`.
@@ -102,11 +112,10 @@ class CorpusReads:
         Returns [(weight, text, token)]: the sum over the heads, the text once, with the token in
         «», and the token's place in ids.flat.
         """
-        slots, weights = self.layers[layer]
-        places = self.places[layer][slot]
-        tokens = places // slots[0].numel()
+        weights, places = self.reads[layer]
+        tokens = places[slot] // weights.shape[1]
         sums = collections.Counter()
-        for token, weight in zip(tokens.tolist(), weights.flatten()[places].tolist()):
+        for token, weight in zip(tokens.tolist(), weights.flatten()[places[slot]].tolist()):
             sums[token] += weight
         found = {}
         for token, weight in sums.most_common():
@@ -193,12 +202,11 @@ def count_task_reads(path, examples, device):
 
 def compare_classes(path, device):
     """Compare the top-1 slots of two classes before and after fine-tuning: records of Figure 4."""
-    labels = read_weights(path).get("labels")
-    if not labels:
-        raise UserError(f"{path}: expected a fine-tuned run of a task with classes")
     _, examples = task_examples(path, "train")
-    (negative, positive), parts = draw_parts(examples)
-    facts = {"run": path, "classes": f"{labels[positive]} against {labels[negative]}"}
+    parts = draw_parts(examples)
+    labels = read_weights(path)["labels"]
+    negative, positive = (labels[part[0].label] for part in parts[::3])
+    facts = {"run": path, "classes": f"{positive} against {negative}"}
     start = Run(find_weights(path)[0].parent).settings()["init_checkpoint"]
     records = []
     for when, weights in (("before", start), ("after", path)):
@@ -215,8 +223,8 @@ def compare_classes(path, device):
 def draw_parts(examples):
     """Part the examples of the two largest classes, at random.
 
-    Returns the two classes, the lower number first, and six lists of Examples: for each class two
-    parts of half the smaller class, and what is left.
+    Returns six lists of Examples, three of the class with the lower number, then three of the
+    other: two of half the smaller class, and what is left.
     """
     rng = np.random.default_rng(0)
     labels = np.array([example.label for example in examples])
@@ -227,7 +235,7 @@ def draw_parts(examples):
     for label in classes:
         drawn = [examples[n] for n in rng.permutation(np.flatnonzero(labels == label))]
         parts += [drawn[:size], drawn[size:2 * size], drawn[2 * size:]]
-    return classes, parts
+    return parts
 
 
 def whole_distances(positive, negative):
@@ -281,10 +289,9 @@ def page_data(corpus, most):
     most: contexts for a slot.
     """
     layers = []
-    for layer, reads in corpus.layers.items():
-        counts = tally(*reads, corpus.n_slots)
+    for layer, counts in corpus.counts.items():
         contexts = []  # of each slot: [(token, weight)]
-        for slot in Progress(range(corpus.n_slots), f"layer {layer}"):
+        for slot in range(len(counts["read"])):
             found = corpus.contexts(layer, slot, most)
             contexts.append([(token, round(weight, 2)) for weight, _, token in found])
         layers.append({"layer": layer, "read": counts["read"].tolist(),

@@ -34,21 +34,21 @@ def markdown(header, rows):
     return "".join(f"| {' | '.join(map(str.ljust, row, widths))} |\n" for row in rows)
 
 
-def write_table(out, rows, note, data, figure=None):
+def write_table(out, rows, note, data, draw=None):
     """Print a table and a note; with `out`, write them to <out>.md, `data` to <out>.json.
 
-    rows: dicts {column: cell}. A figure goes to <out>.png and <out>.svg.
+    rows: dicts {column: cell}. The figure draw(data) goes to <out>.png and <out>.svg.
     """
     columns = list(dict.fromkeys(column for row in rows for column in row))
     text = f"{markdown(columns, [map(row.get, columns) for row in rows])}\n{note}\n"
     print(text, end="")
     if not out:
         return
-    out = out.removesuffix(".md")
     write_text(f"{out}.md", text)
     write_text(f"{out}.json", to_json(data, indent=1) + "\n")
-    if figure:
-        figure.savefig(f"{out}.png")
+    if draw:
+        figure = draw(data)
+        figure.savefig(f"{out}.png", dpi=150)
         figure.savefig(f"{out}.svg")
 
 
@@ -62,20 +62,13 @@ def usage_cells(layers):
 
 
 LINES = ("-", "--", "-.", ":")
-STYLE = {"axes.axisbelow": True,
-         "axes.grid": True,
-         "axes.titlelocation": "left",
-         "figure.constrained_layout.use": True,
-         "grid.alpha": 0.3,
-         "savefig.dpi": 150}
-
 
 def subplots(rows, columns, height, **settings):
     """Make a figure of (rows, columns) panels, 5.5 inches wide and `height` inches high."""
     from matplotlib import pyplot
 
-    pyplot.rcParams.update(STYLE)
-    return pyplot.subplots(rows, columns, figsize=(5.5, height), squeeze=False, **settings)
+    return pyplot.subplots(rows, columns, figsize=(5.5, height), squeeze=False,
+                           layout="constrained", **settings)
 
 
 def draw_staleness(records):
@@ -139,7 +132,6 @@ def draw_curves(runs):
     last = [log[-1]["perplexity"] for log in runs.values()]
     upper.set_yscale("log")
     upper.set_ylim(0.9 * np.nanmin(last), 2 * np.nanmax(last))  # nan: diverged
-    upper.yaxis.set_major_formatter("{x:g}")
     upper.yaxis.set_minor_formatter("{x:g}")
     upper.set_title("perplexity on held-out text (log scale)")
     upper.legend()

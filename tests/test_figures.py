@@ -35,7 +35,7 @@ def test_a_table_is_printed_and_written(tmp_path, capsys):
     """Rows may have other columns. JSON knows no nan."""
     out = str(tmp_path / "new" / "t")
     rows = [{"run": "a", "5": 1}, {"run": "b", "7": 2}]
-    write_table(f"{out}.md", rows, "A note.", [{"x": float("nan")}])
+    write_table(out, rows, "A note.", [{"x": float("nan")}])
     text = capsys.readouterr().out
     assert (tmp_path / "new/t.md").read_text() == text
     assert text.splitlines()[0] == "| run | 5 | 7 |" and text.endswith("A note.\n")
@@ -51,7 +51,7 @@ def evaluations(first, *perplexities, usage=(0.5, 0.75)):
             for n, p in enumerate(perplexities)]
 
 
-def test_curves_have_a_line_for_each_run_and_layer(tmp_path):
+def test_curves_have_a_line_for_each_run_and_layer():
     pytest.importorskip("matplotlib")
     runs = {"out/base": evaluations(0, 30000, 9, 5, usage=()),
             "out/more": evaluations(2, 5, 4),
@@ -64,9 +64,6 @@ def test_curves_have_a_line_for_each_run_and_layer(tmp_path):
     assert upper.get_ylim()[1] == 10  # the start of base is cut off
     assert {line.get_label(): line.get_ydata().tolist() for line in lower.lines} == {
         "out/more, layer 2": [50, 50], "out/more, layer 3": [75, 75], "out/nan, layer 2": [50, 50]}
-    write_table(str(tmp_path / "t"), [{"run": "a"}], "", [], figure)
-    assert (tmp_path / "t.png").read_bytes()[1:4] == b"PNG"
-    assert b"<svg" in (tmp_path / "t.svg").read_bytes()
 
 
 def test_staleness_has_a_panel_for_each_run_and_layer():
@@ -74,7 +71,7 @@ def test_staleness_has_a_panel_for_each_run_and_layer():
     records = [{"run": run, "layer": layer, "slots": {"never": 0.25, 100: 0.05, 2000: 0.7}}
                for run, layer in (("out/a", 2), ("out/a", 3), ("out/b", 2))]
     figure = draw_staleness(records)
-    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+    assert [axes.get_title() for axes in figure.axes] == [
         "out/a, layer 2", "out/a, layer 3", "out/b, layer 2"]
     for axes in figure.axes:
         assert [patch.get_height() for patch in axes.patches] == [25, 5, 70]

@@ -104,7 +104,7 @@ def test_table_6_and_figure_4(tuned, monkeypatch, capsys):
     counts = count("out/tiny_own", task_examples("out/tiny_own", "dev")[1])
     usage = read("table6.json")[0]["layers"]["2"]
     assert (usage["accesses"], usage["top1_mu"]) == (counts.sum(), (counts > 0).mean())
-    _, parts = draw_parts(task_examples("out/tiny_own", "train")[1])
+    parts = draw_parts(task_examples("out/tiny_own", "train")[1])
     for record, path in zip(read("figure4.json")[::2], ("out/tiny", "out/tiny_own"), strict=True):
         assert (record["classes"], record["layer"]) == ("none against animal", 2)
         top1 = np.array([count(path, part) for part in parts])
@@ -206,8 +206,7 @@ def test_fill_shows_what_else_reads_a_slot(runs, capsys):
 
 @pytest.mark.parametrize(("command", "message"), [
     ("browse out/plain --out page", "out/plain: a model without memory"),
-    ("table out/tiny", "out/tiny: not a fine-tuned run; table takes others with --data"),
-    ("by_class out/tiny", "out/tiny: expected a fine-tuned run of a task with classes")])
+    ("table out/tiny", "out/tiny: not a fine-tuned run; table takes others with --data")])
 def test_mistakes_get_a_line(runs, command, message):
     with pytest.raises(UserError, match=message):
         measure.main(command.split())
