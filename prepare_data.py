@@ -43,8 +43,8 @@ def docs(args):
     tokenizer = find_tokenizer(args, 4096)
     origin, files = docstrings()
     documents = [[f"{text}\n" for text in texts] for _, texts in files]
-    sources = [(lambda: documents, None)]
-    write_corpus(args.name or "docs", origin, sources, tokenizer, args.val_every or 20, args.force)
+    write_corpus(args.name or "docs", origin, [(lambda: documents, None)], tokenizer,
+                 args.val_every or 20, args.force)
 
 
 def docs_task(args):
@@ -143,7 +143,7 @@ def wikitext(args):
 def paper(args):
     """Prepare the paper's corpora, from .parquet and .txt files, or BookCorpus's tar."""
     names = ["wikipedia", "bookcorpus"] if args.command == "wikibooks" else [args.command]
-    # uncased, as 110M parameters of BERT base say (our reading)
+    # uncased (our reading): the paper says only that the vocabulary is that of Devlin et al.
     tokenizer = find_tokenizer(args, "bert-base-uncased")
     split = TEST if args.command == "pg19" else None
     sources, origins = [], []
@@ -151,8 +151,8 @@ def paper(args):
         for file in find_files(path, ".parquet", ".txt"):
             sources.append((partial(read_documents, file, ENDS[name]), split))
         origins.append(f"{name}: {path}")
-    name, origin = args.name or args.command, "; ".join(origins)
-    write_corpus(name, origin, sources, tokenizer, args.val_every or 1000, args.force)
+    write_corpus(args.name or args.command, "; ".join(origins), sources, tokenizer,
+                 args.val_every or 1000, args.force)
 
 
 def fetch_text(name):

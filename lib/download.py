@@ -17,7 +17,6 @@ from tokenizers import decoders, models, pre_tokenizers
 from lib.device import Progress
 from lib.errors import Failure, UserError
 from lib.files import atomic, discard, lock
-from lib.tokenizer import GPT2_SPECIALS
 
 FILES_BY_SERVER = """
 https://wikitext.smerity.com/  CC BY-SA 3.0
@@ -114,7 +113,7 @@ def unpack(path):
 
     The folder's name has the SHA-256 of the archive, because archives of one name can differ.
     """
-    folder = DOWNLOADS / f"{path.name.split('.')[0]}_{file_sha256(path)[:12]}"
+    folder = DOWNLOADS / f"{path.stem}_{file_sha256(path)[:12]}"
     if not folder.exists():
         print(f"{path}: unpacking", flush=True)
         inside = {} if path.suffix == ".zip" else {"filter": "data"}  # nothing outside the folder
@@ -146,15 +145,14 @@ def gpt2_tokenizer():
     """
     from tiktoken.load import read_file_cached as read
 
-    ids = json.loads(read(*FILES["encoder.json"]))  # its last token is <|endoftext|>
-    for token in ("<s>", "</s>", "<pad>", "<mask>"):
-        ids[token] = len(ids)
+    ids = json.loads(read(*FILES["encoder.json"]))
     lines = read(*FILES["vocab.bpe"]).decode().splitlines()
     merges = [tuple(line.split()) for line in lines[1:]]
     tokenizer = tokenizers.Tokenizer(models.BPE(ids, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    for token in GPT2_SPECIALS:  # <mask> is a word with the space before it, as in RoBERTa
+    for token in ("<|endoftext|>", "<s>", "</s>", "<pad>", "<mask>"):  # the first has an id
+        # <mask> is a word with the space before it, as in RoBERTa
         added = tokenizers.AddedToken(token, lstrip=token == "<mask>", normalized=False)
         tokenizer.add_special_tokens([added])
     return tokenizer

@@ -122,9 +122,9 @@ def read_folder(folder):
     weights = from_huggingface(theirs, config, head, file)
     saved = {"config": config, "weights": weights, "head": head}
     if head == "classifier":
-        count = len(weights["head.weight"])
-        names = settings.get("id2label") or {str(n): f"LABEL_{n}" for n in range(count)}
-        saved["labels"] = [names[str(n)] for n in range(count) if count > 1]  # [] for a regression
+        names, count = settings.get("id2label", {}), len(weights["head.weight"])
+        labels = [names.get(str(n), f"LABEL_{n}") for n in range(count)]
+        saved["labels"] = labels if count > 1 else []  # [] is a regression
     return saved
 
 

@@ -185,10 +185,9 @@ def write_corpus(name, origin, sources, tokenizer, val_every=None, force=False):
 
 
 def assign_splits(sources, val_every):
-    """Read the text once; return each document's split, int64 (documents,), and count its lines.
+    """Read the text once; return the split of each document, and the number of lines.
 
-    Equal documents are recognized by a hash of 64 bits. Two of 10 million different documents have
-    the same one with probability 3e-6.
+    A 64-bit hash tells documents apart. Two of 10 million collide with probability 3e-6.
     """
     splits, seen, n_lines = [], set(), 0
     for document, split in Progress(read_all(sources), desc="reading", unit=" documents"):

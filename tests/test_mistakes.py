@@ -151,10 +151,11 @@ def test_a_mistake_is_one_line(trained, tmp_path, monkeypatch, capsys, script, a
     assert content() == before
 
 
-@pytest.mark.parametrize("script, args", [("pretrain", ["tiny.py"]),
-                                          ("finetune", ["tune.py", "--out=out/tiny"])])
-def test_a_second_process_in_a_folder_is_a_mistake(trained, monkeypatch, capsys, script, args):
+@pytest.mark.parametrize("script, arguments, folder", [
+    ("pretrain", "tiny.py", "out/tiny"), ("finetune", "tune.py --out=out/new", "out/new/seed0")])
+def test_a_second_process_in_a_folder_is_a_mistake(trained, monkeypatch, capsys, script, arguments,
+                                                   folder):
     monkeypatch.chdir(trained)
-    with lock("out/tiny", "trains there"):
-        status, said = end(monkeypatch, capsys, script, args)
+    with lock(folder, "trains there"):
+        status, said = end(monkeypatch, capsys, script, arguments.split())
     assert status == 2 and "another process trains there" in said
