@@ -63,7 +63,7 @@ class Config:
     d_model: int = 0  # width; 0: that of the named model
     d_ff: int = 0  # width of the FFN; 0: that of the named model
     dropout: float = 0.1  # in embeddings, attention and FFN
-    memory_layers: tuple = ()  # layers with a memory: (4, 8) of 12; section 5.1 tries no others
+    memory_layers: tuple = ()  # with a memory, counted from 1: (4, 8) of 12; 5.1 tries no others
     alpha: float = 1.0  # weight of the FFN; 0: the memory replaces it (PKM)
     beta: float = 1.0  # weight of the memory; with alpha = 1: residual memory (ResM)
     n_keys: int = 512  # a memory has n_keys^2 slots
@@ -72,7 +72,7 @@ class Config:
     key_dim: int = 256  # size of a head's key: two halves of key_dim / 2
     values: str = "random"  # initial values: random, or zero (the memory starts silent)
     init_from: str = ""  # a run, a Hugging Face folder, or a name: bert-base-uncased
-    reinit_ffn: bool = False  # ResM': new FFNs beside the memories alone (our reading)
+    reinit_ffn: bool = False  # with init_from: new FFNs in memory layers alone (ResM'; our reading)
     # batch: batch_size x accumulation sequences a step
     seq_len: int = 512  # tokens of a sequence, with [CLS] and [SEP] if masked
     batch_size: int = 32  # sequences at a time on the device
