@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lib.browse import (
+    CorpusReads,
     class_distances,
     count_task_reads,
     draw_parts,
@@ -20,6 +21,7 @@ from lib.browse import (
     task_usage,
     whole_distances,
 )
+from lib.tokenizer import load_tokenizer
 from model import Classifier
 from tests.helpers import PIECES, save_model, squad_file, tiny_bert
 
@@ -31,6 +33,15 @@ def test_no_text_breaks_out_of_the_page():
     data = page_html({"title": text}).split('id="data">')[1].split("</script>")[0]
     assert "<" not in data
     assert json.loads(data) == {"title": text}
+
+
+def test_a_context_that_stands_twice_is_listed_once(workdir):
+    corpus = CorpusReads.__new__(CorpusReads)
+    corpus.ids = np.array([[2, 6, 3]] * 2)
+    corpus.tokenizer = load_tokenizer(".")
+    corpus.reads = {1: (torch.arange(1.0, 7)[:, None], [np.arange(6)])}  # one slot, one head
+    assert corpus.contexts(1, 0, 9) == [
+        (6, "[CLS] cat «[SEP]»", 5), (5, "[CLS] «cat» [SEP]", 4), (4, "«[CLS]» cat [SEP]", 3)]
 
 
 @pytest.fixture
