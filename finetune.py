@@ -5,16 +5,17 @@ $ python finetune.py configs/demo_finetune.py         # after configs/demo.py; m
 $ python finetune.py configs/finetune_glue.py --task=SST-2 --init_from=out/base_resm_init --seeds=5
 $ python finetune.py configs/finetune_squad.py --init_from=out/base_resm_init
 $ torchrun --standalone --nproc_per_node=4 finetune.py CONFIG --accumulation=4
+$ python finetune.py CONFIG --out=out/NAME --seed=1   # beside a process with --seed=0
 
 A task of your own is a folder: --task=FOLDER. Its train.tsv and dev.tsv begin with a header. Texts
 are in the column `sentence`, or in `sentence1` and `sentence2`. The target is `label` (a class) or
 `score` (a number). --key=value overrides a setting below. The same command goes on where a stopped
 run left off.
 
-out/<run>/seed0/                 config.json, log.jsonl, vocab.txt and step_000500/ as in a run of
-                                 pretrain.py; only the newest checkpoint stays
+out/<run>/seed0/                 config.json, log.jsonl and vocab.txt as in a run of pretrain.py;
+                                 the newest step_000500/ until the seed is done, then only best/
 out/<run>/seed0/eval_results.json, predictions_dev.tsv: of the weights in best/
-out/<run>/eval_results.json      the medians over the seeds, and the scores of each seed
+out/<run>/eval_results.json      the medians over the finished seeds, and the scores of each
 """
 import math
 import shlex
@@ -38,7 +39,7 @@ from lib.distributed import (
 )
 from lib.download import file_sha256
 from lib.errors import UserError
-from lib.files import first_rank, lock
+from lib.files import discard, first_rank, lock
 from lib.predict import predict_examples, score_dev, write_predictions
 from lib.run import Run
 from lib.settings import load_settings
@@ -63,7 +64,7 @@ from lib.weights import (
     model_file,
     read_weights,
 )
-from model import build_model, value_tables
+from model import build_model
 
 
 @dataclass
@@ -74,13 +75,13 @@ class Config:
     task: str = ""  # of GLUE (sst2, ...), squad, docs, or a folder
     seed: int = 0  # for the head's weights, data order and dropout
     seeds: int = 1  # how many; the median is reported
-    update_memory: bool = True  # False: the value tables are frozen (Table 5)
+    update_memory: bool = True  # False: the whole memory is frozen (Table 5)
     # data
     max_len: int = 128  # tokens of an example or a window
     doc_stride: int = 128  # tokens from one of SQuAD's windows to the next
     train_examples: int = 0  # examples or windows to train on; 0: all
-    # optimization: AdamW; linear warm-up, then linear decay to 0
-    batch_size: int = 32  # examples per step; Table 3 has none (our reading)
+    # optimization: AdamW (eps 1e-6: our reading); linear warm-up, then linear decay to 0
+    batch_size: int = 32  # examples per step, of similar length (our reading)
     accumulation: int = 1  # parts of a batch; a multiple of the ranks
     epochs: int = 10  # passes over the training examples
     max_steps: int = 0  # 0: as many as the epochs take
@@ -89,8 +90,8 @@ class Config:
     keys_lr: float = 1.0  # rate of the memory's sub-keys, as a factor of lr
     value_lr: float = 1e-3  # rate of the value tables, constant (our reading)
     weight_decay: float = 0.1  # biases, norms and memories have none
-    grad_clip: float = 1.0  # largest norm of all gradients except the value tables'
-    dropout: float = 0.1  # in embeddings, attention, FFN and the pooled [CLS]
+    grad_clip: float = 1.0  # largest norm of all gradients but the values' (our reading)
+    dropout: float = 0.1  # in embeddings, attention, FFN and the pooled [CLS] (our reading)
     # watching
     log_interval: int = 100  # steps between log records
     checkpoint_interval: int = 1000  # and after each epoch
@@ -134,38 +135,38 @@ def main(argv):
     steps = config.max_steps or config.epochs * math.ceil(len(train) / config.batch_size)
     config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."),
                      max_steps=steps)
-    print(f"{len(train):,} training examples, {steps:,} steps of {config.batch_size}, "
-          f"{config.warmup_steps:,} of them warm-up")
 
-    start = vocab.parent.parent if vocab.parent.name.startswith("seed") else vocab.parent
     fixed = "" if config.update_memory else "_fixed"
-    out = Path(config.out or f"out/{start.name}_{task.name}{fixed}")
-    with lock(out, "trains there"):
-        files = [task.file(split) for split in ("train", *task.dev.values())]
-        data = {file.name: file_sha256(file) for file in files} | {"labels": list(task.labels)}
-        for earlier in Run(out).seeds():
-            before = earlier.settings()
-            earlier.check_settings(replace(config, seed=before["seed"]), data)
-            if before["init_checkpoint"] != str(initial):
-                raise UserError(f"{earlier.folder} started from {before['init_checkpoint']}, not "
-                                f"from {initial}: give --init_from, or another --out=out/NAME")
-        signals = catch_signals()
-        for seed in range(config.seed, config.seed + config.seeds):
-            run = Run(out / f"seed{seed}")
-            fine_tune(replace(config, seed=seed), run, task, data, train, dev, signals)
+    out = Path(config.out or f"out/{Path(config.init_from).name}_{task.name}{fixed}")
+    files = [task.file(split) for split in ("train", *task.dev.values())]
+    data = {file.name: file_sha256(file) for file in files} | {"labels": list(task.labels)}
+    for earlier in Run(out).seeds():
+        before = earlier.settings()
+        earlier.check_settings(replace(config, seed=before["seed"]), data)
+        if before["init_checkpoint"] != str(initial):
+            raise UserError(f"{earlier.folder} started from {before['init_checkpoint']}, not "
+                            f"from {initial}: give --init_from, or another --out=out/NAME")
+    signals = catch_signals()
+    for seed in range(config.seed, config.seed + config.seeds):
+        run = Run(out / f"seed{seed}")
+        with lock(run.folder, "trains there"):
+            if run.results():
+                print(f"{run.folder} is done: --out=out/NAME starts anew")
+            else:
+                fine_tune(replace(config, seed=seed), run, task, data, train, dev, signals)
             if any_signalled(signals):
                 print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
                 return status_after(signals)
+            for checkpoint in run.folder.glob("step_*"):  # best/ stays
+                discard(checkpoint)
         if first_rank():
-            write_medians(task, out)
+            with lock(out, "writes medians", timeout=-1):  # other seeds may end now, too
+                write_medians(task, out)
     return 0
 
 
 def fine_tune(config, run, task, data, train, dev, signals):
     """Fine-tune with one seed, or go on. Afterwards `run` has results, unless a signal came."""
-    if run.results():
-        print(f"{run.folder} is done: --out=out/NAME starts anew")
-        return
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     batches = TrainingBatches(train, config)
 
@@ -174,12 +175,13 @@ def fine_tune(config, run, task, data, train, dev, signals):
     sizes = replace(read_weights(initial)["config"], dropout=config.dropout)
     torch.manual_seed(config.seed)  # of the head
     model = build_model(sizes, "span" if task.reads_spans else "classifier", task.labels)
-    for table in value_tables(model).values():
-        table.learns = config.update_memory
+    for layer in model.bert.layers:
+        if layer.memory is not None and not config.update_memory:
+            layer.memory.requires_grad_(False).eval()  # its batch norm keeps its statistics
+            layer.memory.values.learns = False
     checkpoint = run.newest_checkpoint()
     if checkpoint:
-        origin = {key: run.settings()[key]
-                  for key in ("init_checkpoint", "first_step", "pooler_trained")}
+        origin = run.settings()
         model.load_state_dict(read_weights(checkpoint)["weights"])
     else:
         origin = init_from(model, initial)
@@ -192,13 +194,13 @@ def fine_tune(config, run, task, data, train, dev, signals):
     dense, sparse = make_optimizers(model, config, device)  # sparse: of the value tables
     dense_parameters = [p for group in dense.param_groups for p in group["params"]]
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    state = {"step": 0, "elapsed": 0.0, "seconds": 0.0, "losses": [], "scores": []}
+    state = {"step": 0, "elapsed": 0.0, "seconds": 0.0, "losses": [],
+             "best": -math.inf, "results": {}}
     if checkpoint:
         state = restore(checkpoint, dense, sparse, scaler)
     run.start(config, vocab, origin, data, state["step"])
 
     micro_batches = my_micro_batches(config.accumulation)
-    model.train()
     recent = []  # (loss, norm) of the steps since the last look, still on the device
     start = time.perf_counter()
     for step in range(state["step"], config.max_steps):
@@ -244,12 +246,14 @@ def fine_tune(config, run, task, data, train, dev, signals):
         if epoch_ends:
             predictions = {suffix: predict_examples(model, examples, config.batch_size, dtype)
                            for suffix, examples in dev.items()}
-            scores = score_dev(task, dev, predictions)
-            state["scores"].append({"epoch": batches.epochs(done), **scores})
-            run.log({"step": done, **state["scores"][-1]})
-            shown = ", ".join(f"{metric} {score:.4f}" for metric, score in scores.items())
-            print(f"epoch {batches.epochs(done):g}: {shown}", flush=True)
-            if best_epoch(task, state["scores"]) == len(state["scores"]) - 1:
+            scores = score_dev(task, dev, predictions) | {"epoch": batches.epochs(done)}
+            run.log({"step": done, **scores})
+            score = scores[task.metrics[0]]
+            print(f"epoch {scores['epoch']:g}: {task.metrics[0]} {score:.4f}", flush=True)
+            score = float(np.nan_to_num(score, nan=-2))  # less than any number
+            if score > state["best"]:
+                state["best"] = score
+                state["results"] = {f"eval_{name}": value for name, value in scores.items()}
                 run.save_best(model_file(model, task.labels))
                 write_predictions(run.folder, task, dev, predictions)
         if save:
@@ -261,16 +265,7 @@ def fine_tune(config, run, task, data, train, dev, signals):
         start = time.perf_counter()
 
     if state["step"] == config.max_steps:
-        best, last = state["scores"][best_epoch(task, state["scores"])], state["scores"][-1]
-        results = {f"eval_{key}": score for key, score in best.items()}
-        results |= {f"last_{key}": score for key, score in last.items()}
-        run.write_results(results)  # last: now the seed is done
-
-
-def best_epoch(task, scores):
-    """Find the first epoch with the best score: its place. nan is worse than a number."""
-    numbers = [epoch[task.metrics[0]] for epoch in scores]
-    return int(np.argmax(np.nan_to_num(numbers, nan=-np.inf)))
+        run.write_results(state["results"])  # last: now the seed is done
 
 
 def write_medians(task, out):

@@ -167,7 +167,7 @@ model = {auto}.from_pretrained("{name}"{code})
 
 ## measured
 
-A task's scores are those of the dev split: eval_ of the best epoch, last_ of the last one.
+A task's scores are those of the dev split after the best epoch.
 
 ```
 {results}

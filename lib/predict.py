@@ -25,9 +25,9 @@ def predict_examples(model, examples, batch_size=32, dtype=torch.float32):
     """Predict for Examples with a Classifier, or for Windows with a SpanReader.
 
     A Classifier gives an array (n, classes) of probabilities, or (n, 1) of scores if there are no
-    classes. A SpanReader gives (n, 3), see best_spans.
+    classes. A SpanReader gives (n, 3), see best_spans. Each module keeps its mode.
     """
-    was_training = model.training
+    in_training = [module for module in model.modules() if module.training]
     device = model.head.weight.device
     reads_spans = isinstance(model, SpanReader)
     predictions = np.zeros((len(examples), 3 if reads_spans else model.head.out_features))
@@ -42,7 +42,8 @@ def predict_examples(model, examples, batch_size=32, dtype=torch.float32):
         elif output.shape[1] > 1:
             output = output.softmax(1)
         predictions[index] = output
-    model.train(was_training)
+    for module in in_training:
+        module.training = True
     return sum_over_ranks(predictions)
 
 
@@ -134,27 +135,25 @@ def prediction_table(predictions, labels):
 def predict_file(run, file, device):
     """Predict for a file of new texts with a fine-tuned model.
 
-    run: see find_weights. file: a TSV file with the columns of training, or for SQuAD a .json in
-    its layout. Returns header and rows of a table: the columns of the TSV, or ids and questions.
-    Then come the prediction, and a class's probability or an answer's score.
+    run: out/<run> or one of its seeds. file: a TSV file with the columns of training, or for SQuAD
+    a .json in its layout. Returns header and rows of a table: the columns of the TSV, or ids and
+    questions. Then come the prediction, and a class's probability or an answer's score.
     """
     folder, vocab = find_weights(run)
-    saved = read_weights(folder)
-    if not saved["head"]:
+    settings = Run(folder.parent).settings()
+    if "task" not in settings:
         raise UserError(f"{run}: not a fine-tuned model: python finetune.py makes one")
     model = load_model(folder).to(device)
-    tokenizer = text_tokenizer(vocab)
-    settings = Run(folder.parent).settings()  # {} for Hugging Face's layout
-    max_len = settings.get("max_len", min(384, saved["config"].max_len))
-    if saved["head"] == "span":
-        stride = settings.get("doc_stride", 128)
-        windows = make_windows(tokenizer, read_squad(file), max_len, stride)
+    tokenizer, max_len = text_tokenizer(vocab), settings["max_len"]
+    if isinstance(model, SpanReader):
+        windows = make_windows(tokenizer, read_squad(file), max_len, settings["doc_stride"])
         answers = best_answers(windows, predict_examples(model, windows))
         table = [[question.id, question.text, text, f"{score:.3f}"]
                  for question, (text, score) in answers.items()]
         return ["id", "question", "prediction", "score"], table
     rows = read_table(file)
     examples = encode_examples(tokenizer, pick_texts(file, rows), [None] * len(rows), max_len)
-    header, cells = prediction_table(predict_examples(model, examples), saved["labels"])
+    header, cells = prediction_table(predict_examples(model, examples),
+                                     read_weights(folder)["labels"])
     table = [[*row.values(), *new] for row, new in zip(rows, cells)]
     return [*rows[0], *header], table

@@ -41,8 +41,8 @@ def read_squad(path):
                 for qa in paragraph["qas"]:
                     answers = [(answer["answer_start"], answer["text"])
                                for answer in qa.get("answers", [])]
-                    question = Question(qa["id"], qa["question"], paragraph["context"], answers)
-                    questions.append(question)
+                    questions.append(
+                        Question(qa["id"], qa["question"], paragraph["context"], answers))
     except (LookupError, TypeError) as error:
         raise UserError(f"{path}: not a file of SQuAD 1.1 ({error!r})") from None
     return questions
@@ -54,16 +54,15 @@ def make_windows(tokenizer, questions, max_len, stride):
     They begin `stride` tokens apart. The label is the question's first answer.
     """
     special = special_ids(tokenizer)
-    contexts = list(dict.fromkeys(question.context for question in questions))
-    paragraphs = {}
-    for context, encoding in zip(contexts, tokenize(tokenizer, contexts, "paragraphs")):
-        offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
-        paragraphs[context] = encoding.ids, offsets
-
+    paragraphs = {}  # several questions have the same
     windows = []
     heads = tokenize(tokenizer, [question.text for question in questions], "questions")
     for question, encoding in zip(questions, heads):
         head = [special.cls, *encoding.ids[:min(64, max_len // 2)], special.sep]
+        if question.context not in paragraphs:
+            found = tokenizer.encode(question.context, add_special_tokens=False)
+            offsets = np.array(found.offsets, np.int32).reshape(-1, 2)
+            paragraphs[question.context] = found.ids, offsets
         tokens, offsets = paragraphs[question.context]
         character, answer = question.answers[0] if question.answers else (0, "")
         first = np.searchsorted(offsets[:, 1], character, side="right")

@@ -25,7 +25,6 @@ class Task:
     folder: str | Path
     labels: list  # classes; [] for a score or a span
     metrics: list  # the first one picks the best epoch
-    table_metrics: list = ()  # the ones in tables of scores
     archives: list = ()  # the files to download
     dev: dict = field(default_factory=lambda: {"": "dev"})  # {suffix of metrics: split}
     reads_spans: bool = False  # answers are spans of a paragraph
@@ -44,19 +43,17 @@ ENTAILED = ["entailment", "not_entailment"]
 CORRELATIONS = ["pearson", "spearmanr"]
 GLUE = [  # the columns of Table 4 from left to right, then the other tasks
     Task("mnli", "data/glue/MNLI", ["contradiction", "entailment", "neutral"], ["accuracy"],
-         ["accuracy", "accuracy_mm"], ["MNLI.zip"],
-         dev={"": "dev_matched", "_mm": "dev_mismatched"}),
-    Task("qqp", "data/glue/QQP", YES_NO, ["accuracy", "f1"], ["accuracy"], ["QQP-clean.zip"]),
-    Task("qnli", "data/glue/QNLI", ENTAILED, ["accuracy"], ["accuracy"], ["QNLIv2.zip"]),
-    Task("sst2", "data/glue/SST-2", YES_NO, ["accuracy"], ["accuracy"], ["SST-2.zip"]),
-    Task("cola", "data/glue/CoLA", YES_NO, ["matthews_correlation", "accuracy"],
-         ["matthews_correlation"], ["CoLA.zip"]),
-    Task("mrpc", "data/glue/MRPC", YES_NO, ["accuracy", "f1"], ["accuracy", "f1"],
+         ["MNLI.zip"], dev={"": "dev_matched", "_mm": "dev_mismatched"}),
+    Task("qqp", "data/glue/QQP", YES_NO, ["accuracy", "f1"], ["QQP-clean.zip"]),
+    Task("qnli", "data/glue/QNLI", ENTAILED, ["accuracy"], ["QNLIv2.zip"]),
+    Task("sst2", "data/glue/SST-2", YES_NO, ["accuracy"], ["SST-2.zip"]),
+    Task("cola", "data/glue/CoLA", YES_NO, ["matthews_correlation", "accuracy"], ["CoLA.zip"]),
+    Task("mrpc", "data/glue/MRPC", YES_NO, ["accuracy", "f1"],
          ["msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "mrpc_dev_ids.tsv"]),
-    Task("stsb", "data/glue/STS-B", [], CORRELATIONS, CORRELATIONS, ["STS-B.zip"]),
-    Task("rte", "data/glue/RTE", ENTAILED, ["accuracy"], ["accuracy"], ["RTE.zip"]),
+    Task("stsb", "data/glue/STS-B", [], CORRELATIONS, ["STS-B.zip"]),
+    Task("rte", "data/glue/RTE", ENTAILED, ["accuracy"], ["RTE.zip"]),
 ]
-SQUAD = Task("squad", "data/squad", [], ["f1", "exact_match"], ["exact_match", "f1"],
+SQUAD = Task("squad", "data/squad", [], ["f1", "exact_match"],
              ["train-v1.1.json", "dev-v1.1.json"], reads_spans=True)
 TASKS = {task.name: task for task in [SQUAD, *GLUE]}
 
@@ -88,10 +85,7 @@ def find_task(name):
     column = find_columns(path, rows, LABELS)[0]
     if column == "score":
         return Task(key, folder, [], CORRELATIONS)
-    classes = sorted({row[column] for row in rows})
-    if len(classes) < 2:
-        raise UserError(f"{path}: labels {classes}: expected two classes or more")
-    return Task(key, folder, classes, ["accuracy"])
+    return Task(key, folder, sorted({row[column] for row in rows}), ["accuracy"])
 
 
 def task_name(name):
@@ -222,34 +216,27 @@ def pad(examples):
 
     They are ids, token_types and, if anything is padded, a mask that is True at real tokens.
     """
-    lengths = np.array([len(example.ids) for example in examples], int)[:, None]
-    first_length = np.array([example.first_length for example in examples], int)[:, None]
-    position = np.arange(lengths.max(initial=1))
-    ids = np.zeros((len(examples), len(position)), int)
-    for row, example in zip(ids, examples):
-        row[:len(example.ids)] = example.ids
-    batch = {"ids": ids, "token_types": (position >= first_length).astype(int)}
-    mask = position < lengths
+    shape = len(examples), max([len(example.ids) for example in examples], default=1)
+    batch = {"ids": np.zeros(shape, int), "token_types": np.zeros(shape, int)}
+    mask = np.zeros(shape, bool)
+    for n, example in enumerate(examples):
+        length = len(example.ids)
+        batch["ids"][n, :length] = example.ids
+        batch["token_types"][n, example.first_length:] = 1
+        mask[n, :length] = True
     return batch if mask.all() else {**batch, "mask": mask}  # faster without a mask
 
 
-def batches_by_length(lengths, size, rng=None):
-    """Group examples of similar lengths into batches, as arrays of indices.
-
-    Without a numpy Generator they are sorted. With one they are in random order, and sorted only
-    within 64 batches at a time.
-    """
-    n = len(lengths)
-    if rng is None:
-        return np.split(np.argsort(lengths, kind="stable"), range(size, n, size))
-    order = rng.permutation(n)
-    order = order[np.lexsort((lengths[order], np.arange(n) // (64 * size)))]
-    batches = np.split(order, range(size, n, size))
-    return [batches[i] for i in rng.permutation(len(batches))]
+def batches_by_length(lengths, size):
+    """Sort examples by length and cut them into batches, as arrays of indices."""
+    return np.split(np.argsort(lengths, kind="stable"), range(size, len(lengths), size))
 
 
 class TrainingBatches:
-    """Make the training batches of one seed. Examples of similar lengths are together."""
+    """Make the training batches of one seed, in random order.
+
+    Examples are sorted by length within 64 batches at a time (our reading).
+    """
 
     unit = "examples"
 
@@ -260,9 +247,13 @@ class TrainingBatches:
         self.steps_per_epoch = math.ceil(len(examples) / self.size)
         self.steps = []  # the examples of each step, by index
         lengths = np.array([len(example.ids) for example in examples])
+        place = np.arange(len(examples))
         for epoch in range(math.ceil(config.max_steps / self.steps_per_epoch)):
             rng = np.random.default_rng([config.seed, ORDER, epoch])
-            self.steps += batches_by_length(lengths, self.size, rng)
+            order = rng.permutation(len(examples))
+            order = order[np.lexsort((lengths[order], place // (64 * self.size)))]
+            batches = np.split(order, place[self.size::self.size])
+            self.steps += [batches[n] for n in rng.permutation(len(batches))]
 
     def epochs(self, steps):
         """Return how often `steps` steps go through the examples."""
@@ -279,48 +270,42 @@ class TrainingBatches:
 
 
 TABLE_4 = list(TASKS)[:6]  # its columns; its average leaves SQuAD out
+TWO_SCORES = ["squad", "mnli", "mrpc", "stsb"]  # tasks with two in a cell, the others have one
 
 
 def score_table(paths):
-    """Make the table of fine-tuned runs: rows, dicts by column, and records for JSON.
+    """Make the table of fine-tuned runs: rows, dicts by column.
 
-    A row has the medians over the seeds of one initial model, a folder for each task. A second
-    folder of a task has another recipe. Its row is named by the folder.
+    A row has the medians over the seeds of one initial model, a folder for each task. A cell ends
+    with the number of seeds. UserError for a second folder of a task.
     """
-    systems = {}  # {(initial model, update_memory, recipe): {task: {seed: scores}}}
+    systems = {}  # {(initial model, update_memory): {task: eval_results.json}}
     for path in paths:
-        runs = [run for run in Run(path).seeds() if run.results()]
-        if not runs:
+        results = Run(path).results()
+        if not results:
             continue
-        settings = runs[0].settings()
+        settings = Run(path).seeds()[0].settings()
         task = task_name(settings["task"])
-        system = settings["init_from"], settings["update_memory"]
-        recipe = path if task in systems.get((*system, ""), {}) else ""
-        tasks = systems.setdefault((*system, recipe), {})
-        tasks[task] = {run.settings()["seed"]: run.results() for run in runs}
+        tasks = systems.setdefault((settings["init_from"], settings["update_memory"]), {})
+        if task in tasks:
+            raise UserError(f"{path}: a second run of {task} from {settings['init_from']}: name "
+                            "one of them")
+        tasks[task] = results
 
-    scored = {task for tasks in systems.values() for task in tasks}
-    columns = [*TABLE_4, "Avg", *sorted(scored - set(TABLE_4))]
-    rows, records = [], []
-    for (initial, updated, recipe), tasks in systems.items():
-        medians = {task: median_scores(task, seeds.values()) for task, seeds in tasks.items()}
-        averaged = [value for task in TABLE_4[1:] for value in medians.get(task, [])]
+    rows = []
+    for (initial, updated), tasks in systems.items():
+        row = {"initial model": initial, "memory update": "Y" if updated else "N",
+               **dict.fromkeys([*TABLE_4, "Avg"])}
+        averaged = []
+        for task, results in tasks.items():
+            seeds = len(results.get("seeds", [results]))  # a seed's folder has no more
+            scores = [score if task == "squad" else 100 * score for name, score in results.items()
+                      if name not in ("eval_epoch", "seeds")]
+            scores = scores[:2 if task in TWO_SCORES else 1]
+            row[task] = "/".join(f"{score:.1f}" for score in scores) + f" ({seeds})"
+            if task in TABLE_4[1:]:
+                averaged += scores
         if len(averaged) == 6:  # MNLI has two
-            medians["Avg"] = [float(np.mean(averaged))]
-        records.append({"init_from": initial, "update_memory": updated, "recipe": recipe,
-                        "median": medians, "seeds": tasks})
-        counts = sorted({len(seeds) for seeds in tasks.values()})
-        row = {"initial model": f"{initial} {recipe}".strip(),
-               "memory update": "Y" if updated else "N", "seeds": "-".join(map(str, counts))}
-        for column in columns:
-            row[column] = "/".join(f"{value:.1f}" for value in medians.get(column, [])) or "-"
+            row["Avg"] = f"{np.mean(averaged):.1f}"
         rows.append(row)
-    return rows, records
-
-
-def median_scores(task, seeds):
-    """Return the median of each of a task's metrics over its seeds, in percent."""
-    metrics = TASKS[task].table_metrics if task in TASKS else ["accuracy", "pearson"]
-    scale = 1 if task == "squad" else 100
-    scores = [[results.get(f"eval_{metric}") for results in seeds] for metric in metrics]
-    return [scale * float(np.median(values)) for values in scores if None not in values]
+    return rows
