@@ -7,18 +7,22 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers import PIECES, ROOT, SHARED, TINY, train, write_tasks
+from tests.helpers import PIECES, ROOT, SHARED, TINY, prepare, train, write_tasks
+from tests.on_ranks import SERVER
 
 torch.set_num_threads(1)  # at these sizes threads mostly wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"  # and in the processes that a test starts
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks would need a card each; results/gpu.sh tries cards
+os.environ["PYTHONPATH"] = str(ROOT)
+SERVER.set_forkserver_preload(["tests.test_distributed", "accelerate", "transformers.trainer",
+                               "transformers.models.bert.modeling_bert"])
+forkserver.ensure_running()  # its imports take seconds, beside the first tests
 
 
 @pytest.fixture(scope="session")
@@ -32,10 +36,11 @@ def prepared(tmp_path_factory):
                                  for _ in range(8)) for _ in range(60))
     (folder / "text.txt").write_text(text)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *itertools.chain(*kinds)]
-    for name, vocab in (("tiny", words), ("other", [*words, "more"])):
-        (folder / f"{name}.txt").write_text("\n".join(vocab) + "\n")
-        subprocess.run([sys.executable, ROOT / "prepare_data.py", "text", name, "text.txt",
-                        "--vocab", f"{name}.txt", "--val_every", "10"], cwd=folder, check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, vocab in (("tiny", words), ("other", [*words, "more"])):
+            Path(f"{name}.txt").write_text("\n".join(vocab) + "\n")
+            prepare("text", name, "text.txt", "--vocab", f"{name}.txt", "--val_every", "10")
     (folder / "tiny.py").write_text("".join(f"{k} = {v!r}\n" for k, v in TINY.items()))
     return folder
 

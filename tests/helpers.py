@@ -64,10 +64,6 @@ def train(*args):
     return pretrain.main(["tiny.py", *args])
 
 
-def command(*args):
-    return [sys.executable, str(ROOT / "pretrain.py"), "tiny.py", *args]
-
-
 def log(out="out/tiny"):
     return [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
 

@@ -17,48 +17,44 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+import finetune
+import measure
+import pretrain
+from lib.distributed import (
+    ShardedValueTable,
+    any_signalled,
+    columns,
+    cut_moments,
+    get_rank,
+    get_world_size,
+)
 from lib.run import Run
 from tests.helpers import ROOT, log, steps_saved
+from tests.on_ranks import finish, start
+from values import LazyAdam, ValueTable
 
 KILLS = int(os.environ.get("PKM_TEST_KILLS", "1"))
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-PRETRAIN = ["pretrain.py", "tiny.py", "--accumulation=4", "--max_steps=12", "--n_layer=2",
-            "--d_model=16", "--d_ff=32", "--memory_layers=1,2", "--log_interval=4",
-            "--usage_interval=12", "--eval_interval=6", "--keep_checkpoints=4",
-            "--checkpoint_interval=3"]
-SYSTEMS = {"base": ["--memory_layers="], "pkm": ["--alpha=0"], "resm": [],
-           "causal": ["--objective=causal"], "resm_init": ["--init_from=out/base_0"]}
-COMPARED = [("base", 2), ("pkm", 2), ("causal", 2), ("resm", 4), ("resm_init", 4), ("tuned", 4)]
+PRETRAIN = ["tiny.py", "--accumulation=4", "--max_steps=8", "--n_layer=2", "--d_model=16",
+            "--d_ff=32", "--memory_layers=1,2", "--log_interval=2", "--usage_interval=8",
+            "--eval_interval=8", "--keep_checkpoints=4", "--checkpoint_interval=2"]
+SYSTEMS = {"base": ["--memory_layers="], "pkm": ["--alpha=0", "--objective=causal"], "resm": [],
+           "resm_init": ["--init_from=out/base_0"]}
+COMPARED = [("base", 2), ("pkm", 2), ("resm", 4), ("resm_init", 4), ("tuned", 4)]
 
 
-def on_ranks(*commands):
-    """Start commands, (ranks, dtype, *words), that run one after the other: see on_ranks.py."""
-    words = [str(word) for command in commands for word in (*command, ",")]
-    return subprocess.Popen([sys.executable, "-m", "tests.on_ranks", *words], env=ENVIRONMENT,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start_run(name, world):
+    """Start a training of SYSTEMS, or a fine-tuning that starts from resm.
 
-
-def finish(*processes):
-    """Wait for processes, which must succeed. Returns what they printed."""
-    outputs = [process.communicate() for process in processes]
-    assert not any(process.returncode for process in processes), outputs
-    return "".join(output for output, _ in outputs)
-
-
-def pretrain(name, world, dtype="float64"):
-    return world, dtype, *PRETRAIN, *SYSTEMS[name], f"--out=out/{name}_{world}"
-
-
-def finetune(world):
-    """Fine-tune with 43 examples: the last batch of an epoch has 3 for 4 micro-batches."""
-    return (world, "float64", "finetune.py", "tune.py", "--init_from=out/resm_0",
-            "--accumulation=4", "--train_examples=43", "--epochs=2", f"--out=out/tuned_{world}")
-
-
-def table(world):
-    return (world, "float64", "measure.py", "table", "out/resm_0", "--data", "tiny",
-            "--device", "cpu", "--out", f"table_{world}")
+    It has 43 examples: the last batch of an epoch has 3 for 4 micro-batches.
+    """
+    out = f"--out=out/{name}_{world}"
+    if name == "tuned":
+        return start(world, finetune.main, [
+            "tune.py", "--init_from=out/resm_0", "--accumulation=4", "--train_examples=43",
+            "--epochs=2", out], float64=True)
+    return start(world, pretrain.main, [*PRETRAIN, *SYSTEMS[name], out], float64=True)
 
 
 def write_task(words):
@@ -80,23 +76,11 @@ def compared(prepared, tmp_path_factory):
     """Make a folder with runs of one process, out/<name>_0, and of 2 and 4 ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     shutil.copytree(prepared, folder, dirs_exist_ok=True)
-    values = [(world, "float32", "values", *words) for world, words in (
-        (2, []), (2, ["even"]), (2, ["frozen"]), (4, []), (4, ["even", "bfloat16"]))]
-    signals = [(2, "float32", "one_signalled", rank) for rank in range(2)]
-    resume = [*PRETRAIN, "--out=out/mixed"]
-    mixed = []
-    for step, world in ((3, 4), (6, 2), (9, 1)):
-        mixed += [(0, "float64", "rewind", "out/mixed", step), (world, "float64", *resume)]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         write_task(Path("tiny.txt").read_text().split()[6:])
-        Path("one.txt").write_text(finish(on_ranks(*(pretrain(name, 0) for name in SYSTEMS),
-                                                   finetune(0), table(0))))
-        shutil.copytree("out/resm_0", "out/mixed")
-        wider = {world: [finetune(world) if name == "tuned" else pretrain(name, world)
-                         for name, n in COMPARED if n == world] for world in (2, 4)}
-        Path("ranks.txt").write_text(finish(on_ranks(*wider[2], *values, *signals, table(2)),
-                                            on_ranks(*wider[4], *mixed)))
+        for runs in (COMPARED[:3], COMPARED[3:]):  # the last ones start from the first
+            finish(*(start_run(name, n) for name, world in runs for n in (0, world)))
     return folder
 
 
@@ -125,10 +109,10 @@ def assert_equal_runs(ours, reference, tolerance):
     def timeless(run):
         return [{k: v for k, v in r.items() if k not in speed} for r in log(run)]
 
-    ends = [Run(run).newest_checkpoint() for run in (ours, reference)]
+    ends = [Run(run).newest_checkpoint() or Path(run, "best") for run in (ours, reference)]
     assert ends[0].name == ends[1].name
     pairs = {name: [torch.load(end / f"{name}.pt", weights_only=True) for end in ends]
-             for name in ("model", "optimizer")}
+             for name in ("model", "optimizer") if (ends[0] / f"{name}.pt").exists()}
     pairs["log"] = timeless(ours), timeless(reference)
     sums = collections.defaultdict(lambda: np.zeros(2))
     for name, pair in pairs.items():
@@ -138,7 +122,8 @@ def assert_equal_runs(ours, reference, tolerance):
             sums[name, kind] += np.square(squares)
     for kind, (distance, norm) in sums.items():
         assert distance <= tolerance**2 * norm, f"{kind}: {(distance / norm)**0.5:.1e}"
-    assert ("optimizer", ("values", "exp_avg_sq")) in sums or "base" in str(ours)
+    assert ("optimizer", ("values", "exp_avg_sq")) in sums or str(ours).startswith(
+        ("out/base", "out/tuned"))
     for file in Path(reference).glob("usage/*.npz"):
         counts, expected = np.load(Path(ours, *file.parts[-2:])), np.load(file)
         for name in expected:
@@ -147,21 +132,21 @@ def assert_equal_runs(ours, reference, tolerance):
 
 @pytest.mark.parametrize("name, world", COMPARED)
 def test_any_number_of_ranks_makes_the_same_run(compared, monkeypatch, name, world):
-    """In float64, with dropout, 12 steps of 4 micro-batches."""
+    """In float64, with dropout, 8 steps of 4 micro-batches."""
     monkeypatch.chdir(compared)
     seed = "/seed0" if name == "tuned" else ""
     assert_equal_runs(f"out/{name}_{world}{seed}", f"out/{name}_0{seed}", 1e-12)
 
 
-def test_parameters_are_counted_as_of_one_process(compared):
-    counts = [{line for line in (compared / name).read_text().splitlines() if "parameters" in line}
-              for name in ("one.txt", "ranks.txt")]
-    assert len(counts[1]) > 2 and counts[1] <= counts[0]
-
-
 def test_checkpoints_know_nothing_of_the_number_of_ranks(compared, monkeypatch):
-    """Steps of 1, 4, 2 and 1 processes equal 12 steps of one; file names and sizes are equal."""
+    """Steps of 1, 4, 2 and 1 processes equal 8 steps of one; file names and sizes are equal."""
     monkeypatch.chdir(compared)
+    shutil.copytree("out/resm_0", "out/mixed")
+    for step, world in ((2, 4), (4, 2), (6, 0)):
+        for folder in Path("out/mixed").glob("step_*"):
+            if int(folder.name[5:]) > step:
+                shutil.rmtree(folder)
+        finish(start(world, pretrain.main, [*PRETRAIN, "--out=out/mixed"], float64=True))
     assert_equal_runs("out/mixed", "out/resm_0", 1e-12)
     sizes = [[path.stat().st_size for path in sorted(Path(run).glob("step_*/*.pt"))]
              for run in ("out/resm_4", "out/resm_0")]
@@ -170,25 +155,100 @@ def test_checkpoints_know_nothing_of_the_number_of_ranks(compared, monkeypatch):
 
 def test_the_table_of_perplexities(compared, monkeypatch):
     monkeypatch.chdir(compared)
+    finish(*(start(world, measure.main, [
+        "table", "out/resm_0", "--data", "tiny", "--device", "cpu", "--out", f"table_{world}"],
+        float64=True) for world in (2, 0)))
     tables = [json.loads(Path(f"table_{world}.json").read_text()) for world in (2, 0)]
     for where, distance, norm in differences(*tables):
         assert distance <= 1e-12 * norm, where
 
 
-def torchrun(world, *args):
-    """Start torchrun, as a person does."""
-    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                             f"--nproc_per_node={world}", *args], env=ENVIRONMENT, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+def sharded_table(kinds):
+    """Compare a lookup and an update with a whole table's, and count the bytes sent.
+
+    kinds: 'even' gives each rank 3 tokens, otherwise they have 5, 0, 7 and 5. 'bfloat16' is the
+    dtype that travels. 'frozen' freezes the table.
+    """
+    world, rank, reads, dim = get_world_size(), get_rank(), 6, 16
+    tokens = [3] * world if "even" in kinds else [5, 0, 7, 5][:world]
+    dtype = torch.bfloat16 if "bfloat16" in kinds else torch.float32
+    torch.manual_seed(0)
+    whole = ValueTable(100, dim)
+    whole.learns = "frozen" not in kinds
+    before, state = whole.weight.clone(), torch.get_rng_state()
+    ours = ShardedValueTable(whole)
+    assert torch.equal(ours.weight, columns(before)) and torch.equal(state, torch.get_rng_state())
+    first, last = sum(tokens[:rank]), sum(tokens[:rank + 1])
+    slots = torch.randint(100, (sum(tokens), 2, 3), dtype=torch.int32)
+    weights = torch.rand(sum(tokens), 2, 3).requires_grad_()
+    grad = torch.randn(sum(tokens), dim).to(dtype)
+    expected = whole(slots, weights.to(dtype).float(), dtype)  # as they travel
+    expected.backward(grad)
+
+    sent, send = [], dist.all_to_all_single
+
+    def counted(out, x, received=None, sizes=None, **more):
+        if sizes:
+            others = len(x) - sizes[rank]
+            sent.append(others * x[0].nbytes if len(x) else 0)
+        return send(out, x, received, sizes, **more)
+
+    dist.all_to_all_single = counted
+    own = weights.detach()[first:last].requires_grad_()
+    sums = ours(slots[first:last], own, dtype)
+    forward = sum(sent)
+    sums.backward(grad[first:last])
+    backward, size = sum(sent) - forward, torch.empty(0, dtype=dtype).element_size()
+    if "even" in kinds:  # the formula of ShardedValueTable's docstring
+        assert forward == (world - 1) * 3 * ((4 + size) * reads + size * dim // world)
+        assert backward == (world - 1) * 3 * (size * reads + size * dim // world)
+    assert sums.dtype == dtype and torch.equal(sums, expected[first:last])
+    near = 1e-5 if dtype == torch.float32 else 2**-6  # each rank's part was rounded
+    torch.testing.assert_close(own.grad, weights.grad[first:last], rtol=near, atol=near)
+    whole.replicated = False  # every rank has all reads of the whole table already
+    adams = [LazyAdam([table], lr=0.1) for table in (ours, whole)]
+    for adam in adams:
+        adam.step(grad_scale=2.0**16)
+    torch.testing.assert_close(ours.weight, columns(whole.weight), rtol=1e-6, atol=1e-6)
+    assert ("frozen" in kinds) == torch.equal(whole.weight, before)
+    cut = cut_moments(adams[1].state_dict())["state"]
+    for state, expected in zip(adams[0].state.values(), cut.values(), strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):  # a rank has 1 / world of the moments
+            assert state[key].shape == (100, dim // world)
+            torch.testing.assert_close(state[key], expected[key], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("world, kinds", [(2, []), (2, ["even"]), (2, ["frozen"]), (4, []),
+                                          (4, ["even", "bfloat16"])])
+def test_a_table_on_several_ranks_is_the_whole_one(world, kinds):
+    finish(start(world, sharded_table, kinds))
+
+
+def one_signalled():
+    for rank in range(2):
+        assert any_signalled([15] if get_rank() == rank else [])
+    assert not any_signalled([])
+
+
+def test_a_signal_of_one_rank_is_a_signal_of_all():
+    finish(start(2, one_signalled))
+
+
+def mistake():
+    """Make a mistake. The rank that sleeps is ended, as torchrun does."""
+    sys.stderr = Path(f"said_{get_rank()}").open("w")  # noqa: SIM115
+    time.sleep = lambda seconds: os.kill(os.getpid(), signal.SIGTERM)
+    pretrain.main(["tiny.py", "--accumulation=1"])
 
 
 def test_a_mistake_is_one_line_of_rank_0(place):
-    before = set(Path().rglob("*"))
-    with torchrun(2, ROOT / "pretrain.py", "tiny.py", "--accumulation=1") as process:
-        output, _ = process.communicate()
-    assert process.returncode == 1
-    assert output.count("error: accumulation = 1 is not a multiple of the 2 ranks") == 1
-    assert set(Path().rglob("*")) == before
+    ranks = start(2, mistake)
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [2, -signal.SIGTERM]
+    assert Path("said_0").read_text().startswith(
+        "error: accumulation = 1 is not a multiple of the 2 ranks")
+    assert not Path("said_1").read_text() and not Path("out").exists()
 
 
 def children(pid):
@@ -215,8 +275,11 @@ def test_kills_change_nothing(place):
 
     command = [*PRETRAIN, f"--max_steps={20 + 6 * KILLS}", "--eval_interval=50", "--out=out/killed"]
     every = [*command, "--checkpoint_interval=1"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                f"--max-restarts={KILLS}", ROOT / "pretrain.py", *every]
     rng, run, seen = random.Random(), Path("out/killed"), 0
-    with torchrun(2, f"--max-restarts={KILLS}", ROOT / every[0], *every[1:]) as process:
+    with subprocess.Popen(torchrun, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT) as process:
         for number in range(KILLS):
             wait_for(lambda seen=seen: steps_saved(run) > seen)
             time.sleep(rng.random() * 0.2)  # at any point of a step
@@ -230,7 +293,7 @@ def test_kills_change_nothing(place):
         output, _ = process.communicate()
     seen = steps_saved(run)
     assert 0 < seen < 20 + 6 * KILLS and f"saved {run}/step_{seen:06d}; go on with" in output
-    finish(on_ranks((2, "float32", *every),
-                    (2, "float32", *command, "--checkpoint_interval=99", "--out=out/whole")))
+    finish(start(2, pretrain.main, every),
+           start(2, pretrain.main, [*command, "--checkpoint_interval=99", "--out=out/whole"]))
     assert_equal_runs(run, "out/whole", 0.0)
     assert not list(run.rglob(".tmp_*"))

@@ -3,8 +3,6 @@ Memories trained by transformers' Trainer, and by accelerate, in one process and
 """
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,8 @@ import torch
 
 from for_transformers.add_memory import add_memory
 from lib.errors import UserError
-from tests.helpers import ROOT, assert_near, assert_same
+from tests.helpers import assert_near, assert_same
+from tests.on_ranks import finish, start
 from tests.small_models import MEMORY, transformers
 from tests.test_adapter import base, lora
 from values import LazyAdam
@@ -181,12 +180,9 @@ def train_both(folder):
 
 def test_two_ranks_train_the_model_of_one(tmp_path):
     """Trainer and accelerate train the same model, each in one process and in two."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         "-m", "tests.test_hf_trainer", tmp_path], cwd=ROOT, capture_output=True, text=True,
-        check=False)
-    assert ended.returncode == 0, ended.stderr
+    ranks = start(2, train_both, tmp_path)
     train_both(tmp_path)
+    finish(ranks)
     names = [f"{recipe}_{run}.pt" for recipe in ("by_trainer", "by_accelerate")
              for run in ("1_0", "2_0", "2_1")]
     alone, *others = [torch.load(tmp_path / name) for name in names]
@@ -196,7 +192,3 @@ def test_two_ranks_train_the_model_of_one(tmp_path):
     for other in others:
         for name, w in alone.items():
             assert_near(other[name], w, 1e-9)
-
-
-if __name__ == "__main__":
-    train_both(Path(sys.argv[1]))

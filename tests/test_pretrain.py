@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
 import types
 from functools import partial
@@ -32,7 +31,6 @@ from tests.helpers import (
     KILLS,
     TINY,
     assert_same,
-    command,
     files,
     log,
     save_model,
@@ -40,6 +38,7 @@ from tests.helpers import (
     tiny_bert,
     train,
 )
+from tests.on_ranks import start, wait_for
 
 
 def losses(*args):
@@ -185,12 +184,12 @@ def test_values_that_start_at_0_change_no_output(place):
     """At the start of a new memory; one that was trained before keeps its values."""
     short = "--max_steps=1", "--warmup_steps=0", "--log_interval=9"
     assert train("--out=out/plain", "--memory_layers=", "--max_steps=3") == 0
-    for start, values in (("plain", "zero"), ("plain", "random"), ("with", "zero"),
-                          ("with", "random")):
-        out = f"--out=out/{start}_{values}"
-        if start == "with" and not Path("out/with").exists():
+    for initial, values in (("plain", "zero"), ("plain", "random"), ("with", "zero"),
+                            ("with", "random")):
+        out = f"--out=out/{initial}_{values}"
+        if initial == "with" and not Path("out/with").exists():
             assert train("--out=out/with", "--max_steps=3") == 0
-        assert train(out, *short, f"--init_from=out/{start}", f"--values={values}") == 0
+        assert train(out, *short, f"--init_from=out/{initial}", f"--values={values}") == 0
     first = {path.name: log(path)[0]["perplexity"] for path in Path("out").iterdir()
              if path.is_dir()}
     assert first["plain_zero"] == [r for r in log("out/plain") if "perplexity" in r][-1][
@@ -339,14 +338,6 @@ def assert_same_run(out, reference):
     assert all(v["exp_avg_sq"].abs().sum() > 0 for v in values["state"].values())
 
 
-def wait_for(condition, process):
-    """Poll until condition() is true, and return its value. The process must not end before."""
-    while not (value := condition()):
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.001)
-    return value
-
-
 def saving(run):
     """Tell whether the newest checkpoint still lacks its last file, under any name."""
     newest = max(run.glob("*step_*"), key=lambda path: path.name[-6:])
@@ -358,17 +349,17 @@ def test_a_killed_run_ends_as_if_it_had_not_been(place):
     args = ["--eval_interval=4", f"--max_steps={20 + 6 * KILLS}"]
     rng, run, seen = random.Random(), Path("out/killed"), 0  # other moments every time
     for number in range(KILLS):
-        with subprocess.Popen(command(*args, "--out=out/killed", "--checkpoint_interval=1"),
-                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-            first = wait_for(lambda seen=seen: max(0, steps_saved(run) - seen), process) + seen
-            start = time.perf_counter()
-            wait_for(lambda first=first: steps_saved(run) > first, process)
-            time.sleep(rng.random() * (time.perf_counter() - start))  # somewhere in a step
-            if number % 2:
-                wait_for(lambda: saving(run), process)
-                time.sleep(rng.random() * 0.003)
-            process.kill()
-        assert process.returncode == -signal.SIGKILL
+        [process] = start(0, train, *args, "--out=out/killed", "--checkpoint_interval=1")
+        first = wait_for(lambda seen=seen: max(0, steps_saved(run) - seen), process) + seen
+        begin = time.perf_counter()
+        wait_for(lambda first=first: steps_saved(run) > first, process)
+        time.sleep(rng.random() * (time.perf_counter() - begin))  # somewhere in a step
+        if number % 2:
+            wait_for(lambda: saving(run), process)
+            time.sleep(rng.random() * 0.003)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
         seen = steps_saved(run)
     assert 0 < seen < 20 + 6 * KILLS
     assert train(*args, "--out=out/killed", "--checkpoint_interval=1") == 0

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +15,13 @@ import pytest
 import torch
 
 from lib import run as run_module
+from lib.browse import steps_and_seed
 from lib.errors import UserError
 from lib.run import Run, git_commit
 from lib.weights import find_weights
 from pretrain import Config
-from tests.helpers import ROOT, assert_same, log, save_model, tiny_bert, train, tune
+from tests.helpers import assert_same, log, save_model, steps_saved, tiny_bert, train, tune
+from tests.on_ranks import start, wait_for
 
 ORIGIN = {"init_checkpoint": "", "first_step": 0, "pooler_trained": False}
 DATA = {"train.bin": "a" * 64, "labels": ["x", "y"]}
@@ -40,7 +41,7 @@ def test_a_run_goes_on_under_the_same_settings(begun, capsys):
     assert not capsys.readouterr().out
     run.check_settings(replace(config, max_steps=9, log_interval=1), DATA)
     assert capsys.readouterr().out == "log_interval was 10, is now 1\nmax_steps was 5, is now 9\n"
-    for change, words in (({"memory_layers": (3, 4)}, ".*: add --memory_layers=2 to go on"),
+    for change, words in (({"memory_layers": (3, 4)}, ".*: add --memory_layers='\\[2\\]' to go on"),
                           ({"init_from": "out/my run"}, "init_from = '', not 'out/my run'"),
                           ({"lr": 1e-3}, "lr = 0.0001, not 0.001: add --lr=0.0001 to go on")):
         with pytest.raises(UserError, match=f"^run was trained with {words}"):
@@ -95,13 +96,13 @@ def test_the_newest_checkpoints_stay_by_number(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's disk that is always full")
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     save_model(tmp_path, tiny_bert(), step=5)
-    save_whole = run_module.save_whole
+    save_tensors = run_module.save_tensors
 
     def full(content, path):
         path.symlink_to("/dev/full")
-        save_whole(content, path)
+        save_tensors(content, path)
 
-    monkeypatch.setattr(run_module, "save_whole", full)
+    monkeypatch.setattr(run_module, "save_tensors", full)
     with pytest.raises(OSError, match="No space left on device"):
         save_model(tmp_path, tiny_bert(), step=6)
     assert sorted(os.listdir(tmp_path)) == ["config.json", "step_000005"]
@@ -130,10 +131,10 @@ def test_how_a_checkpoint_was_trained(place):
     assert train("--max_steps=4", "--checkpoint_interval=2", "--eval_interval=2") == 0
     assert train("--max_steps=3", "--out=out/more", "--init_from=out/tiny", "--seed=1") == 0
     run, more, middle = Run("out/tiny"), Run("out/more"), Path("out/tiny/step_000002")
-    assert run.steps_and_seed(middle) == {"steps": "2", "seed": 0}
-    assert run.steps_and_seed(run.newest_checkpoint()) == {"steps": "4", "seed": 0}
-    assert more.steps_and_seed(more.newest_checkpoint()) == {"steps": "4 + 3", "seed": 1}
-    assert more.steps_and_seed(Path("elsewhere")) == {"steps": "?", "seed": "?"}
+    assert steps_and_seed(middle) == {"steps": "2", "seed": 0}
+    assert steps_and_seed(run.newest_checkpoint()) == {"steps": "4", "seed": 0}
+    assert steps_and_seed(more.newest_checkpoint()) == {"steps": "4 + 3", "seed": 1}
+    assert steps_and_seed(Path("elsewhere")) == {"steps": "?", "seed": "?"}
     assert run.evaluations(middle)[-1]["step"] == 2
     assert more.evaluations(more.newest_checkpoint())[-1]["step"] == 4 + 3
 
@@ -171,15 +172,14 @@ def test_curves_are_the_log(place):
 def test_a_killed_fine_tuning_ends_as_if_it_had_not_been(tuned):
     """Killed at any moment, also while it saves: the same weights, scores and predictions."""
     assert tune("--out=out/whole") == 0
-    arguments = [sys.executable, ROOT / "finetune.py", "tune.py", "--out=out/killed"]
-    for seconds in (0.02, 0.1):
-        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-        for line in process.stdout:
-            if "epoch " in line:
-                break
+    run = Path("out/killed/seed0")
+    for steps, seconds in ((30, 0.02), (55, 0.1)):
+        [process] = start(0, tune, "--out=out/killed")
+        wait_for(lambda steps=steps: steps_saved(run) >= steps, process)
         time.sleep(seconds)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
     assert tune("--out=out/killed") == 0
     whole, killed = Path("out/whole/seed0"), Path("out/killed/seed0")
     assert_same(torch.load(whole / "best/model.pt"), torch.load(killed / "best/model.pt"))
