@@ -42,9 +42,9 @@ from lib.distributed import (
 )
 from lib.settings import Parser, load_settings
 from lib.timing import machine_facts, peak_bytes, print_times, time_in_turn
-from lib.training import make_optimizers, share_of_peak
+from lib.training import count_parameters, make_optimizers, share_of_peak
 from lib.weights import check_objective
-from model import BertConfig, build_model, count_parameters
+from model import BertConfig, build_model
 from pretrain import Config, model_sizes
 from values import LazyAdam
 

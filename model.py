@@ -248,8 +248,3 @@ def value_tables(model):
     """Collect the memories' values, {layer counted from 1: ValueTable}, for LazyAdam."""
     layers = enumerate(model.bert.layers, 1)
     return {n: layer.memory.values for n, layer in layers if layer.memory is not None}
-
-
-def count_parameters(model):
-    """Count the parameters of a model that is not yet distributed."""
-    return sum(p.numel() for p in model.parameters())

@@ -34,6 +34,7 @@ from lib.training import (
     catch_signals,
     check_finite,
     checkpoint_files,
+    count_parameters,
     learning_rate,
     log_training,
     make_optimizers,
@@ -46,7 +47,7 @@ from lib.training import (
 )
 from lib.usage import describe_evaluation, evaluate_language_model, open_corpus
 from lib.weights import init_from, load_weights, read_weights
-from model import SIZES, BertConfig, LanguageModel, count_parameters, value_tables
+from model import SIZES, BertConfig, LanguageModel, value_tables
 
 
 @dataclass

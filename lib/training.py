@@ -192,3 +192,8 @@ def usage_warning(records, layer, first_step=0):
     return (f"top-1 usage of layer {layer} fell from {usage[best_step]:.1%} at step "
             f"{best_step:,} to {now:.1%} at step {max(usage):,}: slots fall out of use; a lower "
             "keys_lr or lr keeps more of them")
+
+
+def count_parameters(model):
+    """Count the parameters of a model that is not yet distributed."""
+    return sum(p.numel() for p in model.parameters())
