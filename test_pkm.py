@@ -19,7 +19,7 @@ from torch import nn
 
 import pkm
 import values
-from pkm import PKM, LazyAdam, candidates
+from pkm import PKM, LazyAdam, MaskedBatchNorm, candidates
 from values import ValueTable
 
 torch.set_num_threads(1)  # at these sizes threads mostly wait for each other
@@ -221,51 +221,13 @@ def test_value_updates_equal_sparse_adam(monkeypatch, chunk):
             assert not torch.equal(tensor, old)
 
 
-def test_gradient_of_the_weights():
-    table = ValueTable(40, 7).double()
-    slots, grad_out = torch.randint(40, (29, 2, 4)).int(), torch.randn(29, 7).double()
-    weights = torch.rand(29, 2, 4, dtype=torch.float64, requires_grad=True)
-    table(slots, weights).backward(grad_out)
-    expected = torch.einsum("thkd,td->thk", table.weight.detach()[slots.long()], grad_out)
-    assert_near(weights.grad, expected, 1e-12)
-
-
-@pytest.mark.parametrize("tokens", [1, 257])
-def test_gradient_of_the_scores(tokens):
-    """Compare with autograd's gradient through all scores."""
-    memory, grads = small_memory(), []
-    query = torch.randn(tokens, 16, dtype=torch.float64, requires_grad=True)
-    slots, weights = memory.search(query)
-    out = torch.randn_like(weights)
-    grads.append(torch.autograd.grad((weights * out).sum(), (query, memory.keys)))
-    halves = query.view(tokens, 2, 2, 4)  # (tokens, heads, 2, half)
-    first, second = (torch.einsum("thd,hkd->thk", halves[:, :, i], memory.keys[:, i])
-                     for i in range(2))
-    scores = first.gather(2, slots.long() // 12) + second.gather(2, slots.long() % 12)
-    grads.append(torch.autograd.grad((scores.softmax(2) * out).sum(), (query, memory.keys)))
-    for ours, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
-
-
-def test_padding_changes_no_real_token_and_no_value():
-    """Give every row a momentum first, by which padding could move it."""
-    x, weight = torch.randn(2, 3, 6, 6, dtype=torch.float64)
-    mask = torch.arange(6) < torch.tensor([[6], [2], [4]])
-    results = []
-    for pad in (0.0, 50.0, None):  # None: the real tokens alone
-        memory = small_memory()
-        optimizer = LazyAdam([memory.values], lr=0.1)
-        (memory(torch.randn(400, 6, dtype=torch.float64)) ** 2).sum().backward()
-        optimizer.step()
-        memory.zero_grad()
-        out = memory(x[mask]) if pad is None else memory(x.where(mask[..., None], pad), mask)[mask]
-        (out * weight[mask]).sum().backward()
-        optimizer.step()
-        grads = [p.grad for p in memory.parameters() if p.grad is not None]
-        results.append([out, *grads, *memory.buffers(), memory.values.weight])
-    for other in results[1:]:
-        for first, second in zip(results[0], other, strict=True):
-            torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-9)
+def test_statistics_are_those_of_the_real_tokens():
+    ours, reference = MaskedBatchNorm(4).double(), nn.BatchNorm1d(4).double()
+    for _ in range(2):
+        x, real = torch.randn(30, 4, dtype=torch.float64), torch.rand(30) < 0.6
+        assert_near(ours(x, real[:, None])[real], reference(x[real]), 1e-12)
+    for a, b in zip(ours.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("why", ["unseen by the loss", "weight 0, as of padding"])

@@ -31,7 +31,7 @@ from lib.distributed import (
     get_world_size,
 )
 from lib.run import Run
-from tests.helpers import ROOT, log, steps_saved
+from tests.helpers import ROOT, log, steps_saved, write_tasks
 from tests.on_ranks import finish, start
 from values import LazyAdam, ValueTable
 
@@ -57,20 +57,6 @@ def start_run(name, world):
     return start(world, pretrain.main, [*PRETRAIN, *SYSTEMS[name], out], float64=True)
 
 
-def write_task(words):
-    """Write own/train.tsv and own/dev.tsv, sentences of two classes."""
-    rng = random.Random(1)
-    Path("own").mkdir()
-    for split, n in (("train", 50), ("dev", 11)):
-        lines = ["sentence\tlabel"]
-        for _ in range(n):
-            row = rng.choices(words, k=rng.randrange(2, 6))
-            lines.append(" ".join(row) + "\t" + ("x" if set(row) & set(words[9:14]) else "y"))
-        Path("own", f"{split}.tsv").write_text("\n".join(lines) + "\n")
-    Path("tune.py").write_text("task = 'own'\nmax_len = 32\nbatch_size = 8\nlr = 5e-3\n"
-                               "value_lr = 1e-2\nlog_interval = 5\ndevice = 'cpu'\n")
-
-
 @pytest.fixture(scope="module")
 def compared(prepared, tmp_path_factory):
     """Make a folder with runs of one process, out/<name>_0, and of 2 and 4 ranks."""
@@ -78,7 +64,9 @@ def compared(prepared, tmp_path_factory):
     shutil.copytree(prepared, folder, dirs_exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        write_task(Path("tiny.txt").read_text().split()[6:])
+        write_tasks(train_examples=50)
+        Path("tune.py").write_text("task = 'own'\nmax_len = 32\nbatch_size = 8\nlr = 5e-3\n"
+                                   "value_lr = 1e-2\nlog_interval = 5\ndevice = 'cpu'\n")
         for runs in (COMPARED[:3], COMPARED[3:]):  # the last ones start from the first
             finish(*(start_run(name, n) for name, world in runs for n in (0, world)))
     return folder

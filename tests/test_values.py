@@ -2,11 +2,9 @@
 Train the memory in the modes that people use, beside eager mode in one process.
 
 The modes are masks, torch.compile, export, half precision, autocast, a GradScaler, activation
-checkpointing, threads, copies, saved states and DistributedDataParallel.
+checkpointing, saved states and DistributedDataParallel.
 """
 import copy
-import io
-import threading
 import warnings
 
 import pytest
@@ -108,19 +106,6 @@ def test_one_real_token_leaves_the_running_statistics():
     out = memory(seeded(0, 1, 3, 6), torch.tensor([[True, False, False]]))
     assert out.isfinite().all() and not out[:, 1:].any()
     assert all(map(torch.equal, memory.buffers(), before))
-
-
-def test_a_mask_changes_no_real_token_in_evaluation():
-    memory, x = small_memory().eval(), seeded(0, 4, 6, 6)
-    assert_near(memory(x, MASK)[MASK], memory(x)[MASK], 1e-12)
-
-
-def test_a_batch_norm_in_evaluation_mode_stays():
-    memory, x = small_memory(), seeded(0, 5, 6)
-    expected = memory.eval()(x)
-    memory.train().query_norm.eval()
-    assert torch.equal(memory(x), expected)
-    assert not memory.query_norm.running_mean.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -259,25 +244,6 @@ def test_other_optimizers_and_requires_grad_do_not_reach_the_values():
     assert not any(table.weight.requires_grad for table in tables)
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, "saved"])
-def test_a_copy_is_a_model_of_its_own(how):
-    model, optimizers, tables = deep()
-    train(model, optimizers)
-    if how == "saved":
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
-    else:
-        other = how(model)
-    other(seeded(0, 5, 8))[:, 0].sum().backward()
-    copies = [module for module in other.modules() if isinstance(module, ValueTable)]
-    assert not any(table.pending for table in tables) and all(table.pending for table in copies)
-    before = tables[0].weight.clone()
-    LazyAdam(copies, lr=0.1).step()
-    assert torch.equal(tables[0].weight, before) and not torch.equal(copies[0].weight, before)
-
-
 def test_a_saved_state_goes_on_as_the_first():
     model, optimizers, _ = deep()
     train(model, optimizers, range(2))
@@ -323,24 +289,6 @@ def test_tables_of_one_optimizer_move_as_alone():
         results.append([table.weight for table in tables])
     assert all(map(torch.equal, *results))
     assert not torch.equal(results[0][0], deep()[2][0].weight)
-
-
-def test_threads_with_masks_of_their_own():
-    memory, wrong = small_memory().eval(), []
-    x, masks = seeded(0, 8, 4, 6, 6), torch.rand(8, 4, 6) > 0.4
-
-    def serve(n):
-        with torch.no_grad():
-            for _ in range(30):
-                wrong.extend([n] * (not torch.equal(memory(x[n], masks[n]), expected[n])))
-    with torch.no_grad():
-        expected = [memory(*pair) for pair in zip(x, masks, strict=True)]
-    threads = [threading.Thread(target=serve, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 # DistributedDataParallel

@@ -1,16 +1,14 @@
 """
 Weights, found and loaded.
 """
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from lib.errors import UserError
-from lib.run import Run
 from lib.weights import find_weights, init_from, load_model, load_run, model_file, read_weights
-from model import BertConfig, Classifier, SpanReader
+from model import Classifier, SpanReader
 from tests.helpers import assert_same, save_model, tiny_bert, train
 
 
@@ -70,18 +68,3 @@ def test_weights_that_are_not_there(workdir, name, words):
     Path("file").touch()
     with pytest.raises(UserError, match=words):
         find_weights(name)
-
-
-def test_a_run_may_be_moved_over_its_initial_one(place):
-    """It says itself how long it was trained, and does not look for its ancestors."""
-    assert train("--max_steps=2", "--eval_interval=100") == 0
-    assert train("--max_steps=2", "--eval_interval=100", "--init_from=out/tiny",
-                 "--out=out/more") == 0
-    shutil.rmtree("out/tiny")
-    Path("out/more").rename("out/tiny")
-    assert Run("out/tiny").settings()["init_checkpoint"] == "out/tiny/step_000002"
-    config = load_model("out/tiny").bert.config
-    assert isinstance(config, BertConfig)
-    origin = init_from(Classifier(config, 2), "out/tiny")
-    assert origin == {"init_checkpoint": "out/tiny/step_000002", "first_step": 4,
-                      "pooler_trained": False}
