@@ -104,11 +104,12 @@ def test_inference_is_table_1(run):
     assert (result["ranks"], result["dtype"]) == (1, "float32")
     assert {"command", "machine", "openmp", "torch"} < result.keys()
     records = result["results"]
-    assert [record["system"] for record in records] == ["demo", "demo_pkm", "demo_resm"]
+    assert [record["system"] for record in records] == ["demo", "demo +PKM", "demo +ResM"]
     for record in records:
         assert list(record) == ["what", "system", "seconds", "times_demo", "parameters",
-                                "batches/s", "paper's times"]
+                                "batches/s", "relative_batches/s"]
         assert record["batches/s"] == 1 / median(record["seconds"])
+        assert record["relative_batches/s"] == 1 / record["times_demo"]
     plain, replaced, added = (record["parameters"] for record in records)
     assert plain < replaced < added
 
