@@ -1,0 +1,200 @@
+#!/bin/sh
+# Reproduce the paper: from text to a page with every table and figure, the paper's numbers beside.
+#
+#   sh reproduce.sh quick            # three minutes: does every line work here?
+#   sh reproduce.sh demo             # an hour on two cores, no network: every system, small
+#   sh reproduce.sh paper            # the paper's sizes, on all GPUs of this machine: weeks
+#   sh reproduce.sh paper table2     # one step, or several; those that it needs must be done
+#   sh reproduce.sh paper --list     # print what would run, and run nothing
+#
+# All results lie in out/reproduce_SCALE/. A command that is done is skipped; its output is in logs/.
+# After an interruption the same line goes on. Delete the folder to begin anew. JOBS=N runs so many
+# small jobs side by side: by default one on each GPU, or two on a machine without.
+set -eu
+cd "$(dirname "$0")"
+scale=${1:-}
+out=out/reproduce_$scale
+gpus=$(($(nvidia-smi -L 2> /dev/null | wc -l)))
+jobs=${JOBS:-$((gpus ? gpus : 2))}
+
+# ---- the scales: their systems, texts, tasks and seeds, and what cuts a command short
+train_cut="" tune_cut="" bench_cut="" sizes="" slots=""
+case $scale in
+paper)
+    corpus=wikibooks tests="wikitext2 wikitext103 pg19"
+    a=base b=base_500k_more c=base_pkm d=base_resm e=base_pkm_init f=base_resm_init
+    google="bert-base-uncased bert-large-uncased"  # (g) and (h)
+    small=distilbert-base-uncased small_resm=distil_resm_init middle=bert-base-uncased  # Table 7
+    causal="causal_12 causal_24 causal_12_memory"
+    table4="squad mnli qqp qnli sst2 cola" table5="squad mnli sst2 cola"
+    table6="mnli sst2 cola" table7="squad mnli sst2" figure4=sst2
+    seeds="0 1 2 3 4"
+    ;;
+demo | quick)
+    corpus=docs tests=docs
+    a=demo b=demo_more c=demo_pkm d=demo_resm e=demo_pkm_init f=demo_resm_init
+    google=demo_large  # twice as deep, trained here
+    small=demo_distil small_resm=demo_distil_resm_init middle=demo
+    causal="demo_causal demo_causal_8 demo_causal_memory"
+    table4=docs table5=docs table6=docs table7=docs figure4=docs
+    seeds="0 1 2" tune_cut="--train_examples=6000 --epochs=3"
+    bench_cut="--rounds 3" slots="64 128 256 512 1024 --lengths 128"
+    ;;
+*) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 2 ;;
+esac
+if [ "$scale" = quick ]; then
+    train_cut="--max_steps=20 --warmup_steps=2 --checkpoint_interval=5 --eval_interval=10
+               --usage_interval=10 --eval_sequences=16"
+    seeds=0 tune_cut="--train_examples=64 --epochs=1"
+    bench_cut="--lengths 16 --rounds 1" sizes="--sizes demo" slots="32 64"
+fi
+
+# ---- the tools
+run() {  # RESULT COMMAND...: run a command, unless it is done
+    result=$1
+    shift
+    log=$out/logs/$(echo "${result#"$out/"}" | tr / _)
+    case $result in data/*) done=$result ;; *) done=$log ;; esac
+    if [ $list ]; then
+        printf '%s\n    makes %s\n' "$*" "$result"
+    elif [ ! -e "$done" ]; then
+        echo "$*"
+        began=$(date +%s)
+        if ! "$@" > "$log.part" 2>&1; then
+            tail -n 5 "$log.part"
+            echo "this failed, and all of its output is in $log.part: $*"
+            touch "$out/failed"
+            return 1
+        fi
+        echo "took $(($(date +%s) - began)) s" >> "$log.part"
+        mv "$log.part" "$log"
+    fi
+}
+
+spread() {  # the same beside other jobs, on the next GPU that is free
+    [ ! $list ] || { run "$@" && return; }
+    read -r gpu <&3
+    (
+        export CUDA_VISIBLE_DEVICES="$gpu" OMP_NUM_THREADS=1
+        run "$@" || true
+        echo "$gpu" >&3
+    ) &
+}
+
+finish() {  # wait for all jobs
+    wait
+    [ ! -e "$out/failed" ]
+}
+
+step() {  # NAME NEEDED TITLE: begin a step, if it is wanted
+    case " ${wanted:-$1} " in *" $1 "*) ;; *) return 1 ;; esac
+    finish || exit 1
+    printf '\n== %s (needs %s): %s\n' "$@"
+}
+
+models() {  # NAME...: the folders of runs, and the names of public weights
+    for name; do [ ! -e "configs/$name.py" ] || name=$out/$name; echo "$name"; done
+}
+
+tuned() {  # "NAMES" "TASKS" [_fixed]: the folders of fine-tuned runs
+    for name in $1; do for task in $2; do echo "$out/${name}_$task${3:-}"; done; done
+}
+
+pretrain() {  # NAME [INITIAL]: train configs/NAME.py; the paper's sizes take all GPUs
+    how="spread $out/$1 python"
+    [ "$scale" != paper ] || how="run $out/$1 torchrun --standalone --nproc_per_node=$jobs"
+    $how pretrain.py "configs/$1.py" "--out=$out/$1" ${2:+--init_from=$(models $2)} $train_cut
+}
+
+tune() {  # "NAMES" "TASKS" [SETTING]: fine-tune each model on each task, with each seed
+    for name in $1; do for task in $2; do for seed in $seeds; do
+        recipe=finetune_glue folder=$(tuned "$name" "$task" ${3:+_fixed})
+        case $task in squad) recipe=finetune_squad ;; docs) recipe=demo_finetune ;; esac
+        spread "$folder/seed$seed" python finetune.py "configs/$recipe.py" "--task=$task" \
+            "--init_from=$(models "$name")" "--out=$folder" "--seed=$seed" ${3:-} $tune_cut
+    done; done; done
+}
+
+measure() {  # NAME COMMAND ARGUMENT...: make a table or a figure
+    name=$1
+    shift
+    run "$out/$name.md" python measure.py "$@" --out "$out/$name"
+}
+
+shift
+list="" wanted=""
+for word; do
+    case $word in --list) list=yes ;; *) wanted="$wanted $word" ;; esac
+    [ "$word" = --list ] || grep -q "^step $word " "$0" || { echo "$word: no such step"; exit 2; }
+done
+if [ ! $list ]; then
+    mkdir -p "$out/logs"
+    rm -f "$out/failed" "$out/gpus" "$out/logs/page.md"
+    mkfifo "$out/gpus"
+    exec 3<> "$out/gpus"  # a line for each GPU that is free
+    seq 0 $((jobs - 1)) >&3
+    trap 'trap "" TERM; kill 0; wait; exit 1' INT TERM
+fi
+
+# ---- the recipe
+step data "a network, except for docs" "texts, tasks, public weights" && {
+    if [ "$scale" = paper ]; then
+        run data/wikibooks python prepare_data.py wikibooks  # 25 GB of text: some 3 CPU hours
+        for x in $tests; do run data/$x python prepare_data.py $x --vocab bert-base-uncased; done
+        for x in $google $small; do run data/weights/$x python prepare_data.py weights $x; done
+        for x in MNLI QQP QNLI SST-2 CoLA; do run data/glue/$x python prepare_data.py glue $x; done
+        run data/squad python prepare_data.py squad
+    else
+        run data/docs python prepare_data.py docs  # the docstrings of Python, torch and numpy
+        run data/docs_task python prepare_data.py docs_task  # which package is one of?
+    fi
+}
+
+step pretrain data "all systems, (a) first" && {
+    pretrain $a
+    [ "$scale" = paper ] || pretrain $small
+    finish
+    for x in $c $d; do pretrain $x; done  # from scratch
+    for x in $b $e $f ${f}_ffn; do pretrain $x $a; done
+    [ "$scale" = paper ] || pretrain $google
+    pretrain $small_resm $small
+}
+step table2 pretrain "perplexity of test texts, and usage of the memory on the longest" &&
+    measure table2 table $(models $a $b $c $d $e $f) --data $tests
+step figure2 pretrain "when slots were last in use" &&
+    measure figure2 staleness $(models $c $d $e $f)
+step figure3 pretrain "the curves of PKM, ResM and ResM' from one trained model" &&
+    measure figure3 curves $(models $b $e $f ${f}_ffn)
+
+step finetune pretrain "for Tables 4 to 7 and Figure 4, a job for each seed" && {
+    tune "$a $b $c $d $e $f $google" "$table4"
+    tune "$c $d $e $f" "$table5" --update_memory=False
+    tune "$small $small_resm" "$table7"
+}
+step table4 finetune "scores, medians over the seeds" &&
+    measure table4 glue $(tuned "$a $b $c $d $e $f $google" "$table4")
+step table5 finetune "the memory learns in fine-tuning, or is frozen" &&
+    measure table5 glue $(tuned "$c $d $e $f" "$table5") $(tuned "$c $d $e $f" "$table5" _fixed)
+step table6 finetune "usage of the memory after fine-tuning" &&
+    measure table6 table $(tuned "$c $d $e $f" "$table6")
+step table7 finetune "a small model with a memory, beside a larger one" && {
+    measure table7 glue $(tuned "$small $small_resm $middle" "$table7")
+    measure table7_text table $(models $small $small_resm $middle) --data ${tests##* }
+}
+step figure4 finetune "do two classes read different slots?" &&
+    measure figure4 by_class $(tuned "$c $f" "$figure4")
+
+step causal data "Lample et al.: n layers and a memory against 2n layers" && {
+    for x in $causal; do pretrain $x; done
+    finish
+    measure causal table $(models $causal) --data $tests
+    run "$out/causal_time" python bench.py causal $(for x in $causal; do echo configs/$x.py; done) $bench_cut
+}
+step slots nothing "Lample et al.: time by number of slots, flat and product keys" &&
+    run "$out/slots" python bench.py causal --slots $slots $bench_cut
+step table1 nothing "inference speed at the real sizes, with random weights" &&
+    run "$out/table1" python bench.py $sizes $bench_cut
+
+step page "all steps" "every table and figure, with the paper's numbers" &&
+    run "$out/page.md" python -m results.page "$out"
+finish

@@ -1,0 +1,291 @@
+"""
+Set the results of reproduce.sh beside the paper's numbers, on one page.
+
+$ python -m results.page out/reproduce_demo         # writes out/reproduce_demo/page.md
+
+paper.json has the paper's numbers, its name for each of our runs, and what differs on purpose.
+"""
+import json
+import re
+import sys
+from itertools import chain
+from pathlib import Path
+from statistics import mean, median
+
+from lib.figures import markdown
+from lib.files import write_text
+
+PAPER = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
+SYSTEMS = {run: name for name, runs in PAPER["systems"].items() for run in runs}
+A, B, C, D, E, F, _, H = list(PAPER["systems"])[:8]
+
+
+def main(folder):
+    """Write page.md. A part whose results are missing tells how to make them."""
+    scale = folder.name.removeprefix("reproduce_")
+    parts, claims = [], []
+    for step, (title, describe) in PARTS.items():
+        try:
+            text, checked = describe(folder)
+        except FileNotFoundError:
+            text, checked = f"Not there yet: `sh reproduce.sh {scale} {step}`.", []
+        parts.append(f"## {title}\n\n{text}\n")
+        for claim, lower, higher in checked:
+            holds = "yes" if lower < higher else "**no**"
+            claims.append([title.split(":")[0], claim, holds, f"{lower:.4g} < {higher:.4g}"])
+    seconds = []
+    for log in folder.glob("logs/*"):
+        seconds += map(int, re.findall(r"^took (\d+) s$", log.read_text(), re.MULTILINE))
+    bench = read(folder, "table1")
+    parts.insert(0, (
+        f"# The paper, reproduced: {scale}\n\n"
+        f"Made by `sh reproduce.sh {scale}`: {len(seconds)} commands, {sum(seconds) / 3600:.1f} "
+        f"hours if they had run one after the other, on {bench['machine']} and torch "
+        f"{bench['torch']}. Numbers in brackets are the paper's; ?: not legible in our copy of "
+        f"it; -: does not apply.\n\n{PAPER['differs'][scale]}\n\n"
+        "## Does the paper hold here?\n\n"
+        f"{markdown(['where', 'claim', 'holds', 'here'], claims)}\n"
+        "Pretraining has one seed: another seed alone can turn a small difference.\n"))
+    write_text(folder / "page.md", "\n".join(parts))
+    print(f"wrote {folder}/page.md")
+
+
+def read(folder, name):
+    """Read a result of measure.py, or what bench.py printed in its last line."""
+    path = folder / f"{name}.json"
+    if path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))
+    lines = (folder / "logs" / name).read_text(encoding="utf-8").splitlines()
+    return json.loads(next(line for line in lines if line.startswith("{")))
+
+
+def system(path):
+    """Return the paper's name for the system of a run, or of a fine-tuned run."""
+    name = Path(path).name
+    return SYSTEMS.get(name) or SYSTEMS.get(re.sub("(_fixed)?$", "", name).rpartition("_")[0], name)
+
+
+def beside(ours, table=None):
+    """Make a table of ours, {row: {column: text}}, each cell with the paper's in brackets."""
+    paper = dict(PAPER.get(table, {"columns": []}))
+    names = paper.pop("columns")
+    columns = list(dict.fromkeys([*names, *chain(*ours.values())]))
+    rows = []
+    for row in dict.fromkeys([*paper, *ours]):
+        theirs = dict(zip(names, paper.get(row, [])))
+        cells = []
+        for column in columns:
+            cell = ours.get(row, {}).get(column, "")
+            if column in theirs:
+                cell += f" ({theirs[column]})"
+            cells.append(cell.strip() or "-")
+        rows.append([row, *cells])
+    return markdown(["system", *columns], rows)
+
+
+def usage(layers):
+    """Format the usage of a memory, its layers separated by slashes: {column: text}."""
+    columns = {"MU (%)": ("mu", ".1%"), "top-1 MU (%)": ("top1_mu", ".1%"),
+               "KL_u": ("kl_u", ".2f"), "KL_w": ("kl_w", ".2f"),
+               "uniform top-1 (%)": ("top1_mu_uniform", ".1%"), "accesses": ("accesses", ",")}
+    cells = {}
+    for column, (key, form) in columns.items():
+        numbers = [f"{metrics[key]:{form}}" for metrics in layers.values()]
+        cells[column] = "/".join(numbers).replace("%", "")
+    return cells
+
+
+def texts(folder, name):
+    """Read a table of language models: {system: cells}, {system: perplexity}, {system: top-1 MU}.
+
+    Perplexity and usage are those of the longest text, usage that of the layer with less.
+    """
+    rows, perplexity, top1 = {}, {}, {}
+    for run in read(folder, name)["runs"]:
+        row, longest = {}, {"masked_tokens": 0}
+        for text, [result] in run["results"].items():
+            row[PAPER["texts"].get(text, text)] = f"{result['perplexity']:.2f}"
+            longest = max(longest, result, key=lambda result: result["masked_tokens"])
+        key = system(run["run"])
+        perplexity[key] = longest["perplexity"]
+        if longest["layers"]:
+            row |= usage(longest["layers"])
+            top1[key] = 100 * min(layer["top1_mu"] for layer in longest["layers"].values())
+        rows[key] = row
+    return rows, perplexity, top1
+
+
+def scores(folder, name, row="{system}"):
+    """Read a table of fine-tuned runs: {row: cells}, {row: mean of all scores}."""
+    rows, means = {}, {}
+    for record in read(folder, name):
+        name, update = system(record.pop("initial model")), record.pop("memory update")
+        key = row.format(system=name, update=update)
+        rows[key] = {}
+        numbers = []
+        for task, cell in record.items():
+            if cell and task != "Avg":
+                score, _ = cell.split()  # and the number of seeds
+                rows[key][PAPER["tasks"].get(task, task)] = score
+                numbers += map(float, score.split("/"))
+        means[key] = mean(numbers)
+        if record.get("Avg"):
+            rows[key]["Avg"] = record["Avg"]
+    return rows, means
+
+
+def times(folder, name):
+    """Read times: {row: {column: text}}, and {row: milliseconds at the last length}."""
+    rows, last = {}, {}
+    for record in read(folder, name)["results"]:
+        size, length = re.fullmatch(r"(.*), 1 x (\d+)", record["what"]).groups()
+        row = f"{size} {record['system']}".removeprefix("inference ").removesuffix(" plain")
+        last[row] = 1000 * median(record["seconds"])
+        cells = rows.setdefault(row, {"parameters (M)": f"{record['parameters'] / 1e6:.0f}"})
+        cells[f"ms, {length} tokens"] = f"{last[row]:.3g}"
+        if "batches/s" in record:
+            cells[f"batches/s, {length} tokens"] = f"{record['batches/s']:.3g}"
+            cells[f"relative, {length} tokens"] = f"{record['relative_batches/s']:.2f}"
+        if "multiplications" in record:
+            cells["multiplications of a search"] = f"{record['multiplications']:,}"
+    return rows, last
+
+
+def picture(name):
+    return f"![{name}]({name}.png)"
+
+
+def table1(folder):
+    rows, ms = times(folder, "table1")
+    *_, with_memory = [row for row in ms if row.startswith("base")] or ms
+    deeper = next((row for row in ms if row.startswith("large")), with_memory)
+    return beside(rows, "table1"), [
+        (f"{with_memory} takes less time than {deeper} (ms)", ms[with_memory], ms[deeper])]
+
+
+def table2(folder):
+    rows, perplexity, top1 = texts(folder, "table2")
+    return beside(rows, "table2"), [
+        ("perplexity: (c) below (a), both from scratch", perplexity[C], perplexity[A]),
+        ("perplexity: (f) below (b), both trained on", perplexity[F], perplexity[B]),
+        ("perplexity: (f) below (e)", perplexity[F], perplexity[E]),
+        ("top-1 MU: (d) above (c)", top1[C], top1[D]),
+        ("top-1 MU: (f) above (d)", top1[D], top1[F]),
+        ("top-1 MU: (f) above (e)", top1[E], top1[F])]
+
+
+def figure2(folder):
+    stale = {}
+    for record in read(folder, "figure2"):
+        *_, last = record["slots"].values()
+        stale.setdefault(system(record["run"]), []).append(100 * (1 - last))
+    return picture("figure2"), [
+        ("slots not top-1 in the last snapshot (%): (f) below (c)", max(stale[F]), max(stale[C]))]
+
+
+def figure3(folder):
+    start = {}
+    for path, evaluations in read(folder, "figure3").items():
+        start[system(path)] = evaluations[0]["perplexity"]
+    return picture("figure3"), [
+        ("perplexity at the start: (f) below (e)", start[F], start[E])]
+
+
+def table4(folder):
+    rows, means = scores(folder, "table4")
+    return beside(rows, "table4"), [
+        ("mean score: (f) above (b)", means[B], means[F]),
+        ("mean score: (f) above (e)", means[E], means[F]),
+        ("mean score: (f) at most 0.5 below (h)", means[H] - 0.5, means[F])]
+
+
+def table5(folder):
+    rows, means = scores(folder, "table5", "{system}, {update}")
+    claims = []
+    for name in (C, D, E, F):
+        claims.append((f"mean score: {name[:3]} lower with a frozen memory",
+                       means[f"{name}, N"], means[f"{name}, Y"]))
+    return beside(rows, "table5"), claims
+
+
+def table6(folder):
+    rows, top1 = {}, {}
+    for record in read(folder, "table6"):
+        name = system(record["run"])
+        task = PAPER["tasks"].get(record["task"], record["task"])
+        cells = {"split": record["split"], **usage(record["layers"])}
+        for column, cell in cells.items():
+            rows.setdefault(name, {})[f"{task} {column}"] = cell
+        lowest = 100 * min(layer["top1_mu"] for layer in record["layers"].values())
+        top1[name] = min(lowest, top1.get(name, 100))
+    return beside(rows, "table6"), [("top-1 MU: (f) above (c)", top1[C], top1[F])]
+
+
+def table7(folder):
+    rows, means = scores(folder, "table7")
+    cells, perplexity, _ = texts(folder, "table7_text")
+    small, with_memory, middle = perplexity
+    for name, row in cells.items():
+        rows[name] = row | rows[name]
+    return beside(rows, "table7"), [
+        ("mean score: a memory helps", means[small], means[with_memory]),
+        ("perplexity: with a memory below the larger model", perplexity[with_memory],
+         perplexity[middle])]
+
+
+def figure4(folder):
+    rows, after = {}, {}
+    for record in read(folder, "figure4"):
+        name = system(record["run"])
+        numbers = record["kl_whole"], record["iou_whole"]
+        row = f"{name}, layer {record['layer']}, {record['when']} fine-tuning"
+        rows[row] = {"KL (nats)": f"{numbers[0]:.2f}", "IOU": f"{numbers[1]:.2f}"}
+        if record["when"] == "after":
+            after.setdefault(name, []).append(numbers)
+    claims = []
+    for (kl, iou), (kl_f, iou_f) in zip(after[C], after[F]):
+        claims.append(("KL of the classes after fine-tuning: (f) above (c)", kl, kl_f))
+        claims.append(("IOU of the classes after fine-tuning: (f) below (c)", iou_f, iou))
+    return f"{picture('figure4')}\n\n{beside(rows)}", claims
+
+
+def causal(folder):
+    rows, perplexity, _ = texts(folder, "causal")
+    speeds, ms = times(folder, "causal_time")
+    ms = {system(path): time for path, time in ms.items()}
+    for path, row in speeds.items():
+        rows[system(path)] |= row
+    _, deeper, memory = perplexity
+    return beside(rows), [
+        (f"perplexity: {memory} below {deeper}", perplexity[memory], perplexity[deeper]),
+        (f"ms: {memory} at most 0.65 of {deeper}", ms[memory], 0.65 * ms[deeper])]
+
+
+def slots(folder):
+    rows, ms = times(folder, "slots")
+    growth = {}
+    for kind in ("product", "flat"):
+        small, *_, large = [time for row, time in ms.items() if row.startswith(kind)]
+        growth[kind] = large / small
+    return beside(rows), [
+        ("time of the most slots, relative to the fewest: product keys at most 1.1",
+         growth["product"], 1.1),
+        ("the same: product keys below flat keys", growth["product"], growth["flat"])]
+
+
+PARTS = {
+    "table1": ("Table 1: speed at batch size 1", table1),
+    "table2": ("Table 2: perplexity and usage", table2),
+    "figure2": ("Figure 2: the last snapshot in which a slot was top-1", figure2),
+    "figure3": ("Figure 3: training curves from one trained model", figure3),
+    "table4": ("Table 4: fine-tuning", table4),
+    "table5": ("Table 5: the memory learns in fine-tuning (Y), or is frozen (N)", table5),
+    "table6": ("Table 6: usage after fine-tuning", table6),
+    "table7": ("Table 7: a small model with a memory", table7),
+    "figure4": ("Figure 4: the slots of two classes", figure4),
+    "causal": ("Lample et al., layers: n and a memory against 2n", causal),
+    "slots": ("Lample et al., keys: flat against product", slots),
+}
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
