@@ -3,8 +3,6 @@ SQuAD: windows as run_squad.py cuts them, answers through windows, the official 
 """
 import json
 import math
-import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,13 +45,11 @@ def test_answers_come_back_through_windows(fox, answer, fate):
 
 def test_a_window_steps_over_nothing_and_a_long_question_is_cut(fox):
     """The step is no more than what a window holds. A paragraph may be empty."""
-    questions = [Question("q", "it " * 90, text, [(0, "The")]) for text in (FOX, "")]
+    questions = [Question("q", "it " * 90, text, []) for text in (FOX, "")]
     windows = make_windows(fox, questions, 40, 128)
     assert all(window.ids[:22].tolist() == [2, *[12] * 20, 3] for window in windows)
-    tokens = fox.encode(FOX).ids
-    assert windows[1].ids[22:].tolist() == [*tokens[17:], 3]  # the first has 17 tokens
-    assert [window.question for window in windows] == [questions[0], questions[0], questions[1]]
-    assert len(windows[2].ids) == 23
+    assert windows[1].ids[22:].tolist() == [*fox.encode(FOX).ids[17:], 3]  # 17 are in the first
+    assert [window.question for window in windows] == [questions[0], *questions]
     [window] = make_windows(fox, questions[:1], 200, 128)
     assert window.first_length == 66  # 64 tokens of the question
 
@@ -80,8 +76,7 @@ def most_context_by_hand(spans, position):
 @pytest.mark.parametrize("room, stride", [(320, 128), (9, 1), (9, 4), (9, 9), (110, 64), (500, 3)])
 def test_an_answer_starts_where_it_has_most_context(fox, room, stride):
     """One window of each token, as run_squad.py chooses it."""
-    rng = random.Random(room)
-    for total in (1, room - 1, room, room + 1, rng.randrange(1000)):
+    for total in (1, room - 1, room, room + 1, 777):
         question = Question("q", "it", "cat " * total, [(0, "cat")])
         windows = make_windows(fox, [question], room + 4, stride)
         spans, start = [], 0
@@ -89,30 +84,27 @@ def test_an_answer_starts_where_it_has_most_context(fox, room, stride):
             spans.append((start, min(room, total - start)))
             start += min(spans[-1][1], stride)
         assert [len(window.ids) for window in windows] == [length + 4 for _, length in spans]
-        chosen = [most_context_by_hand(spans, t) for t in range(total)]
-        for n, (start, length) in enumerate(spans):
-            expected = [t for t in range(start, start + length) if chosen[t] == n]
-            assert [start + at - 3 for at in range(*windows[n].starts)] == expected
+        found = [(n, start + at - 3) for n, (start, _) in enumerate(spans)
+                 for at in range(*windows[n].starts)]
+        assert found == [(most_context_by_hand(spans, t), t) for t in range(total)]
 
 
 def test_the_best_window_answers(fox):
-    """Two questions may even have the same id. Without a span the answer is empty."""
-    questions = [Question("q", "it?", FOX, [(0, "The")]) for _ in range(2)]
-    windows = make_windows(fox, questions, 12, 7)
-    of_first = [window for window in windows if window.question is questions[0]]
-    scores = dict(zip(map(id, of_first), (1.0, 3.0, 2.0)))
-    spans = [(scores.get(id(window), -np.inf), window.first_length, window.first_length)
-             for window in windows]
-    answers = best_answers(windows, np.array(spans))
-    start, end = of_first[1].offsets[0]
-    assert answers == {questions[0]: (FOX[start:end], 3), questions[1]: ("", -np.inf)}
+    """Two questions may have the same id. Without a span the answer is empty."""
+    questions = [Question("q", "it?", FOX, []) for _ in range(2)]
+    windows = make_windows(fox, questions, 16, 11)
+    assert len(windows) == 4
+    spans = [(1.0, 5, 5), (3.0, 6, 7), (-np.inf, 0, 0), (-np.inf, 0, 0)]
+    (start, _), (_, end) = windows[1].offsets[2:4]
+    assert best_answers(windows, spans) == {
+        questions[0]: (FOX[start:end], 3.0), questions[1]: ("", -np.inf)}
 
 
 def test_an_answer_has_no_space_around_it(fox):
     """A token of byte-level BPE has the space before its word."""
     [window] = make_windows(fox, [Question("q", "it?", "the cat sat", [])], 16, 8)
-    window.offsets = np.array([[0, 3], [3, 7], [7, 11]])
-    assert list(best_answers([window], [[1.0, 5, 5]]).values()) == [("cat", 1.0)]
+    window.offsets[1] = 3, 7
+    assert best_answers([window], [(1.0, 5, 5)])[window.question] == ("cat", 1.0)
 
 
 @pytest.mark.skipif(not (SHARED / "squad").is_dir(), reason="no SQuAD on this machine")
@@ -125,8 +117,7 @@ def test_squad_gold_answers_come_back():
     assert score_squad(gold) == {"exact_match": 100, "f1": 100}
     windows = make_windows(tokenizer, questions, 384, 128)
     assert (len(questions), len(windows)) == (10570, 10833)
-    spans = [(0 if window.label[0] else -np.inf, *window.label) for window in windows]
-    back = best_answers(windows, np.array(spans))
+    back = best_answers(windows, [(max(window.label) - 1, *window.label) for window in windows])
     wrong = [question for question in questions if back[question][0] != gold[question][0]]
     assert len(wrong) == 34
     assert all(gold[question][0] in back[question][0] for question in wrong)
@@ -135,24 +126,17 @@ def test_squad_gold_answers_come_back():
 SQUAD_CASES = [  # prediction, references, exact match and F1 of the official evaluate-v1.1.py
     ("The Denver Broncos!", ["Denver Broncos"], 100, 100),
     ("Denver", ["Denver Broncos", "the Broncos"], 0, 66.67),
-    ("an apple a day", ["Apple, day", "apple day"], 100, 100),
     ("", ["x"], 0, 0),
-    ("x", ["the"], 0, 0),
     ("", ["a."], 100, 0),
     ("U.S.", ["US", "u s"], 100, 100),
     ("theatre", ["the atre"], 0, 0),
-    ("a an the", ["x"], 0, 0),
-    ("1,000", ["1000"], 100, 100),
     ("café Ünïcode", ["Café ünïcode"], 100, 100),
-    ("the–end", ["–end"], 100, 100),
     ("x the–a y", ["x – y"], 100, 100),
     ("one  two\tthree\xa0four", ["one two three four"], 100, 100),
     ("red red blue", ["red blue blue"], 0, 66.67),
     ("red red blue", ["red red"], 0, 80),
     ("red dog", ["cat", "red dog"], 100, 100),
-    ("“the” end", ["“ ” end"], 100, 100),
     ("£5 a_b", ["£5", "a_b"], 0, 66.67),
-    ("he's", ["hes"], 100, 100),
     ("it is", ["is it"], 0, 100)]
 
 
@@ -172,14 +156,13 @@ def test_squad_scores_are_means():
 
 def test_a_file_of_squad(tmp_path):
     """New questions have no answers. Another file gets a line."""
-    path = Path(tmp_path, "train-v1.1.json")
+    path = tmp_path / "train-v1.1.json"
     data = squad_file(path)
-    questions = read_squad(path)
-    assert [question.id for question in questions] == ["q0", "q1"]
-    assert questions[0].answers == [(4, "cat")] and questions[0].context.startswith("the cat saw")
     del data["data"][0]["paragraphs"][0]["qas"][0]["answers"]
     path.write_text(json.dumps(data))
-    assert [question.answers for question in read_squad(path)] == [[], [(4, "cat")]]
+    first, second = read_squad(path)
+    assert (first.id, first.text, first.answers) == ("q0", "no cat ?", [])
+    assert (second.context, second.answers) == ("the cat saw the dog . " * 6, [(4, "cat")])
     for text in ('{"data": [{"title": "t"}]}', "[1]"):
         path.write_text(text)
         with pytest.raises(UserError, match="not a file of SQuAD 1.1"):
