@@ -55,6 +55,7 @@ MEMORY_ACT = "gelu (this model has a memory: AutoModelFor..., trust_remote_code=
 KINDS = {  # what a config.json may have in a setting, if it has it
     "model_type": ("bert", "distilbert", "pkm-bert"), "hidden_act": ("gelu", MEMORY_ACT),
     "activation": ("gelu",), "position_embedding_type": ("absolute",),
+    "layer_norm_eps": (1e-12,), "tie_word_embeddings": (True,),
     "problem_type": (None, "single_label_classification", "regression")}
 HEAD_NAMES = {"classifier": "classifier", "span": "qa_outputs"}
 ARCHITECTURES = {None: "BertForMaskedLM", "classifier": "BertForSequenceClassification",
