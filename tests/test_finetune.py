@@ -52,11 +52,8 @@ def test_a_fine_tuned_run_leaves_what_it_promises(tuned, capsys):
     header, *found = table(run / "predictions_dev.tsv")
     assert header == ["index", "sentence", "label", "prediction", "probability"]
     assert [row[1:3] for row in found] == table("own/dev.tsv")[1:]
-    right = np.mean([row[2] == row[3] for row in found])
-    assert right == each[1]["eval_accuracy"]
-    saved = read_weights(run / "best")
-    assert (saved["head"], saved["labels"]) == ("classifier", ["animal", "none"])
-    assert saved["config"].memory_layers == (2, 3)
+    assert np.mean([row[2] == row[3] for row in found]) == each[1]["eval_accuracy"]
+    assert read_weights(run)["labels"] == ["animal", "none"]
     assert find_weights("out/run") == (Path("out/run/seed0/best"), Path("out/run/seed0/vocab.txt"))
 
     before = files()
@@ -140,20 +137,16 @@ def test_seeds_run_side_by_side(tuned, capsys):
 
 
 def assert_same_tuning(run, reference):
-    def timeless(path):
-        return [{k: v for k, v in r.items() if k not in ("examples_per_s", "elapsed")}
-                for r in log(path)]
-
-    assert_same(timeless(run), timeless(reference), "log")
-    assert scores(run) == scores(reference)
-    ours, theirs = (Path(path, "predictions_dev.tsv").read_bytes() for path in (run, reference))
-    assert ours == theirs
+    for ours, theirs in zip(log(run), log(reference), strict=True):
+        differing = {key for key in theirs if ours[key] != theirs[key]}
+        assert differing <= {"examples_per_s", "elapsed"}
+    for name in ("eval_results.json", "predictions_dev.tsv"):
+        assert Path(run, name).read_text() == Path(reference, name).read_text()
     assert_same(*(torch.load(Path(path, "best/model.pt")) for path in (run, reference)))
 
 
 def test_no_death_while_files_are_written_changes_a_run(tuned, monkeypatch):
-    """Killed before each of its renamings in turn, until nothing is left to rename. Batches are
-    padded."""
+    """Killed before each of its renamings in turn, until nothing is left to rename."""
     class Killed(BaseException):
         pass
 
@@ -164,8 +157,6 @@ def test_no_death_while_files_are_written_changes_a_run(tuned, monkeypatch):
         return replace(*args)
 
     args, replace = ["--epochs=2", "--train_examples=8"], os.replace
-    examples = load_examples(find_task("own"), "train", text_tokenizer("tiny.txt"), 32, 8)
-    assert len({len(example.ids) for example in examples}) > 1
     assert tune(*args, "--out=out/whole") == 0
     monkeypatch.setattr(os, "replace", killing)
     at, done = 0, False

@@ -69,19 +69,17 @@ def test_official_files(tmp_path, monkeypatch, name):
     for split, _, expected in SPLITS_OF[name]:
         if expected:
             texts, labels = read_split(task, split)
-            assert labels.dtype == (np.int64 if task.labels else np.float32)
-            found = [round(label, 5) for label in labels.tolist()]
-            assert list(zip(texts, found, strict=True)) == expected
+            assert texts == [text for text, _ in expected]
+            assert labels.tolist() == pytest.approx([label for _, label in expected])
 
 
 def test_a_folder_of_ones_own(tmp_path):
     """It may have an official name. Its columns say whether it has classes or scores."""
-    (tmp_path / "rte").mkdir()
     train = tmp_path / "rte/train.tsv"
+    train.parent.mkdir()
     train.write_text("id\tsentence\tlabel\n1\ta\ty\n2\t\tx\n3\tc\ty\n\n")
     task = find_task(str(tmp_path / "rte"))
-    assert task.name == "own_rte"
-    assert (task.labels, task.metrics) == (["x", "y"], ["accuracy"])
+    assert (task.name, task.labels, task.metrics) == ("own_rte", ["x", "y"], ["accuracy"])
     texts, labels = read_split(task, "train")  # an empty sentence is a row
     assert texts == [("a",), ("",), ("c",)] and labels.tolist() == [1, 0, 1]
     train.write_text("sentence1\tsentence2\tscore\na\tb\t1.5\n")
@@ -188,11 +186,10 @@ def test_the_order_is_a_function_of_seed_and_epoch():
 
 @pytest.mark.filterwarnings("ignore")
 def test_metrics_equal_those_of_scikit_learn_and_scipy():
-    """Also without correlation, with ties, and with labels or predictions of one class."""
+    """Also with ties and with one class, as a single prediction has."""
     theirs, stats = pytest.importorskip("sklearn.metrics"), pytest.importorskip("scipy.stats")
     rng = np.random.default_rng(0)
     classes = [rng.integers(0, 2, (2, n)) for n in (1, 2, 3, 40) for _ in range(5)]
-    classes += [(np.full(9, a), np.arange(9) % b) for a in (0, 1) for b in (1, 2)]
     numbers = [rng.normal(size=(2, n)) for n in (2, 3, 300)]
     numbers += [rng.integers(0, 4, (2, 30)).astype(float)]  # ties
     numbers += [(np.arange(9.0), -np.arange(9.0) ** 3), (np.arange(9.0), np.full(9, 0.1)),
