@@ -4,8 +4,7 @@ Files that are whole or absent, and locks.
 import json
 import math
 import os
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 from lib.errors import UserError
 from lib.files import atomic, discard, load_file, lock, null_to_nan, read_json, to_json
-from tests.helpers import ROOT
+from tests.on_ranks import start, wait_for
 
 
 def test_atomic(tmp_path):
@@ -65,13 +64,16 @@ def test_discard(tmp_path):
     assert os.listdir(tmp_path) == ["mine"] and not os.listdir(tmp_path / "mine")
 
 
+def hold(folder):
+    with lock(folder, "trains there"):
+        folder.with_name("held").touch()
+        time.sleep(60)
+
+
 def test_one_process_at_a_time_works_in_a_folder(tmp_path):
     """The lock ends with its process, even after a kill. A link to the folder is the folder."""
-    code = ("import sys, time, lib.files\nwith lib.files.lock(sys.argv[1], 'x'):\n"
-            "    print('has it', flush=True)\n    time.sleep(60)")
-    holder = subprocess.Popen([sys.executable, "-c", code, tmp_path / "run"], cwd=ROOT,
-                              stdout=subprocess.PIPE)
-    holder.stdout.readline()
+    [holder] = start(0, hold, tmp_path / "run")
+    wait_for((tmp_path / "held").exists, holder)
     (tmp_path / "link").symlink_to("run")
     for name in ("run", "link"):
         with pytest.raises(UserError, match="run: another process trains there"), \
@@ -80,7 +82,7 @@ def test_one_process_at_a_time_works_in_a_folder(tmp_path):
     with lock(tmp_path / "other", "trains there"):
         pass
     holder.kill()
-    holder.communicate()
+    holder.join()
     for _ in range(2):  # an error gives the lock back, too
         with pytest.raises(KeyError), lock(tmp_path / "run", "trains there"):
             raise KeyError
