@@ -33,7 +33,7 @@ def table(path):
     return [line.split("\t") for line in Path(path).read_text().splitlines()]
 
 
-def test_a_fine_tuned_run_leaves_what_it_promises(tuned, capsys):
+def test_a_fine_tuned_run_leaves_what_it_promises(tuned):
     args = ["--seeds=3", "--out=out/run"]
     assert tune(*args) == 0
     run = Path("out/run/seed1")
@@ -47,7 +47,6 @@ def test_a_fine_tuned_run_leaves_what_it_promises(tuned, capsys):
     summary = scores("out/run")
     assert summary["eval_accuracy"] == sorted(r["eval_accuracy"] for r in each)[1] > 0.7
     assert list(summary["seeds"].values()) == each
-    assert "median of 3: accuracy" in capsys.readouterr().out
 
     header, *found = table(run / "predictions_dev.tsv")
     assert header == ["index", "sentence", "label", "prediction", "probability"]
@@ -105,17 +104,18 @@ def test_regression(tuned):
 
 
 def test_a_frozen_memory_keeps_its_whole_state(tuned, monkeypatch):
-    """Weights, values and statistics, after two epochs, on two ranks and compiled; the rest moves.
+    """Weights, values and statistics, on two ranks, compiled and after two epochs; the rest moves.
 
     The paper's Table 5.
     """
+    monkeypatch.setattr(finetune, "discard", print)  # the last checkpoint stays
     args = ["--update_memory=False", "--train_examples=16", "--epochs=2", "--accumulation=2"]
     ranks = start(2, finetune.main, ["tune.py", *args, "--out=out/ranks"])
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     assert tune(*args, "--compile=on") == 0
     finish(ranks)
     before = read_weights("out/tiny")["weights"]
-    for run in ("out/tiny_own_fixed", "out/ranks"):
+    for run in ("out/tiny_own_fixed/seed0/step_000004", "out/ranks"):
         after = read_weights(run)["weights"]
         for name in before.keys() & after.keys():
             assert torch.equal(before[name], after[name]) == (".memory." in name), name
