@@ -21,7 +21,7 @@ from lib.run import Run
 from lib.settings import Parser
 from lib.tokenizer import full_tokenizer, read_vocab, special_tokens
 from lib.usage import describe_evaluation
-from lib.weights import find_weights, pooler_is_trained, read_weights
+from lib.weights import find_weights, read_weights
 
 CODE = "pkm.py", "values.py", "for_transformers/add_memory.py", "for_transformers/modeling_pkm.py"
 TASKS = "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"
@@ -46,7 +46,7 @@ def export(path, folder):
     if not config.type_vocab:  # BERT has two token types: vectors of 0 have no effect
         config.type_vocab = 2
         weights["bert.token_types.weight"] = torch.zeros(2, config.d_model)
-    if not pooler_is_trained(source, saved):
+    if head != "classifier" and not Run(source.parent).settings()["pooler_trained"]:
         weights = {name: w for name, w in weights.items() if "pooler" not in name}
     weights = to_huggingface(weights, head)
     settings = their_settings(config, head, saved.get("labels"), vocab, has_memory)
