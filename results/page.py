@@ -31,20 +31,24 @@ def main(folder):
             text, checked = f"Not there yet: `sh reproduce.sh {scale} {step}`.", []
         parts.append(f"## {title}\n\n{text}\n")
         for claim, lower, higher in checked:
-            holds = "yes" if lower < higher else "**no**"
-            claims.append([title.split(":")[0], claim, holds, f"{lower:.4g} < {higher:.4g}"])
-    seconds = []
+            holds = "yes" if lower < higher else "**no**" if lower > higher else "equal"
+            claims.append([title.split(":")[0], claim, holds, f"{lower:.4g}", f"{higher:.4g}"])
+    begun, ended, hours = [], [], 0.0
     for log in folder.glob("logs/*"):
-        seconds += map(int, re.findall(r"^took (\d+) s$", log.read_text(), re.MULTILINE))
+        for seconds in re.findall(r"^took (\d+) s$", log.read_text(), re.MULTILINE):
+            ended.append(log.stat().st_mtime)
+            begun.append(ended[-1] - int(seconds))
+            hours += int(seconds) / 3600
     bench = read(folder, "table1")
     parts.insert(0, (
         f"# The paper, reproduced: {scale}\n\n"
-        f"Made by `sh reproduce.sh {scale}`: {len(seconds)} commands, {sum(seconds) / 3600:.1f} "
-        f"hours if they had run one after the other, on {bench['machine']} and torch "
-        f"{bench['torch']}. Numbers in brackets are the paper's; ?: not legible in our copy of "
-        f"it; -: does not apply.\n\n{PAPER['differs'][scale]}\n\n"
+        f"Made by `sh reproduce.sh {scale}` in {(max(ended) - min(begun)) / 3600:.1f} hours: "
+        f"{len(ended)} commands, {hours:.1f} hours if they had run one after the other. "
+        f"{bench['machine']}, torch {bench['torch']}.\n\n"
+        "Numbers in brackets are the paper's; ?: not legible in our copy; -: does not apply. "
+        f"{' '.join(PAPER['differs'][scale])}\n\n"
         "## Does the paper hold here?\n\n"
-        f"{markdown(['where', 'claim', 'holds', 'here'], claims)}\n"
+        f"{markdown(['where', 'claim', 'holds', 'to be lower', 'to be higher'], claims)}\n"
         "Pretraining has one seed: another seed alone can turn a small difference.\n"))
     write_text(folder / "page.md", "\n".join(parts))
     print(f"wrote {folder}/page.md")
@@ -61,7 +65,7 @@ def read(folder, name):
 
 def system(path):
     """Return the paper's name for the system of a run, or of a fine-tuned run."""
-    name = Path(path).name
+    name = Path(path).stem
     return SYSTEMS.get(name) or SYSTEMS.get(re.sub("(_fixed)?$", "", name).rpartition("_")[0], name)
 
 
@@ -76,7 +80,7 @@ def beside(ours, table=None):
         cells = []
         for column in columns:
             cell = ours.get(row, {}).get(column, "")
-            if column in theirs:
+            if theirs.get(column):
                 cell += f" ({theirs[column]})"
             cells.append(cell.strip() or "-")
         rows.append([row, *cells])
@@ -141,7 +145,7 @@ def times(folder, name):
         size, length = re.fullmatch(r"(.*), 1 x (\d+)", record["what"]).groups()
         row = f"{size} {record['system']}".removeprefix("inference ").removesuffix(" plain")
         last[row] = 1000 * median(record["seconds"])
-        cells = rows.setdefault(row, {"parameters (M)": f"{record['parameters'] / 1e6:.0f}"})
+        cells = rows.setdefault(row, {"parameters (M)": f"{record['parameters'] / 1e6:.1f}"})
         cells[f"ms, {length} tokens"] = f"{last[row]:.3g}"
         if "batches/s" in record:
             cells[f"batches/s, {length} tokens"] = f"{record['batches/s']:.3g}"
@@ -157,10 +161,10 @@ def picture(name):
 
 def table1(folder):
     rows, ms = times(folder, "table1")
-    *_, with_memory = [row for row in ms if row.startswith("base")] or ms
-    deeper = next((row for row in ms if row.startswith("large")), with_memory)
-    return beside(rows, "table1"), [
-        (f"{with_memory} takes less time than {deeper} (ms)", ms[with_memory], ms[deeper])]
+    claims = []
+    if "large" in ms:
+        claims = [("ms: base +ResM below large", ms["base +ResM"], ms["large"])]
+    return beside(rows, "table1"), claims
 
 
 def table2(folder):
@@ -237,15 +241,14 @@ def figure4(folder):
     rows, after = {}, {}
     for record in read(folder, "figure4"):
         name = system(record["run"])
-        numbers = record["kl_whole"], record["iou_whole"]
         row = f"{name}, layer {record['layer']}, {record['when']} fine-tuning"
-        rows[row] = {"KL (nats)": f"{numbers[0]:.2f}", "IOU": f"{numbers[1]:.2f}"}
+        rows[row] = {"KL (nats)": f"{record['kl_whole']:.2f}", "IOU": f"{record['iou_whole']:.2f}"}
         if record["when"] == "after":
-            after.setdefault(name, []).append(numbers)
+            after.setdefault(name, []).append(record)
     claims = []
-    for (kl, iou), (kl_f, iou_f) in zip(after[C], after[F]):
-        claims.append(("KL of the classes after fine-tuning: (f) above (c)", kl, kl_f))
-        claims.append(("IOU of the classes after fine-tuning: (f) below (c)", iou_f, iou))
+    for c, f in zip(after[C], after[F]):
+        claims += [(f"KL, layer {c['layer']}: (f) above (c)", c["kl_whole"], f["kl_whole"]),
+                   (f"IOU, layer {c['layer']}: (f) below (c)", f["iou_whole"], c["iou_whole"])]
     return f"{picture('figure4')}\n\n{beside(rows)}", claims
 
 
