@@ -12,8 +12,11 @@ from itertools import chain
 from pathlib import Path
 from statistics import mean, median
 
+import torch
+
 from lib.figures import markdown
-from lib.files import write_text
+from lib.files import null_to_nan, write_text
+from lib.timing import machine_facts
 
 PAPER = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 SYSTEMS = {run: name for name, runs in PAPER["systems"].items() for run in runs}
@@ -39,12 +42,12 @@ def main(folder):
             ended.append(log.stat().st_mtime)
             begun.append(ended[-1] - int(seconds))
             hours += int(seconds) / 3600
-    bench = read(folder, "table1")
+    machine = machine_facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     parts.insert(0, (
         f"# The paper, reproduced: {scale}\n\n"
         f"Made by `sh reproduce.sh {scale}` in {(max(ended) - min(begun)) / 3600:.1f} hours: "
         f"{len(ended)} commands, {hours:.1f} hours if they had run one after the other. "
-        f"{bench['machine']}, torch {bench['torch']}.\n\n"
+        f"{machine['machine']}, torch {machine['torch']}.\n\n"
         "Numbers in brackets are the paper's; ?: not legible in our copy; -: does not apply. "
         f"{' '.join(PAPER['differs'][scale])}\n\n"
         "## Does the paper hold here?\n\n"
@@ -58,7 +61,7 @@ def read(folder, name):
     """Read a result of measure.py, or what bench.py printed in its last line."""
     path = folder / f"{name}.json"
     if path.exists():
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), object_hook=null_to_nan)
     lines = (folder / "logs" / name).read_text(encoding="utf-8").splitlines()
     return json.loads(next(line for line in lines if line.startswith("{")))
 
@@ -128,13 +131,11 @@ def scores(folder, name, row="{system}"):
         rows[key] = {}
         numbers = []
         for task, cell in record.items():
-            if cell and task != "Avg":
-                score, _ = cell.split()  # and the number of seeds
+            if cell:
+                score = cell.split()[0]  # the number of seeds follows
                 rows[key][PAPER["tasks"].get(task, task)] = score
                 numbers += map(float, score.split("/"))
         means[key] = mean(numbers)
-        if record.get("Avg"):
-            rows[key]["Avg"] = record["Avg"]
     return rows, means
 
 
