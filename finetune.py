@@ -49,6 +49,7 @@ from lib.training import (
     catch_signals,
     check_finite,
     checkpoint_files,
+    is_due,
     learning_rate,
     log_training,
     make_optimizers,
@@ -229,8 +230,8 @@ def fine_tune(config, run, task, data, train, dev, signals):
         done = step + 1  # updates
         stopped = any_signalled(signals)
         epoch_ends = done % batches.steps_per_epoch == 0 or done == config.max_steps
-        log = epoch_ends or done % config.log_interval == 0
-        save = epoch_ends or stopped or done % config.checkpoint_interval == 0
+        log = epoch_ends or is_due(done, config.log_interval, config)
+        save = epoch_ends or stopped or is_due(done, config.checkpoint_interval, config)
         if not (log or save):
             continue
 

@@ -35,6 +35,7 @@ from lib.training import (
     check_finite,
     checkpoint_files,
     count_parameters,
+    is_due,
     learning_rate,
     log_training,
     make_optimizers,
@@ -110,7 +111,7 @@ def main(argv):
         raise UserError("which config? python pretrain.py configs/demo.py; --help lists settings")
     config = load_settings(Config, argv)
     check_config(config)
-    name = Path(argv[0]).stem if argv[0].endswith(".py") else "pretrain"
+    name = next((Path(arg).stem for arg in argv if arg.endswith(".py")), "pretrain")
     run = Run(config.out or f"out/{name}")
     with lock(run.folder, "trains there"):
         return train(config, run, argv)
@@ -245,11 +246,6 @@ def train(config, run, argv):
     return 0
 
 
-def is_due(step, every, config):
-    """Tell whether something is due after `step` updates: at the end, and every so often."""
-    return step == config.max_steps or every > 0 and step % every == 0
-
-
 def evaluate(step, config, model, held_out, device, dtype, run):
     """Evaluate, log, print, and warn once of a layer's fall of usage. Returns its counts."""
     results, counts = evaluate_language_model(model, held_out, device, dtype)
@@ -290,6 +286,8 @@ def check_config(config):
     check_accumulation(config)
     try:
         sizes = BertConfig(**model_sizes(config))
+        with torch.device("meta"):
+            LanguageModel(sizes)
     except AssertionError as error:
         raise UserError(str(error)) from None
     if config.seq_len > sizes.max_len:

@@ -51,8 +51,7 @@ fi
 
 # ---- the tools
 run() {  # RESULT COMMAND...: run a command, unless it is done
-    result=$1
-    shift
+    result=$1 && shift
     log=$out/logs/$(echo "${result#"$out/"}" | tr / _)
     case $result in data/*) done=$result ;; *) done=$log ;; esac
     if [ $list ]; then
@@ -83,7 +82,7 @@ spread() {  # the same beside other jobs, on the next GPU that is free
 
 finish() {  # wait for all jobs
     wait
-    [ ! -e "$out/failed" ]
+    [ $list ] || [ ! -e "$out/failed" ]
 }
 
 step() {  # NAME NEEDED TITLE: begin a step, if it is wanted
@@ -116,8 +115,7 @@ tune() {  # "NAMES" "TASKS" [SETTING]: fine-tune each model on each task, with e
 }
 
 measure() {  # NAME COMMAND ARGUMENT...: make a table or a figure
-    name=$1
-    shift
+    name=$1 && shift
     run "$out/$name.md" python measure.py "$@" --out "$out/$name"
 }
 
@@ -141,7 +139,9 @@ step data "a network, except for docs" "texts, tasks, public weights" && {
     if [ "$scale" = paper ]; then
         run data/wikibooks python prepare_data.py wikibooks  # 25 GB of text: some 3 CPU hours
         for x in $tests; do run data/$x python prepare_data.py $x --vocab bert-base-uncased; done
-        for x in $google $small; do run data/weights/$x python prepare_data.py weights $x; done
+        for x in $google $small; do
+            run data/weights/$x/model.safetensors python prepare_data.py weights $x
+        done
         for x in MNLI QQP QNLI SST-2 CoLA; do run data/glue/$x python prepare_data.py glue $x; done
         run data/squad python prepare_data.py squad
     else

@@ -48,10 +48,12 @@ def add_memory(model, layers, alpha=1.0, beta=1.0, values="random", **sizes):
     if values not in ("random", "zero"):
         raise ValueError(f"values = {values!r}: expected 'random' or 'zero'")
     stack = find_layers(model)
+    if any(hasattr(layer, "memory") for layer in stack):
+        raise ValueError("this model has memories: name all layers in one call")
+    if len(set(layers) & set(range(1, len(stack) + 1))) < len(layers):
+        raise ValueError(f"layers {layers}: expected different ones from 1 to {len(stack)}")
     tables = {}
     for n in layers:
-        if n not in range(1, len(stack) + 1) or hasattr(stack[n - 1], "memory"):
-            raise ValueError(f"layer {n}: expected layers from 1 to {len(stack)} without a memory")
         memory = PKM(model.config.hidden_size, **sizes)
         device = next(stack[n - 1].parameters()).device
         memory.to(device, torch.promote_types(model.dtype, torch.float32))

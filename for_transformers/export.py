@@ -46,7 +46,7 @@ def export(path, folder):
     if not config.type_vocab:  # BERT has two token types: vectors of 0 have no effect
         config.type_vocab = 2
         weights["bert.token_types.weight"] = torch.zeros(2, config.d_model)
-    if head != "classifier" and not Run(source.parent).settings()["pooler_trained"]:
+    if head != "classifier" and not Run(source.parent).settings().get("pooler_trained", True):
         weights = {name: w for name, w in weights.items() if "pooler" not in name}
     weights = to_huggingface(weights, head)
     settings = their_settings(config, head, saved.get("labels"), vocab, has_memory)

@@ -104,7 +104,7 @@ def any_signalled(signals):
 def check_accumulation(config):
     """Raise UserError if the ranks cannot share a step's micro-batches evenly."""
     ranks = get_world_size()
-    if config.accumulation % ranks:
+    if config.accumulation % ranks or config.accumulation < 1:
         raise UserError(f"accumulation = {config.accumulation} is not a multiple of the {ranks} "
                         f"ranks of torchrun: --accumulation={ranks}, or another --nproc_per_node")
 

@@ -126,16 +126,17 @@ def unpack(path):
 def new_folder(folder, force):
     """Make a folder that is there only when it is whole. With `force` it replaces an older one."""
     folder = Path(folder)
-    with lock(folder, "prepares it"), atomic(folder) as temporary:
-        if folder.exists() and not force:
-            raise UserError(f"{folder} exists already (--force replaces it)")
-        temporary.mkdir()
-        yield temporary
-        if folder.exists():  # a kill must not leave half of it under its name
-            old = folder.with_name(f".old_{folder.name}")
-            discard(old)
-            folder.rename(old)
-            discard(old)
+    old = folder.with_name(f".old_{folder.name}")
+    with lock(folder, "prepares it"):
+        with atomic(folder) as temporary:
+            if folder.exists() and not force:
+                raise UserError(f"{folder} exists already (--force replaces it)")
+            temporary.mkdir()
+            yield temporary
+            if folder.exists():  # a kill must not leave half of it under its name
+                discard(old)
+                folder.rename(old)
+        discard(old)
 
 
 def gpt2_tokenizer():

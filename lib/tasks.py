@@ -286,7 +286,7 @@ def score_table(paths):
             continue
         settings = Run(path).seeds()[0].settings()
         task = task_name(settings["task"])
-        tasks = systems.setdefault((settings["init_from"], settings["update_memory"]), {})
+        tasks = systems.setdefault((Path(settings["init_from"]), settings["update_memory"]), {})
         if task in tasks:
             raise UserError(f"{path}: a second run of {task} from {settings['init_from']}: name "
                             "one of them")
@@ -294,7 +294,7 @@ def score_table(paths):
 
     rows = []
     for (initial, updated), tasks in systems.items():
-        row = {"initial model": initial, "memory update": "Y" if updated else "N",
+        row = {"initial model": str(initial), "memory update": "Y" if updated else "N",
                **dict.fromkeys([*TABLE_4, "Avg"])}
         averaged = []
         for task, results in tasks.items():

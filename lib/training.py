@@ -49,6 +49,11 @@ def make_optimizers(model, config, device):
     return dense, LazyAdam(tables, lr=config.value_lr)
 
 
+def is_due(step, every, config):
+    """Tell whether something is due after `step` updates: at the end, and every so often."""
+    return step == config.max_steps or every > 0 and step % every == 0
+
+
 def learning_rate(config, step):
     """Return an update's rate: linear warm-up to lr, then linear decay to 0. step: from 0."""
     warm_up = (step + 1) / max(1, config.warmup_steps)

@@ -131,10 +131,10 @@ def scores(folder, name, row="{system}"):
         rows[key] = {}
         numbers = []
         for task, cell in record.items():
-            if cell:
+            if isinstance(cell, str):
                 score = cell.split()[0]  # the number of seeds follows
                 rows[key][PAPER["tasks"].get(task, task)] = score
-                numbers += map(float, score.split("/"))
+                numbers += map(float, score.split("/") if task != "Avg" else [])
         means[key] = mean(numbers)
     return rows, means
 
@@ -189,11 +189,15 @@ def figure2(folder):
 
 
 def figure3(folder):
-    start = {}
+    rows, start = {}, {}
     for path, evaluations in read(folder, "figure3").items():
-        start[system(path)] = evaluations[0]["perplexity"]
-    return picture("figure3"), [
-        ("perplexity at the start: (f) below (e)", start[F], start[E])]
+        name = system(path)
+        start[name], end = evaluations[0]["perplexity"], evaluations[-1]["perplexity"]
+        rows[name] = {"perplexity at the start": f"{start[name]:.2f}", "at the end": f"{end:.2f}"}
+    return f"{picture('figure3')}\n\n{beside(rows)}", [
+        ("perplexity at the start: (f) below (e)", start[F], start[E]),
+        ("perplexity at the start: ResM' between them", start[F], start["ResM'"]),
+        ("perplexity at the start: ResM' between them", start["ResM'"], start[E])]
 
 
 def table4(folder):
@@ -250,7 +254,8 @@ def figure4(folder):
     for c, f in zip(after[C], after[F]):
         claims += [(f"KL, layer {c['layer']}: (f) above (c)", c["kl_whole"], f["kl_whole"]),
                    (f"IOU, layer {c['layer']}: (f) below (c)", f["iou_whole"], c["iou_whole"])]
-    return f"{picture('figure4')}\n\n{beside(rows)}", claims
+    text = "The picture compares halves of the classes (our reading), the table whole classes."
+    return f"{picture('figure4')}\n\n{text}\n\n{beside(rows)}", claims
 
 
 def causal(folder):

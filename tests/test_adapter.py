@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         with pytest.raises(UserError, match="has the memory of .*'bert'.*, not of"):
             load_memory(other, tmp_path)
         assert not find_memories(other)
-    with pytest.raises(ValueError, match="without a memory"):
+    with pytest.raises(ValueError, match="this model has memories"):
         load_memory(model_with_memory(), tmp_path)
 
 

@@ -194,12 +194,16 @@ def test_masks(padding):
 
 
 @pytest.mark.parametrize("layers, settings, words", [
-    ((3,), {}, "layer 3: expected layers from 1 to 2"), ((0,), {}, "layer 0"),
-    ((1, 1), {}, "layer 1: .* without a memory"),
+    ((1, 3), {}, "expected different ones from 1 to 2"),
+    ((0,), {}, "layers"), ((1, 1), {}, "layers"),
     ((1,), {"values": "zeros"}, "values = 'zeros': expected 'random' or 'zero'")])
 def test_wrong_arguments(layers, settings, words):
+    model = small_model("BertForMaskedLM")
     with pytest.raises(ValueError, match=words):
-        add_memory(small_model("BertForMaskedLM"), layers, **MEMORY, **settings)
+        add_memory(model, layers, **MEMORY, **settings)
+    add_memory(model, (1,), **MEMORY)  # nothing was changed
+    with pytest.raises(ValueError, match="name all layers in one call"):
+        add_memory(model, (2,), **MEMORY)
 
 
 def test_unknown_models_are_refused():
