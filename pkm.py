@@ -121,8 +121,8 @@ class MaskedBatchNorm(nn.BatchNorm1d):
 def candidates(topk, device):
     """List the pairs of ranks whose sums can be in the top k: (2, pairs).
 
-    Ranks count from 0 in the sorted scores of each half. (i+1)(j+1) - 1 pairs score no less than
-    the pair (i, j), so a pair is needed only if (i+1)(j+1) <= k. For k = 32, 119 of 1,024 pairs
+    Ranks count from 0 in the sorted scores of each half. At least (i+1)(j+1) - 1 other pairs score
+    as high as (i, j), hence it is needed only if (i+1)(j+1) <= k. For k = 32, 119 of 1,024 pairs
     remain. Brute force takes O(|K| d) operations, this O((sqrt(|K|) + k^2) d) (Lample et al.).
     """
     count = sum(topk // (i + 1) for i in range(topk))  # nonzero() would wait for the device

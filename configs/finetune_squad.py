@@ -8,4 +8,4 @@ weight_decay = 0.01
 max_len = 384
 doc_stride = 128  # from one window's beginning to the next one's, as in Devlin et al.
 value_lr = 1e-3  # of the value tables, sparsely updated, as in pretraining (our reading)
-dropout = 0.1  # our reading, and so is grad_clip
+dropout = 0.1  # our reading, as is grad_clip = 1.0

@@ -98,7 +98,7 @@ class CorpusReads:
             for batch in Progress(torch.from_numpy(self.ids).split(8), f"data/{self.name}"):
                 model.bert(batch.to(device))
         self.counts = {}
-        self.reads = {}  # {layer: weights (tokens, heads * topk); for each slot, where it is there}
+        self.reads = {}  # {layer: (weights (tokens, heads * topk), places in them of each slot)}
         for layer, batches in reads.items():
             slots, weights = map(torch.cat, zip(*batches))
             self.counts[layer] = tally(slots, weights, model.bert.config.n_keys**2)
@@ -109,8 +109,8 @@ class CorpusReads:
     def contexts(self, layer, slot, most):
         """List the contexts that read a slot with the most weight, at most `most`.
 
-        Returns [(weight, text, token)]: the sum over the heads, the text once, with the token in
-        «», and the token's place in ids.flat.
+        Returns [(weight, text, token)]. weight is the sum over the heads. text has the token in «»
+        and is listed once. token is its place in ids.flat.
         """
         weights, places = self.reads[layer]
         tokens = places[slot] // weights.shape[1]
@@ -179,7 +179,7 @@ def task_examples(path, split):
     checkpoint, vocab = find_weights(path)
     settings = Run(checkpoint.parent).settings()
     if "task" not in settings:
-        raise UserError(f"{path}: not a fine-tuned run; table takes others with --data NAME")
+        raise UserError(f"{path}: not a fine-tuned run (others: measure.py table RUN --data NAME)")
     task = find_task(settings["task"])
     if split == "dev":
         split = task.dev[""]
@@ -223,8 +223,8 @@ def compare_classes(path, device):
 def draw_parts(examples):
     """Part the examples of the two largest classes, at random.
 
-    Returns six lists of Examples, three of the class with the lower number, then three of the
-    other: two of half the smaller class, and what is left.
+    Returns six lists of Examples, three of each class, the lower class first. The first two of a
+    class have as many Examples as half of the smaller class. The third has the others.
     """
     rng = np.random.default_rng(0)
     labels = np.array([example.label for example in examples])

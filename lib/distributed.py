@@ -127,8 +127,8 @@ def deal_batches(batches):
 def distribute(model):
     """Prepare a model, which has its weights already, for training on several ranks.
 
-    Each value table keeps only this rank's columns. Batch norms get another momentum: one process
-    computes (1 - m) * running + m * new for each micro-batch; a rank sees every world_size-th one.
+    Each value table keeps only this rank's columns. A rank sees one of world_size micro-batches.
+    For the running statistics to fade as in one process, momentum m becomes 1 - (1 - m)^world_size.
     """
     if not is_distributed():
         return
@@ -138,6 +138,7 @@ def distribute(model):
         memory.values = ShardedValueTable(memory.values)
         norm, momentum = memory.query_norm, memory.query_norm.momentum
         norm.momentum = 1 - (1 - momentum) ** world_size
+        # the weight of this rank's statistics in sum_gradients
         norm.share = momentum * (1 - momentum) ** later_ranks / norm.momentum
 
 

@@ -39,7 +39,7 @@ class Run:
         return read_json(path) if path.is_file() else {}
 
     def check_settings(self, config, data):
-        """Print what changed since the run began; UserError if it must not (see start)."""
+        """Print what changed since the run began. UserError for what must stay the same."""
         before = self.settings()
         now = json.loads(to_json(asdict(config)))
         for key in sorted(now):
@@ -108,7 +108,7 @@ class Run:
         return [json.loads(line, object_hook=null_to_nan) for line in lines]
 
     def evaluations(self, checkpoint=None):
-        """Read the log's evaluations, up to a checkpoint. The initial model's steps count."""
+        """Read the evaluations up to a checkpoint. Their steps include the initial model's."""
         records = self.records()
         first = self.settings()["first_step"]
         last = read_state(checkpoint)["step"] if checkpoint else np.inf

@@ -168,7 +168,7 @@ def flops_per_token(model, seq_len):
 
 
 def share_of_peak(model, seq_len, device, dtype):
-    """Return a token per second's share of the ranks' peak, for mfu; None if it is unknown."""
+    """Return the share of all ranks' peak that one token per second takes; None if unknown."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
     words = re.findall(r"\w+", torch.cuda.get_device_name(device))  # an L40 is no L4

@@ -223,8 +223,8 @@ def test_a_run_leaves_what_it_promises(place):
 
 
 def test_a_logged_loss_is_the_mean_since_the_last(place, monkeypatch):
-    """And the time is that of the steps. This clock moves by 1 from a look at the run to the next:
-    at steps 1, 2, 3, 4, 5 (saved), 6 and 9."""
+    """The time is that of the steps. This clock moves by 1 whenever the loop reads it twice: at
+    steps 1, 2, 3, 4, 5 (saved), 6 and 9."""
     args = "--max_steps=9", "--warmup_steps=4"
     every = losses(*args)
     clock = types.SimpleNamespace(perf_counter=itertools.count().__next__)
