@@ -30,19 +30,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import pkm
+from lib import distributed, training
 from lib.corpus import MASKED
 from lib.device import autocast, use_device, wants_compile
-from lib.distributed import (
-    check_accumulation,
-    distribute,
-    get_world_size,
-    my_micro_batches,
-    run_ranks,
-    sum_gradients,
-)
 from lib.settings import Parser, load_settings
 from lib.timing import machine_facts, peak_bytes, print_times, time_in_turn
-from lib.training import count_parameters, make_optimizers, share_of_peak
 from lib.weights import check_objective
 from model import BertConfig, build_model
 from pretrain import Config, model_sizes
@@ -124,7 +116,7 @@ def time_inference(args, models, what, bases=1):
         results += time_in_turn(f"{what}, 1 x {length}", calls, args.device, 5 * args.rounds,
                                 bases=bases)
     for record in results:
-        record["parameters"] = count_parameters(models[record["system"]])
+        record["parameters"] = training.count_parameters(models[record["system"]])
     return results
 
 
@@ -182,22 +174,22 @@ def train(args):
 def time_config(args, path):
     """Time a training step of a config, as in pretrain.py, on random tokens."""
     config = load_settings(Config, [path, *args.settings])
-    check_accumulation(config)
+    distributed.check_accumulation(config)
     model = build(args, BertConfig(**model_sizes(config)))
-    parameters = count_parameters(model)
-    distribute(model)
+    parameters = training.count_parameters(model)
+    distributed.distribute(model)
     predicted, positions = config.seq_len, None
     if config.objective == "masked":
         predicted = round(MASKED * config.seq_len)
         positions = torch.arange(predicted, device=args.device).expand(config.batch_size, -1)
     batches = []
-    for _ in my_micro_batches(config.accumulation):
+    for _ in distributed.my_micro_batches(config.accumulation):
         ids = torch.randint(30522, (config.batch_size, config.seq_len), device=args.device)
         batches.append({"ids": ids, "positions": positions, "labels": ids[:, :predicted]})
     torch.compiler.reset()  # it compiles only so many versions
     model.train()
     compiled = torch.compile(model) if args.compile else model
-    dense, sparse = make_optimizers(model, config, args.device)
+    dense, sparse = training.make_optimizers(model, config, args.device)
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype == torch.float16)
 
     def step():
@@ -207,7 +199,7 @@ def time_config(args, path):
                 part = compiled(**batch) * (1 / config.accumulation)
             scaler.scale(part).backward()
             loss += part.detach()
-        sum_gradients(model, loss, len(batches))
+        distributed.sum_gradients(model, loss, len(batches))
         scaler.unscale_(dense)
         nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         scale = scaler.get_scale()
@@ -222,7 +214,7 @@ def time_config(args, path):
     [record] = time_in_turn(what, {path: step}, args.device, args.rounds, bases=0)
     seconds = median(record["seconds"])
     rate = config.accumulation * config.batch_size * config.seq_len / seconds
-    peak_share = share_of_peak(model, config.seq_len, args.device, args.dtype)
+    peak_share = training.share_of_peak(model, config.seq_len, args.device, args.dtype)
     return record | {
         "tokens/s": round(rate),
         "mfu": peak_share and rate * peak_share,
@@ -295,9 +287,9 @@ def main(argv):
     results = COMMANDS[args.command](args)
     print_times(results)
     facts = {"command": " ".join(["python bench.py", *argv]), **machine_facts(args.device),
-             "ranks": get_world_size(), "dtype": str(args.dtype)[6:]}
+             "ranks": distributed.get_world_size(), "dtype": str(args.dtype)[6:]}
     print(json.dumps({**facts, "results": results}))
 
 
 if __name__ == "__main__":
-    run_ranks(lambda: main(sys.argv[1:]))
+    distributed.run_ranks(lambda: main(sys.argv[1:]))

@@ -27,16 +27,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lib import distributed, training
 from lib.device import autocast, to_device, use_device, wants_compile
-from lib.distributed import (
-    any_signalled,
-    check_accumulation,
-    distribute,
-    first_rank_first,
-    my_micro_batches,
-    run_ranks,
-    sum_gradients,
-)
 from lib.download import file_sha256
 from lib.errors import UserError
 from lib.files import discard, first_rank, lock
@@ -45,19 +37,6 @@ from lib.run import Run
 from lib.settings import load_settings
 from lib.tasks import TrainingBatches, find_task, load_examples
 from lib.tokenizer import text_tokenizer
-from lib.training import (
-    catch_signals,
-    check_finite,
-    checkpoint_files,
-    is_due,
-    learning_rate,
-    log_training,
-    make_optimizers,
-    restore,
-    seed_dropout,
-    set_rate,
-    status_after,
-)
 from lib.weights import (
     check_objective,
     find_weights,
@@ -118,7 +97,7 @@ def main(argv):
                         "python finetune.py configs/demo_finetune.py starts from out/demo")
     if config.warmup > 1:
         raise UserError(f"warmup = {config.warmup}: expected a share of the steps, 0 to 1")
-    check_accumulation(config)
+    distributed.check_accumulation(config)
     device, dtype = use_device(config.device, config.dtype)
 
     initial, vocab = find_weights(config.init_from)
@@ -126,7 +105,7 @@ def main(argv):
     check_objective(initial, sizes, causal=False)
     if config.max_len > sizes.max_len:
         raise UserError(f"max_len = {config.max_len}: there are {sizes.max_len} positions")
-    with first_rank_first():
+    with distributed.first_rank_first():
         task = find_task(config.task)
     encoding = text_tokenizer(vocab), config.max_len, config.doc_stride
     train = load_examples(task, "train", *encoding)
@@ -147,7 +126,7 @@ def main(argv):
         if before["init_checkpoint"] != str(initial):
             raise UserError(f"{earlier.folder} started from {before['init_checkpoint']}, not "
                             f"from {initial}: give --init_from, or another --out=out/NAME")
-    signals = catch_signals()
+    signals = training.catch_signals()
     for seed in range(config.seed, config.seed + config.seeds):
         run = Run(out / f"seed{seed}")
         with lock(run.folder, "trains there"):
@@ -155,9 +134,9 @@ def main(argv):
                 print(f"{run.folder} is done: --out=out/NAME starts anew")
             else:
                 fine_tune(replace(config, seed=seed), run, task, data, train, dev, signals)
-            if any_signalled(signals):
+            if distributed.any_signalled(signals):
                 print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
-                return status_after(signals)
+                return training.status_after(signals)
             for checkpoint in run.folder.glob("step_*"):  # best/ stays
                 discard(checkpoint)
         if first_rank():
@@ -186,35 +165,35 @@ def fine_tune(config, run, task, data, train, dev, signals):
         model.load_state_dict(read_weights(checkpoint)["weights"])
     else:
         origin = init_from(model, initial)
-    distribute(model)  # over the ranks, if torchrun started several
+    distributed.distribute(model)  # over the ranks, if torchrun started several
     model.to(device)
     torch.compiler.reset()  # torch limits recompilations; those of earlier seeds would count
     compiled = torch.compile(model) if wants_compile(config.compile, device) else model
 
     # the optimizers
-    dense, sparse = make_optimizers(model, config, device)  # sparse: of the value tables
+    dense, sparse = training.make_optimizers(model, config, device)  # sparse: of the value tables
     dense_parameters = [p for group in dense.param_groups for p in group["params"]]
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = {"step": 0, "elapsed": 0.0, "seconds": 0.0, "losses": [],
              "best": -math.inf, "results": {}}
     if checkpoint:
-        state = restore(checkpoint, dense, sparse, scaler)
+        state = training.restore(checkpoint, dense, sparse, scaler)
     run.start(config, vocab, origin, data, state["step"])
 
-    micro_batches = my_micro_batches(config.accumulation)
+    micro_batches = distributed.my_micro_batches(config.accumulation)
     recent = []  # (loss, norm) of the steps since the last look, still on the device
     start = time.perf_counter()
     for step in range(state["step"], config.max_steps):
-        set_rate(dense, learning_rate(config, step))
+        training.set_rate(dense, training.learning_rate(config, step))
         loss = 0.0
         for micro in micro_batches:
-            seed_dropout(config.seed, step, micro)
+            training.seed_dropout(config.seed, step, micro)
             batch, weight = batches.get(step, micro)
             with autocast(device, dtype):
                 part = compiled(**to_device(batch, device)) * weight
             scaler.scale(part).backward()
             loss += part.detach()
-        loss = sum_gradients(model, loss, len(micro_batches))
+        loss = distributed.sum_gradients(model, loss, len(micro_batches))
 
         scaler.unscale_(dense)
         norm = torch.nn.utils.clip_grad_norm_(dense_parameters, config.grad_clip)
@@ -228,21 +207,21 @@ def fine_tune(config, run, task, data, train, dev, signals):
 
         recent.append((loss, norm))
         done = step + 1  # updates
-        stopped = any_signalled(signals)
+        stopped = distributed.any_signalled(signals)
         epoch_ends = done % batches.steps_per_epoch == 0 or done == config.max_steps
-        log = epoch_ends or is_due(done, config.log_interval, config)
-        save = epoch_ends or stopped or is_due(done, config.checkpoint_interval, config)
+        log = epoch_ends or training.is_due(done, config.log_interval, config)
+        save = epoch_ends or stopped or training.is_due(done, config.checkpoint_interval, config)
         if not (log or save):
             continue
 
         recent = [(loss.item(), norm.item()) for loss, norm in recent]  # waits for the device
-        check_finite(recent, config, done)
+        training.check_finite(recent, config, done)
         state["step"] = done
         state["seconds"] += time.perf_counter() - start
         state["losses"] += [loss for loss, _ in recent]
         if log:
             state["elapsed"] += state["seconds"]
-            log_training(run, state, config, batches, recent[-1][1])
+            training.log_training(run, state, config, batches, recent[-1][1])
             state["losses"], state["seconds"] = [], 0.0
         if epoch_ends:
             predictions = {suffix: predict_examples(model, examples, config.batch_size, dtype)
@@ -258,7 +237,7 @@ def fine_tune(config, run, task, data, train, dev, signals):
                 run.save_best(model_file(model, task.labels))
                 write_predictions(run.folder, task, dev, predictions)
         if save:
-            files = checkpoint_files(model, task.labels, dense, sparse, scaler, state)
+            files = training.checkpoint_files(model, task.labels, dense, sparse, scaler, state)
             run.save_checkpoint(done, files, keep=1)
         if stopped:
             break
@@ -282,4 +261,4 @@ def write_medians(task, out):
 
 
 if __name__ == "__main__":
-    run_ranks(lambda: main(sys.argv[1:]))
+    distributed.run_ranks(lambda: main(sys.argv[1:]))

@@ -15,37 +15,13 @@ from pathlib import Path
 
 import torch
 
+from lib import distributed, training
 from lib.corpus import CausalBatches, Corpus, MaskedBatches, causal_heldout, masked_heldout
 from lib.device import autocast, duration, to_device, use_device, wants_compile
-from lib.distributed import (
-    any_signalled,
-    check_accumulation,
-    distribute,
-    first_rank_first,
-    my_micro_batches,
-    run_ranks,
-    sum_gradients,
-)
 from lib.errors import UserError, run_script
 from lib.files import first_rank, lock
 from lib.run import Run
 from lib.settings import check_choice, load_settings
-from lib.training import (
-    catch_signals,
-    check_finite,
-    checkpoint_files,
-    count_parameters,
-    is_due,
-    learning_rate,
-    log_training,
-    make_optimizers,
-    restore,
-    seed_dropout,
-    set_rate,
-    share_of_peak,
-    status_after,
-    usage_warning,
-)
 from lib.usage import describe_evaluation, evaluate_language_model, open_corpus
 from lib.weights import init_from, load_weights, read_weights
 from model import SIZES, BertConfig, LanguageModel, value_tables
@@ -123,7 +99,7 @@ def train(config, run, argv):
     config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."))
 
     # the text
-    with first_rank_first():
+    with distributed.first_rank_first():
         if config.dataset == "docs" and not Path("data/docs").exists():
             run_script("prepare_data.py", "docs")
     checkpoint = run.newest_checkpoint()
@@ -155,30 +131,30 @@ def train(config, run, argv):
     print(f"corpus {corpus.name}: {tokens['train']:,} training tokens, {tokens['val']:,} held out, "
           f"vocabulary {corpus.vocab_size:,}\n"
           f"unigram perplexity of the held-out text: {corpus.meta['unigram_perplexity']:.2f}\n"
-          f"model {config.model}: {count_parameters(model):,} parameters\n"
+          f"model {config.model}: {training.count_parameters(model):,} parameters\n"
           f"{config.max_steps:,} steps of {config.batch_size} x {config.accumulation} sequences, "
           f"{batches.size:,} tokens: {batches.epochs(config.max_steps):.1f} epochs")
-    distribute(model)  # over the ranks, if torchrun started several
+    distributed.distribute(model)  # over the ranks, if torchrun started several
     model.to(device)
     # not with mode="reduce-overhead": a replayed CUDA graph keeps no reads of the memory
     compiled = torch.compile(model) if wants_compile(config.compile, device) else model
 
     # the optimizers
-    dense, sparse = make_optimizers(model, config, device)  # sparse: of the value tables
+    dense, sparse = training.make_optimizers(model, config, device)  # sparse: of the value tables
     dense_parameters = [p for group in dense.param_groups for p in group["params"]]
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = {"step": 0, "elapsed": 0.0, "seconds": 0.0, "losses": []}
     if checkpoint:
-        state = restore(checkpoint, dense, sparse, scaler)
+        state = training.restore(checkpoint, dense, sparse, scaler)
     if state["step"] >= config.max_steps:
         print(f"{run.folder} is at step {state['step']:,} of {config.max_steps:,}: nothing to do; "
               "--max_steps=N goes on, --out=out/NAME starts anew")
         return 0
 
     run.start(config, corpus.folder / "vocab.txt", origin, corpus.meta["sha256"], state["step"])
-    signals = catch_signals()
-    micro_batches = my_micro_batches(config.accumulation)
-    peak_share = share_of_peak(model, config.seq_len, device, dtype)
+    signals = training.catch_signals()
+    micro_batches = distributed.my_micro_batches(config.accumulation)
+    peak_share = training.share_of_peak(model, config.seq_len, device, dtype)
     if state["step"] == 0:
         evaluate(0, config, model, held_out, device, dtype, run)
 
@@ -186,16 +162,16 @@ def train(config, run, argv):
     recent = []  # (loss, norm) of the steps since the last look, still on the device
     start = time.perf_counter()
     for step in range(state["step"], config.max_steps):
-        set_rate(dense, learning_rate(config, step))
+        training.set_rate(dense, training.learning_rate(config, step))
         loss = 0.0
         for micro in micro_batches:
-            seed_dropout(config.seed, step, micro)
+            training.seed_dropout(config.seed, step, micro)
             batch = to_device(batches.get(step, micro), device)
             with autocast(device, dtype):
                 part = compiled(**batch) * (1 / config.accumulation)
             scaler.scale(part).backward()
             loss += part.detach()
-        loss = sum_gradients(model, loss, len(micro_batches))
+        loss = distributed.sum_gradients(model, loss, len(micro_batches))
 
         scaler.unscale_(dense)
         norm = torch.nn.utils.clip_grad_norm_(dense_parameters, config.grad_clip)
@@ -209,30 +185,30 @@ def train(config, run, argv):
 
         recent.append((loss, norm))
         done = step + 1  # updates
-        stopped = any_signalled(signals)
-        log = is_due(done, config.log_interval, config)
-        snapshot = config.usage_interval and is_due(done, config.usage_interval, config)
+        stopped = distributed.any_signalled(signals)
+        log = training.is_due(done, config.log_interval, config)
+        snapshot = config.usage_interval and training.is_due(done, config.usage_interval, config)
         early = done < config.eval_interval and done & (done - 1) == 0  # 1, 2, 4, 8, ...
-        look = early or snapshot or is_due(done, config.eval_interval, config)
-        save = stopped or is_due(done, config.checkpoint_interval, config)
+        look = early or snapshot or training.is_due(done, config.eval_interval, config)
+        save = stopped or training.is_due(done, config.checkpoint_interval, config)
         if not (log or look or save):
             continue
 
         recent = [(loss.item(), norm.item()) for loss, norm in recent]  # waits for the device
-        check_finite(recent, config, done)
+        training.check_finite(recent, config, done)
         state["step"] = done
         state["seconds"] += time.perf_counter() - start
         state["losses"] += [loss for loss, _ in recent]
         if log:
             state["elapsed"] += state["seconds"]
-            log_training(run, state, config, batches, recent[-1][1], peak_share)
+            training.log_training(run, state, config, batches, recent[-1][1], peak_share)
             state["losses"], state["seconds"] = [], 0.0
         if look:
             counts = evaluate(done, config, model, held_out, device, dtype, run)
             if snapshot and counts:  # a model without memory has none
                 run.write_usage(done, counts)
         if save:
-            files = checkpoint_files(model, (), dense, sparse, scaler, state)
+            files = training.checkpoint_files(model, (), dense, sparse, scaler, state)
             saved = run.save_checkpoint(done, files, config.keep_checkpoints)
         if stopped:
             break
@@ -241,7 +217,7 @@ def train(config, run, argv):
 
     if state["step"] < config.max_steps:
         print(f"saved {saved}; go on with: python pretrain.py {shlex.join(argv)}")
-        return status_after(signals)
+        return training.status_after(signals)
     print(f"done, {duration(state['elapsed'])} of training: {saved}")
     return 0
 
@@ -254,7 +230,7 @@ def evaluate(step, config, model, held_out, device, dtype, run):
     # from scratch usage can first fall and then return: the first quarter does not count
     first = 0 if config.init_from else config.max_steps / 4
     for layer in results["layers"] if first_rank() else ():
-        line = usage_warning(run.records(), str(layer), first)
+        line = training.usage_warning(run.records(), str(layer), first)
         if line:
             print(f"warning: {line}", flush=True)
             run.log({"step": step, "warning": line, "about": str(layer)})
@@ -283,7 +259,7 @@ def check_config(config):
     if config.warmup_steps > config.max_steps:
         raise UserError(f"warmup_steps = {config.warmup_steps} is longer than max_steps = "
                         f"{config.max_steps}: add --warmup_steps={config.max_steps // 10}")
-    check_accumulation(config)
+    distributed.check_accumulation(config)
     try:
         sizes = BertConfig(**model_sizes(config))
         with torch.device("meta"):
@@ -295,4 +271,4 @@ def check_config(config):
 
 
 if __name__ == "__main__":
-    run_ranks(lambda: main(sys.argv[1:]))
+    distributed.run_ranks(lambda: main(sys.argv[1:]))

@@ -172,7 +172,7 @@ def test_rates_are_of_the_median_step(configs, run, monkeypatch):
         return [{"what": what, "system": name, "seconds": seconds}]
 
     monkeypatch.setattr(bench, "time_in_turn", time_in_turn)
-    monkeypatch.setattr(bench, "share_of_peak", lambda *_: 1 / 48)  # of tokens/s
+    monkeypatch.setattr(bench.training, "share_of_peak", lambda *_: 1 / 48)  # of tokens/s
     first, second = run("train", "plain.py", "resm.py")["results"]
     assert (first["what"], first["tokens/s"], first["mfu"]) == ("3 x 2 x 16", 24, 0.5)
     assert (first["hours"], second["hours"]) == (8, 16)  # of 7,200 steps

@@ -174,7 +174,7 @@ def test_no_death_while_files_are_written_changes_a_run(tuned, monkeypatch):
 @pytest.mark.parametrize("at", [3, 6])  # within an epoch, and at the end of the first seed
 def test_a_signal_saves_and_fine_tuning_goes_on(tuned, monkeypatch, capsys, at):
     args = ["--seeds=2", "--train_examples=16"]
-    seed_dropout = finetune.seed_dropout
+    seed_dropout = finetune.training.seed_dropout
 
     def interrupted(seed, step, micro):
         if step + 1 == at:
@@ -182,7 +182,7 @@ def test_a_signal_saves_and_fine_tuning_goes_on(tuned, monkeypatch, capsys, at):
         seed_dropout(seed, step, micro)
 
     with monkeypatch.context() as patch:
-        patch.setattr(finetune, "seed_dropout", interrupted)
+        patch.setattr(finetune.training, "seed_dropout", interrupted)
         assert tune(*args) == 128 + signal.SIGTERM
     assert steps_saved("out/tiny_own/seed0") == at and not Path("out/tiny_own/seed1").exists()
     assert f"python finetune.py tune.py {' '.join(args)}" in capsys.readouterr().out

@@ -267,7 +267,7 @@ def test_float16_leaves_out_a_step_that_overflows(place, monkeypatch):
     are unscaled, by the scale of their own step."""
     monkeypatch.setattr(pretrain, "use_device",
                         lambda *names: (torch.device("cpu"), torch.float16))
-    sum_gradients, scaler, calls = pretrain.sum_gradients, torch.amp.GradScaler, []
+    sum_gradients, scaler, calls = pretrain.distributed.sum_gradients, torch.amp.GradScaler, []
 
     def overflows(model, *args):
         calls.append(model)
@@ -275,7 +275,7 @@ def test_float16_leaves_out_a_step_that_overflows(place, monkeypatch):
             model.transform.weight.grad[0, 0] = math.inf
         return sum_gradients(model, *args)
 
-    monkeypatch.setattr(pretrain, "sum_gradients", overflows)
+    monkeypatch.setattr(pretrain.distributed, "sum_gradients", overflows)
     args = ["--max_steps=2", "--warmup_steps=0", "--checkpoint_interval=1", "--dropout=0",
             "--log_interval=1", "--dtype=float16"]
     assert train("--out=out/half", *args) == 0
@@ -350,7 +350,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(place):
 @pytest.mark.parametrize("number, at, objective", [
     (signal.SIGINT, 1, "masked"), (signal.SIGTERM, 8, "causal"), (signal.SIGTERM, 12, "masked")])
 def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, at, objective):
-    set_rate, calls = pretrain.set_rate, []
+    set_rate, calls = pretrain.training.set_rate, []
 
     def interrupted(*args):
         calls.append(args)
@@ -359,7 +359,7 @@ def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, 
         set_rate(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pretrain, "set_rate", interrupted)
+        patch.setattr(pretrain.training, "set_rate", interrupted)
         status = train("--out=out/a b", f"--objective={objective}")
     assert status == (128 + number if at < 12 else 0)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # a second Ctrl-C ends the process
@@ -374,8 +374,8 @@ def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, 
 def test_a_loss_that_is_no_number_is_not_saved(place, monkeypatch):
     assert train("--max_steps=4", "--checkpoint_interval=2") == 0
     before = files("out/tiny/step_000004")
-    rate = pretrain.learning_rate
-    monkeypatch.setattr(pretrain, "learning_rate",
+    rate = pretrain.training.learning_rate
+    monkeypatch.setattr(pretrain.training, "learning_rate",
                         lambda config, step: 1e30 if step == 5 else rate(config, step))
     with pytest.raises(Failure, match="^step 7: the loss is (nan|inf)"):
         train("--checkpoint_interval=100")
@@ -401,7 +401,7 @@ def test_a_seed_draws_its_own_weights_and_no_snapshot_is_left_out(place, monkeyp
         first.append(log(f"out/{number}")[0]["perplexity"])
     assert first[0] != first[1] == first[2]
     seeds = []
-    monkeypatch.setattr(pretrain, "seed_dropout", lambda *key: seeds.append(key))
+    monkeypatch.setattr(pretrain.training, "seed_dropout", lambda *key: seeds.append(key))
     assert train("--seed=3", "--max_steps=2", "--out=out/3") == 0
     assert seeds == [(3, 0, 0), (3, 0, 1), (3, 1, 0), (3, 1, 1)]
     long = [f"--{name}_interval=100" for name in ("log", "eval", "checkpoint")]
