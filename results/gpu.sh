@@ -37,4 +37,5 @@ try train python bench.py train
 try large python bench.py train configs/large.py configs/large_resm.py --accumulation=4
 try causal python bench.py causal
 try slots python bench.py causal --slots
+try reproduce sh reproduce.sh quick
 exit $failed
