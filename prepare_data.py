@@ -191,6 +191,8 @@ def find_tokenizer(args, default):
 def glue(args):
     """Fetch GLUE's tasks to data/glue/TASK/."""
     for name in args.tasks or TASKS:
+        if name not in TASKS:
+            raise UserError(f"{name}: no task of GLUE: expected {', '.join(TASKS)}")
         fetch_task(TASKS[name], args.path and args.path[0] / name, args.force)
 
 
@@ -263,7 +265,7 @@ def main():
     add("pg19", paper, "100 books, only for measuring", disk, corpus)
     add("docs_task", docs_task, "a task without a network", force)
     tasks = add("glue", glue, "GLUE's official files; all tasks by default", disk, force)
-    tasks.add_argument("tasks", nargs="*", choices=TASKS)
+    tasks.add_argument("tasks", nargs="*", help=f"of {', '.join(TASKS)}")
     add("squad", squad, "SQuAD 1.1's official files", disk, force)
     hub = add("weights", weights, "trained BERTs and DistilBERTs of the hub")
     hub.add_argument("names", nargs="+", help="bert-base-uncased, or ORG/NAME of the hub")

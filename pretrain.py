@@ -260,6 +260,8 @@ def check_config(config):
         raise UserError(f"warmup_steps = {config.warmup_steps} is longer than max_steps = "
                         f"{config.max_steps}: add --warmup_steps={config.max_steps // 10}")
     distributed.check_accumulation(config)
+    if config.keep_checkpoints < 1:
+        raise UserError(f"keep_checkpoints = {config.keep_checkpoints}: expected 1 or more")
     try:
         sizes = BertConfig(**model_sizes(config))
         with torch.device("meta"):

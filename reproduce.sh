@@ -8,14 +8,15 @@
 #   sh reproduce.sh paper --list     # print what would run, and run nothing
 #
 # All results lie in out/reproduce_SCALE/. A command that is done is skipped; its output is in logs/.
-# After an interruption the same line goes on. Delete the folder to begin anew. JOBS=N runs so many
-# small jobs side by side: by default one on each GPU, or two on a machine without.
+# After an interruption the same line goes on. Delete the folder to begin anew. Small jobs run side by
+# side: one on each GPU of CUDA_VISIBLE_DEVICES or of the machine; JOBS=N on a machine without (two).
 set -eu
 cd "$(dirname "$0")"
 scale=${1:-}
 out=out/reproduce_$scale
-gpus=$(($(nvidia-smi -L 2> /dev/null | wc -l)))
-jobs=${JOBS:-$((gpus ? gpus : 2))}
+gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi -L 2> /dev/null | sed -n 's/^GPU \([0-9]*\).*/\1/p')}
+gpus=$(echo "$gpus" | tr , ' ')
+[ "$gpus" ] || gpus=$(for x in $(seq "${JOBS:-2}"); do echo -1; done)  # no card
 
 # ---- the scales: their systems, texts, tasks and seeds, and what cuts a command short
 train_cut="" tune_cut="" bench_cut="" sizes="" slots=""
@@ -28,7 +29,7 @@ paper)
     causal="causal_12 causal_24 causal_12_memory"
     table4="squad mnli qqp qnli sst2 cola" table5="squad mnli sst2 cola"
     table6="mnli sst2 cola" table7="squad mnli sst2" figure4=sst2
-    seeds="0 1 2 3 4"
+    first=$a scratch="$c $d" seeds="0 1 2 3 4"
     ;;
 demo | quick)
     corpus=docs tests=docs
@@ -37,8 +38,8 @@ demo | quick)
     small=demo_distil small_resm=demo_distil_resm_init middle=demo
     causal="demo_causal demo_causal_8 demo_causal_memory"
     table4=docs table5=docs table6=docs table7=docs figure4=docs
-    seeds="0 1 2" tune_cut="--train_examples=6000 --epochs=3"
-    bench_cut="--rounds 3" slots="64 128 256 512 1024 --lengths 128"
+    first="$a $small" scratch="$c $d $google" slots="128 256 512 1024 --lengths 128"
+    seeds="0 1 2" tune_cut="--train_examples=6000 --epochs=3" bench_cut="--rounds 3"
     ;;
 *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
@@ -49,7 +50,6 @@ if [ "$scale" = quick ]; then
     bench_cut="--lengths 16 --rounds 1" sizes="--sizes demo" slots="32 64"
 fi
 
-# ---- the tools
 run() {  # RESULT COMMAND...: run a command, unless it is done
     result=$1 && shift
     log=$out/logs/$(echo "${result#"$out/"}" | tr / _)
@@ -61,8 +61,7 @@ run() {  # RESULT COMMAND...: run a command, unless it is done
         began=$(date +%s)
         if ! "$@" > "$log.part" 2>&1; then
             tail -n 5 "$log.part"
-            echo "this failed, and all of its output is in $log.part: $*"
-            touch "$out/failed"
+            echo "failed, see $log.part: $*" | tee -a "$out/failed"
             return 1
         fi
         echo "took $(($(date +%s) - began)) s" >> "$log.part"
@@ -82,12 +81,15 @@ spread() {  # the same beside other jobs, on the next GPU that is free
 
 finish() {  # wait for all jobs
     wait
-    [ $list ] || [ ! -e "$out/failed" ]
+    [ $list ] || [ ! -e "$out/failed" ] || { cat "$out/failed" && exit 1; }
 }
 
 step() {  # NAME NEEDED TITLE: begin a step, if it is wanted
     case " ${wanted:-$1} " in *" $1 "*) ;; *) return 1 ;; esac
-    finish || exit 1
+    finish
+    [ $list ] || touch "$out/logs/step_$begun"
+    [ $list ] || [ -e "$out/logs/step_$2" ] || { echo "$1 needs: sh $0 $scale $2" && exit 1; }
+    begun=$1
     printf '\n== %s (needs %s): %s\n' "$@"
 }
 
@@ -101,7 +103,7 @@ tuned() {  # "NAMES" "TASKS" [_fixed]: the folders of fine-tuned runs
 
 pretrain() {  # NAME [INITIAL]: train configs/NAME.py; the paper's sizes take all GPUs
     how="spread $out/$1 python"
-    [ "$scale" != paper ] || how="run $out/$1 torchrun --standalone --nproc_per_node=$jobs"
+    [ "$scale" != paper ] || how="run $out/$1 torchrun --standalone --nproc_per_node=$(echo $gpus | wc -w)"
     $how pretrain.py "configs/$1.py" "--out=$out/$1" ${2:+--init_from=$(models $2)} $train_cut
 }
 
@@ -120,7 +122,7 @@ measure() {  # NAME COMMAND ARGUMENT...: make a table or a figure
 }
 
 shift
-list="" wanted=""
+list="" wanted="" begun=nothing
 for word; do
     case $word in --list) list=yes ;; *) wanted="$wanted $word" ;; esac
     [ "$word" = --list ] || grep -q "^step $word " "$0" || { echo "$word: no such step"; exit 2; }
@@ -130,20 +132,19 @@ if [ ! $list ]; then
     rm -f "$out/failed" "$out/gpus" "$out/logs/page.md"
     mkfifo "$out/gpus"
     exec 3<> "$out/gpus"  # a line for each GPU that is free
-    seq 0 $((jobs - 1)) >&3
+    for x in $gpus; do echo "$x" >&3; done
     trap 'trap "" TERM; kill 0; wait; exit 1' INT TERM
 fi
 
 # ---- the recipe
-step data "a network, except for docs" "texts, tasks, public weights" && {
+step data nothing "texts, tasks, public weights" && {
     if [ "$scale" = paper ]; then
-        run data/wikibooks python prepare_data.py wikibooks  # 25 GB of text: some 3 CPU hours
-        for x in $tests; do run data/$x python prepare_data.py $x --vocab bert-base-uncased; done
-        for x in $google $small; do
-            run data/weights/$x/model.safetensors python prepare_data.py weights $x
-        done
-        for x in MNLI QQP QNLI SST-2 CoLA; do run data/glue/$x python prepare_data.py glue $x; done
-        run data/squad python prepare_data.py squad
+        get="python prepare_data.py"
+        run data/wikibooks $get wikibooks  # 25 GB of text: some 3 CPU hours
+        for x in $tests; do run data/$x $get $x --vocab bert-base-uncased; done
+        for x in $google $small; do run data/weights/$x/model.safetensors $get weights $x; done
+        for x in MNLI QQP QNLI SST-2 CoLA; do run data/glue/$x $get glue $x; done
+        run data/squad $get squad
     else
         run data/docs python prepare_data.py docs  # the docstrings of Python, torch and numpy
         run data/docs_task python prepare_data.py docs_task  # which package is one of?
@@ -151,12 +152,10 @@ step data "a network, except for docs" "texts, tasks, public weights" && {
 }
 
 step pretrain data "all systems, (a) first" && {
-    pretrain $a
-    [ "$scale" = paper ] || pretrain $small
+    for x in $first; do pretrain $x; done
     finish
-    for x in $c $d; do pretrain $x; done  # from scratch
+    for x in $scratch; do pretrain $x; done
     for x in $b $e $f ${f}_ffn; do pretrain $x $a; done
-    [ "$scale" = paper ] || pretrain $google
     pretrain $small_resm $small
 }
 step table2 pretrain "perplexity of test texts, and usage of the memory on the longest" &&
@@ -195,6 +194,7 @@ step slots nothing "Lample et al.: time by number of slots, flat and product key
 step table1 nothing "inference speed at the real sizes, with random weights" &&
     run "$out/table1" python bench.py $sizes $bench_cut
 
-step page "all steps" "every table and figure, with the paper's numbers" &&
+step page nothing "every table and figure, with the paper's numbers" &&
     run "$out/page.md" python -m results.page "$out"
 finish
+[ $list ] || touch "$out/logs/step_$begun"

@@ -105,8 +105,9 @@ def check_accumulation(config):
     """Raise UserError if the ranks cannot share a step's micro-batches evenly."""
     ranks = get_world_size()
     if config.accumulation % ranks or config.accumulation < 1:
+        more = (config.accumulation // ranks + 1) * ranks
         raise UserError(f"accumulation = {config.accumulation} is not a multiple of the {ranks} "
-                        f"ranks of torchrun: --accumulation={ranks}, or another --nproc_per_node")
+                        f"ranks of torchrun: --accumulation={more}, or another --nproc_per_node")
 
 
 def my_micro_batches(accumulation):

@@ -10,6 +10,7 @@ import torch
 
 from lib.errors import UserError
 from lib.files import load_file, read_json
+from lib.tokenizer import read_vocab
 from model import BertConfig, build_model
 
 FILES = ("model.safetensors", "pytorch_model.bin")
@@ -117,6 +118,9 @@ def read_folder(folder):
     """
     settings = read_json(folder / "config.json")
     config = read_config(settings, folder / "config.json")
+    vocab = folder / "vocab.txt"
+    if vocab.is_file() and len(read_vocab(vocab)) != config.vocab_size:
+        raise UserError(f"{vocab}: not of these weights, which know {config.vocab_size:,} tokens")
     file = next(folder / name for name in FILES if (folder / name).is_file())
     theirs = load_file(file)
     head = next((head for head, name in HEAD_NAMES.items() if f"{name}.weight" in theirs), None)

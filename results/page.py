@@ -34,19 +34,18 @@ def main(folder):
             text, checked = f"Not there yet: `sh reproduce.sh {scale} {step}`.", []
         parts.append(f"## {title}\n\n{text}\n")
         for claim, lower, higher in checked:
-            holds = "yes" if lower < higher else "**no**" if lower > higher else "equal"
+            holds = "yes" if lower < higher else "**no**" if lower > higher else "undecided"
             claims.append([title.split(":")[0], claim, holds, f"{lower:.4g}", f"{higher:.4g}"])
-    begun, ended, hours = [], [], 0.0
+    begun, ended = [], []
     for log in folder.glob("logs/*"):
         for seconds in re.findall(r"^took (\d+) s$", log.read_text(), re.MULTILINE):
             ended.append(log.stat().st_mtime)
             begun.append(ended[-1] - int(seconds))
-            hours += int(seconds) / 3600
     machine = machine_facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     parts.insert(0, (
         f"# The paper, reproduced: {scale}\n\n"
-        f"Made by `sh reproduce.sh {scale}` in {(max(ended) - min(begun)) / 3600:.1f} hours: "
-        f"{len(ended)} commands, {hours:.1f} hours if they had run one after the other. "
+        f"Made by `sh reproduce.sh {scale}` in {(max(ended) - min(begun)) / 3600:.1f} hours "
+        f"from the first of {len(ended)} commands to the last. "
         f"{machine['machine']}, torch {machine['torch']}.\n\n"
         "Numbers in brackets are the paper's; ?: not legible in our copy; -: does not apply. "
         f"{' '.join(PAPER['differs'][scale])}\n\n"
@@ -58,7 +57,7 @@ def main(folder):
 
 
 def read(folder, name):
-    """Read a result of measure.py, or what bench.py printed in its last line."""
+    """Read a result of measure.py, or what bench.py printed as JSON."""
     path = folder / f"{name}.json"
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"), object_hook=null_to_nan)
@@ -144,7 +143,7 @@ def times(folder, name):
     rows, last = {}, {}
     for record in read(folder, name)["results"]:
         size, length = re.fullmatch(r"(.*), 1 x (\d+)", record["what"]).groups()
-        row = f"{size} {record['system']}".removeprefix("inference ").removesuffix(" plain")
+        row = f"{size} {record['system']}".removeprefix("inference ")
         last[row] = 1000 * median(record["seconds"])
         cells = rows.setdefault(row, {"parameters (M)": f"{record['parameters'] / 1e6:.1f}"})
         cells[f"ms, {length} tokens"] = f"{last[row]:.3g}"
@@ -196,8 +195,7 @@ def figure3(folder):
         rows[name] = {"perplexity at the start": f"{start[name]:.2f}", "at the end": f"{end:.2f}"}
     return f"{picture('figure3')}\n\n{beside(rows)}", [
         ("perplexity at the start: (f) below (e)", start[F], start[E]),
-        ("perplexity at the start: ResM' between them", start[F], start["ResM'"]),
-        ("perplexity at the start: ResM' between them", start["ResM'"], start[E])]
+        ("perplexity at the start: (f) below ResM'", start[F], start["ResM'"])]
 
 
 def table4(folder):

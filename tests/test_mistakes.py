@@ -115,7 +115,7 @@ MISTAKES = [  # (script, arguments, what else is wrong, words of the line)
     ("prepare_data", "text new missing.txt", None, "missing.txt: no such file"),
     ("prepare_data", "text new short.txt --vocab tiny.txt", None, "different documents"),
     ("prepare_data", "text tiny text.txt --vocab tiny.txt", None, "exists already (--force"),
-    ("prepare_data", "glue RTF", None, "invalid choice: 'RTF'"),
+    ("prepare_data", "glue RTF", None, "RTF: no task of GLUE"),
     ("prepare_data", "squad --from own", lambda patch: shutil.rmtree("data/squad"),
      "own/train-v1.1.json"),
     ("bench", "inference --sizes huge", None, "huge"),
