@@ -7,6 +7,7 @@ paper.json has the paper's numbers, its name for each of our runs, and what diff
 """
 import json
 import re
+import runpy
 import sys
 from itertools import chain
 from pathlib import Path
@@ -198,6 +199,15 @@ def figure3(folder):
         ("perplexity at the start: (f) below ResM'", start[F], start["ResM'"])]
 
 
+def table3(folder):
+    rows = {}
+    for name, config in ("SQuAD 1.1", "squad"), ("GLUE", "glue"):
+        settings = runpy.run_path(f"configs/finetune_{config}.py")
+        rows[name] = {key: f"{settings[key]:g}" for key in PAPER["table3"]["columns"]
+                      if key in settings}
+    return beside(rows, "table3"), []
+
+
 def table4(folder):
     rows, means = scores(folder, "table4")
     return beside(rows, "table4"), [
@@ -285,6 +295,7 @@ PARTS = {
     "table2": ("Table 2: perplexity and usage", table2),
     "figure2": ("Figure 2: the last snapshot in which a slot was top-1", figure2),
     "figure3": ("Figure 3: training curves from one trained model", figure3),
+    "table3": ("Table 3: settings of fine-tuning at the paper's size", table3),
     "table4": ("Table 4: fine-tuning", table4),
     "table5": ("Table 5: the memory learns in fine-tuning (Y), or is frozen (N)", table5),
     "table6": ("Table 6: usage after fine-tuning", table6),
