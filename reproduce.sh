@@ -19,7 +19,7 @@ gpus=$(echo "$gpus" | tr , ' ')
 [ "$gpus" ] || gpus=$(for x in $(seq "${JOBS:-2}"); do echo -1; done)  # no card
 
 # ---- the scales: their systems, texts, tasks and seeds, and what cuts a command short
-train_cut="" tune_cut="" bench_cut="" sizes="" slots=""
+train_cut="" tune_cut="" bench_cut="" sizes="" slots="" short=""
 case $scale in
 paper)
     corpus=wikibooks tests="wikitext2 wikitext103 pg19"
@@ -38,7 +38,7 @@ demo | quick)
     small=demo_distil small_resm=demo_distil_resm_init middle=demo
     causal="demo_causal demo_causal_8 demo_causal_memory"
     table4=docs table5=docs table6=docs table7=docs figure4=docs
-    first="$a $small" scratch="$c $d $google" slots="128 256 512 1024 --lengths 128"
+    first="$a $small" scratch="$c $d $google" short="--lengths 128"  # its positions
     seeds="0 1 2" tune_cut="--train_examples=6000 --epochs=3" bench_cut="--rounds 3"
     ;;
 *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 2 ;;
@@ -187,10 +187,11 @@ step causal data "Lample et al.: n layers and a memory against 2n layers" && {
     for x in $causal; do pretrain $x; done
     finish
     measure causal table $(models $causal) --data $tests
-    run "$out/causal_time" python bench.py causal $(for x in $causal; do echo configs/$x.py; done) $bench_cut
+    run "$out/causal_time" python bench.py causal $(for x in $causal; do echo configs/$x.py; done) $short \
+        $bench_cut
 }
 step slots nothing "Lample et al.: time by number of slots, flat and product keys" &&
-    run "$out/slots" python bench.py causal --slots $slots $bench_cut
+    run "$out/slots" python bench.py causal --slots $slots $short $bench_cut
 step table1 nothing "inference speed at the real sizes, with random weights" &&
     run "$out/table1" python bench.py $sizes $bench_cut
 
