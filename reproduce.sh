@@ -34,8 +34,7 @@ paper)
 demo | quick)
     corpus=docs tests=docs
     a=demo b=demo_more c=demo_pkm d=demo_resm e=demo_pkm_init f=demo_resm_init
-    google=demo_large  # twice as deep, trained here
-    small=demo_distil small_resm=demo_distil_resm_init middle=demo
+    google=demo_large small=demo_distil small_resm=demo_distil_resm_init middle=demo
     causal="demo_causal demo_causal_8 demo_causal_memory"
     table4=docs table5=docs table6=docs table7=docs figure4=docs
     first="$a $small" scratch="$c $d $google" short="--lengths 128"  # its positions
@@ -187,8 +186,8 @@ step causal data "Lample et al.: n layers and a memory against 2n layers" && {
     for x in $causal; do pretrain $x; done
     finish
     measure causal table $(models $causal) --data $tests
-    run "$out/causal_time" python bench.py causal $(for x in $causal; do echo configs/$x.py; done) $short \
-        $bench_cut
+    configs=$(for x in $causal; do echo "configs/$x.py"; done)
+    run "$out/causal_time" python bench.py causal $configs $short $bench_cut
 }
 step slots nothing "Lample et al.: time by number of slots, flat and product keys" &&
     run "$out/slots" python bench.py causal --slots $slots $short $bench_cut

@@ -35,7 +35,9 @@ def main(folder):
             text, checked = f"Not there yet: `sh reproduce.sh {scale} {step}`.", []
         parts.append(f"## {title}\n\n{text}\n")
         for claim, lower, higher in checked:
-            holds = "yes" if lower < higher else "**no**" if lower > higher else "undecided"
+            holds = "yes" if lower < higher else "**no**"
+            if abs(higher - lower) < 0.01 * higher:
+                holds = "undecided"
             claims.append([title.split(":")[0], claim, holds, f"{lower:.4g}", f"{higher:.4g}"])
     begun, ended = [], []
     for log in folder.glob("logs/*"):
@@ -52,7 +54,8 @@ def main(folder):
         f"{' '.join(PAPER['differs'][scale])}\n\n"
         "## Does the paper hold here?\n\n"
         f"{markdown(['where', 'claim', 'holds', 'to be lower', 'to be higher'], claims)}\n"
-        "Pretraining has one seed: another seed alone can turn a small difference.\n"))
+        "Undecided: less than 1% apart. Pretraining has one seed, and another seed alone can move "
+        "a number by that much.\n"))
     write_text(folder / "page.md", "\n".join(parts))
     print(f"wrote {folder}/page.md")
 
@@ -147,7 +150,7 @@ def times(folder, name):
         row = f"{size} {record['system']}".removeprefix("inference ")
         last[row] = 1000 * median(record["seconds"])
         cells = rows.setdefault(row, {"parameters (M)": f"{record['parameters'] / 1e6:.1f}"})
-        cells[f"ms, {length} tokens"] = f"{last[row]:.3g}"
+        cells[f"ms, {length} tokens"] = f"{last[row]:.4g}"
         if "batches/s" in record:
             cells[f"batches/s, {length} tokens"] = f"{record['batches/s']:.3g}"
             cells[f"relative, {length} tokens"] = f"{record['relative_batches/s']:.2f}"
