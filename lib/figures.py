@@ -2,6 +2,7 @@
 Write tables and draw figures: perplexity, slot usage, the files of --out.
 """
 import itertools
+from pathlib import Path
 
 import numpy as np
 
@@ -83,7 +84,7 @@ def draw_staleness(records):
         bars = axes.bar(steps, shares)
         axes.bar_label(bars, fmt="%.1f")
         axes.set_ylim(0, 115)
-        axes.set_title(f"{record['run']}, layer {record['layer']}")
+        axes.set_title(f"{Path(record['run']).name}, layer {record['layer']}")
     figure.supxlabel("step of the last snapshot in which a slot was top-1")
     figure.supylabel("slots (%)")
     return figure
@@ -98,7 +99,7 @@ def draw_class_distances(records):
     places = np.arange(len(records))
     labels = []
     for record in records:
-        labels.append(f"{record['run']}\nlayer {record['layer']}, {record['when']}")
+        labels.append(f"{Path(record['run']).name}\nlayer {record['layer']}, {record['when']}")
     kinds = {"between": "two classes", "floor": "two halves of one class"}
     for axes, key in zip(panels, ("kl", "iou")):
         for shift, (kind, label) in zip((-0.2, 0.2), kinds.items()):
@@ -125,10 +126,10 @@ def draw_curves(runs):
         color = f"C{number}"
         steps = [evaluation["step"] for evaluation in log]
         perplexity = [evaluation["perplexity"] for evaluation in log]
-        upper.plot(steps, perplexity, color=color, label=path)
+        upper.plot(steps, perplexity, color=color, label=Path(path).name)
         for layer, line in zip(log[-1]["layers"], itertools.cycle(LINES)):
             usage = [100 * evaluation["layers"][layer]["top1_mu"] for evaluation in log]
-            lower.plot(steps, usage, line, color=color, label=f"{path}, layer {layer}")
+            lower.plot(steps, usage, line, color=color, label=f"{Path(path).name}, layer {layer}")
     last = [log[-1]["perplexity"] for log in runs.values()]
     upper.set_yscale("log")
     upper.set_ylim(0.9 * np.nanmin(last), 2 * np.nanmax(last))  # nan: diverged
