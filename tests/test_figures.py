@@ -63,7 +63,7 @@ def test_curves_have_a_line_for_each_run_and_layer():
     assert more.get_xydata().tolist() == [[2, 5], [3, 4]]
     assert upper.get_ylim()[1] == 10  # the start of base is cut off
     assert {line.get_label(): line.get_ydata().tolist() for line in lower.lines} == {
-        "out/more, layer 2": [50, 50], "out/more, layer 3": [75, 75], "out/nan, layer 2": [50, 50]}
+        "more, layer 2": [50, 50], "more, layer 3": [75, 75], "nan, layer 2": [50, 50]}
 
 
 def test_staleness_has_a_panel_for_each_run_and_layer():
@@ -72,7 +72,7 @@ def test_staleness_has_a_panel_for_each_run_and_layer():
                for run, layer in (("out/a", 2), ("out/a", 3), ("out/b", 2))]
     figure = draw_staleness(records)
     assert [axes.get_title() for axes in figure.axes] == [
-        "out/a, layer 2", "out/a, layer 3", "out/b, layer 2"]
+        "a, layer 2", "a, layer 3", "b, layer 2"]
     for axes in figure.axes:
         assert [patch.get_height() for patch in axes.patches] == [25, 5, 70]
         assert [label.get_text() for label in axes.get_xticklabels()] == ["never", "100", "2000"]
@@ -85,6 +85,6 @@ def test_bars_of_classes_stand_beside_their_noise_floor():
                for when, length in (("before", 0.5), ("after", 2))]
     kl, iou = draw_class_distances(records).axes
     assert [label.get_text() for label in kl.get_yticklabels()] == [
-        "out/a\nlayer 2, before", "out/a\nlayer 2, after"]
+        "a\nlayer 2, before", "a\nlayer 2, after"]
     assert [patch.get_width() for patch in kl.patches] == [0.5, 2, 0.125, 0.5]
     assert [patch.get_width() for patch in iou.patches] == [0.0625, 0.25, 0.25, 1]

@@ -206,7 +206,7 @@ def test_fill_shows_what_else_reads_a_slot(runs, capsys):
 
 @pytest.mark.parametrize(("command", "message"), [
     ("browse out/plain --out page", "out/plain: a model without memory"),
-    ("table out/tiny", "out/tiny: not a fine-tuned run; table takes others with --data")])
+    ("table out/tiny", "out/tiny: not a fine-tuned run")])
 def test_mistakes_get_a_line(runs, command, message):
     with pytest.raises(UserError, match=message):
         measure.main(command.split())
