@@ -102,7 +102,7 @@ tuned() {  # "NAMES" "TASKS" [_fixed]: the folders of fine-tuned runs
 
 pretrain() {  # NAME [INITIAL]: train configs/NAME.py; the paper's sizes take all GPUs
     how="spread $out/$1 python"
-    [ "$scale" != paper ] || how="run $out/$1 torchrun --standalone --nproc_per_node=$(echo $gpus | wc -w)"
+    [ "$scale" != paper ] || how="run $out/$1 torchrun --standalone --nproc_per_node=$(($(echo $gpus | wc -w)))"
     $how pretrain.py "configs/$1.py" "--out=$out/$1" ${2:+--init_from=$(models $2)} $train_cut
 }
 
