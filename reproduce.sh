@@ -195,6 +195,6 @@ step table1 nothing "inference speed at the real sizes, with random weights" &&
     run "$out/table1" python bench.py $sizes $bench_cut
 
 step page nothing "every table and figure, with the paper's numbers" &&
-    run "$out/page.md" python -m results.page "$out"
+    run "$out/page.md" python -m results.page "$out" && echo "see $out/page.md"
 finish
 [ $list ] || touch "$out/logs/step_$begun"

@@ -44,18 +44,20 @@ def main(folder):
         for seconds in re.findall(r"^took (\d+) s$", log.read_text(), re.MULTILINE):
             ended.append(log.stat().st_mtime)
             begun.append(ended[-1] - int(seconds))
+    hours = (max(ended, default=0) - min(begun, default=0)) / 3600
     machine = machine_facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     parts.insert(0, (
         f"# The paper, reproduced: {scale}\n\n"
-        f"Made by `sh reproduce.sh {scale}` in {(max(ended) - min(begun)) / 3600:.1f} hours "
+        f"Made by `sh reproduce.sh {scale}` in {hours:.1f} hours "
         f"from the first of {len(ended)} commands to the last. "
         f"{machine['machine']}, torch {machine['torch']}.\n\n"
         "Numbers in brackets are the paper's; ?: not legible in our copy; -: does not apply. "
         f"{' '.join(PAPER['differs'][scale])}\n\n"
         "## Does the paper hold here?\n\n"
         f"{markdown(['where', 'claim', 'holds', 'to be lower', 'to be higher'], claims)}\n"
-        "Undecided: less than 1% apart. Pretraining has one seed, and another seed alone can move "
-        "a number by that much.\n"))
+        "Top-1 MU is that of the layer with less. 0.5 points below and 0.65 times are counted in. "
+        "Undecided: less than 1% apart. Pretraining has one seed, and another seed alone moves "
+        "small models by more than that, those from scratch by far (results/demo.md).\n"))
     write_text(folder / "page.md", "\n".join(parts))
     print(f"wrote {folder}/page.md")
 

@@ -25,6 +25,7 @@ import pretrain
 from lib.distributed import (
     ShardedValueTable,
     any_signalled,
+    barrier,
     columns,
     cut_moments,
     get_rank,
@@ -226,6 +227,7 @@ def mistake():
     """Make a mistake. The rank that sleeps is ended, as torchrun does."""
     sys.stderr = Path(f"said_{get_rank()}").open("w")  # noqa: SIM115
     time.sleep = lambda seconds: os.kill(os.getpid(), signal.SIGTERM)
+    barrier()  # the ranks are connected before the first one ends
     pretrain.main(["tiny.py", "--accumulation=1"])
 
 
