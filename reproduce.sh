@@ -6,7 +6,6 @@
 #   sh reproduce.sh paper            # the paper's sizes, on all GPUs of this machine: weeks
 #   sh reproduce.sh paper table2     # one step, or several; those that it needs must be done
 #   sh reproduce.sh paper --list     # print what would run, and run nothing
-#
 # All results lie in out/reproduce_SCALE/. A command that is done is skipped; its output is in logs/.
 # After an interruption the same line goes on. Delete the folder to begin anew. Small jobs run side by
 # side: one on each GPU of CUDA_VISIBLE_DEVICES or of the machine; JOBS=N on a machine without (two).
@@ -17,6 +16,7 @@ out=out/reproduce_$scale
 gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi -L 2> /dev/null | sed -n 's/^GPU \([0-9]*\).*/\1/p')}
 gpus=$(echo "$gpus" | tr , ' ')
 [ "$gpus" ] || gpus=$(for x in $(seq "${JOBS:-2}"); do echo -1; done)  # no card
+ranks=$(($(echo $gpus | wc -w)))
 
 # ---- the scales: their systems, texts, tasks and seeds, and what cuts a command short
 train_cut="" tune_cut="" bench_cut="" sizes="" slots="" short=""
@@ -102,7 +102,7 @@ tuned() {  # "NAMES" "TASKS" [_fixed]: the folders of fine-tuned runs
 
 pretrain() {  # NAME [INITIAL]: train configs/NAME.py; the paper's sizes take all GPUs
     how="spread $out/$1 python"
-    [ "$scale" != paper ] || how="run $out/$1 torchrun --standalone --nproc_per_node=$(($(echo $gpus | wc -w)))"
+    [ "$scale" != paper ] || how="run $out/$1 torchrun --standalone --nproc_per_node=$ranks"
     $how pretrain.py "configs/$1.py" "--out=$out/$1" ${2:+--init_from=$(models $2)} $train_cut
 }
 
