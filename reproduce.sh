@@ -6,9 +6,10 @@
 #   sh reproduce.sh paper            # the paper's sizes, on all GPUs of this machine: weeks
 #   sh reproduce.sh paper table2     # one step, or several; those that it needs must be done
 #   sh reproduce.sh paper --list     # print what would run, and run nothing
+#
 # All results lie in out/reproduce_SCALE/. A command that is done is skipped; its output is in logs/.
 # After an interruption the same line goes on. Delete the folder to begin anew. Small jobs run side by
-# side: one on each GPU of CUDA_VISIBLE_DEVICES or of the machine; JOBS=N on a machine without (two).
+# side: one on each GPU of CUDA_VISIBLE_DEVICES or of the machine; JOBS=2 on a machine without.
 set -eu
 cd "$(dirname "$0")"
 scale=${1:-}
@@ -134,7 +135,6 @@ if [ ! $list ]; then
     for x in $gpus; do echo "$x" >&3; done
     trap 'trap "" TERM; kill 0; wait; exit 1' INT TERM
 fi
-
 # ---- the recipe
 step data nothing "texts, tasks, public weights" && {
     if [ "$scale" = paper ]; then
