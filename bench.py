@@ -252,11 +252,12 @@ def by_slots(args, config):
                 with torch.device(args.device):
                     layer.memory = FlatPKM(layer.memory.values, config.d_model,
                                            config.memory_heads, config.topk, config.key_dim)
-        models |= {f"product keys, {n}^2 slots": product, f"flat keys, {n}^2 slots": flat}
-        work |= {product: n + config.topk**2, flat: n**2}
+        for kind, model, scores in (("product", product, n + config.topk**2), ("flat", flat, n**2)):
+            models[f"{kind} keys, {n}^2 slots"] = model
+            work[f"{kind} keys, {n}^2 slots"] = scores * config.key_dim
     results = time_inference(args, models, "inference", bases=2)
     for record in results:
-        record["multiplications"] = config.key_dim * work[models[record["system"]]]
+        record["multiplications"] = work[record["system"]]
     return results
 
 

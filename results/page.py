@@ -15,7 +15,7 @@ from statistics import mean, median
 
 import torch
 
-from lib.figures import markdown
+from lib.figures import markdown, usage_cells
 from lib.files import null_to_nan, write_text
 from lib.timing import machine_facts
 
@@ -95,16 +95,9 @@ def beside(ours, table=None):
     return markdown(["system", *columns], rows)
 
 
-def usage(layers):
-    """Format the usage of a memory, its layers separated by slashes: {column: text}."""
-    columns = {"MU (%)": ("mu", ".1%"), "top-1 MU (%)": ("top1_mu", ".1%"),
-               "KL_u": ("kl_u", ".2f"), "KL_w": ("kl_w", ".2f"),
-               "uniform top-1 (%)": ("top1_mu_uniform", ".1%"), "accesses": ("accesses", ",")}
-    cells = {}
-    for column, (key, form) in columns.items():
-        numbers = [f"{metrics[key]:{form}}" for metrics in layers.values()]
-        cells[column] = "/".join(numbers).replace("%", "")
-    return cells
+def lowest_top1(layers):
+    """Return top-1 MU of the layer with less, in percent."""
+    return 100 * min(usage["top1_mu"] for usage in layers.values())
 
 
 def texts(folder, name):
@@ -121,8 +114,8 @@ def texts(folder, name):
         key = system(run["run"])
         perplexity[key] = longest["perplexity"]
         if longest["layers"]:
-            row |= usage(longest["layers"])
-            top1[key] = 100 * min(layer["top1_mu"] for layer in longest["layers"].values())
+            row |= usage_cells(longest["layers"])
+            top1[key] = lowest_top1(longest["layers"])
         rows[key] = row
     return rows, perplexity, top1
 
@@ -235,11 +228,10 @@ def table6(folder):
     for record in read(folder, "table6"):
         name = system(record["run"])
         task = PAPER["tasks"].get(record["task"], record["task"])
-        cells = {"split": record["split"], **usage(record["layers"])}
+        cells = {"split": record["split"], **usage_cells(record["layers"])}
         for column, cell in cells.items():
             rows.setdefault(name, {})[f"{task} {column}"] = cell
-        lowest = 100 * min(layer["top1_mu"] for layer in record["layers"].values())
-        top1[name] = min(lowest, top1.get(name, 100))
+        top1[name] = min(lowest_top1(record["layers"]), top1.get(name, 100))
     return beside(rows, "table6"), [("top-1 MU: (f) above (c)", top1[C], top1[F])]
 
 
