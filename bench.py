@@ -20,9 +20,14 @@ micro-batches x sequences x tokens. "Hours" are the time of max_steps steps, wit
 """
 import copy
 import json
+import os
+import platform
+import re
 import sys
+import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -30,15 +35,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import pkm
-from lib import distributed, training
+from lib import ranks, training
 from lib.corpus import MASKED
 from lib.device import autocast, use_device, wants_compile
+from lib.files import markdown
+from lib.ranks import Progress
 from lib.settings import Parser, load_settings
-from lib.timing import machine_facts, peak_bytes, print_times, time_in_turn
 from lib.weights import check_objective
-from model import BertConfig, build_model
-from pretrain import Config, model_sizes
-from values import LazyAdam
+from model import build_model
+from pkm import LazyAdam
+from pretrain import Config, bert_config
 
 TRAINED = ["configs/base.py", "configs/base_pkm.py", "configs/base_resm.py"]
 CAUSAL = ["configs/causal_12.py", "configs/causal_24.py", "configs/causal_12_memory.py"]
@@ -76,11 +82,6 @@ class FlatPKM(pkm.PKM):
         found = [(q @ keys.T).topk(self.topk) for q, keys in zip(query, self.keys)]
         best, slots = (torch.stack(parts, 1) for parts in zip(*found))  # (tokens, heads, topk)
         return slots.int(), best.softmax(2)
-
-
-def read_config(path):
-    """Return the BertConfig of a config file."""
-    return BertConfig(**model_sizes(load_settings(Config, [path])))
 
 
 def build(args, config, head=None):
@@ -126,7 +127,7 @@ def inference(args):
     for size in args.sizes:
         models = {}
         for system, suffix in ("", ""), (" +PKM", "_pkm"), (" +ResM", "_resm"):
-            config = read_config(f"configs/{size}{suffix}.py")
+            config = bert_config(load_settings(Config, [f"configs/{size}{suffix}.py"]))
             models[size + system] = build(args, config, "classifier")
         for record in time_inference(args, models, "inference"):
             record["batches/s"] = 1 / median(record["seconds"])
@@ -174,16 +175,19 @@ def train(args):
 def time_config(args, path):
     """Time a training step of a config, as in pretrain.py, on random tokens."""
     config = load_settings(Config, [path, *args.settings])
-    distributed.check_accumulation(config)
-    model = build(args, BertConfig(**model_sizes(config)))
+    ranks.check_accumulation(config)
+    model = build(args, bert_config(config))
     parameters = training.count_parameters(model)
-    distributed.distribute(model)
+    if ranks.get_world_size() > 1:
+        from lib import sharding
+
+        sharding.shard(model)
     predicted, positions = config.seq_len, None
     if config.objective == "masked":
         predicted = round(MASKED * config.seq_len)
         positions = torch.arange(predicted, device=args.device).expand(config.batch_size, -1)
     batches = []
-    for _ in distributed.my_micro_batches(config.accumulation):
+    for _ in ranks.my_micro_batches(config.accumulation):
         ids = torch.randint(30522, (config.batch_size, config.seq_len), device=args.device)
         batches.append({"ids": ids, "positions": positions, "labels": ids[:, :predicted]})
     torch.compiler.reset()  # it compiles only so many versions
@@ -199,16 +203,9 @@ def time_config(args, path):
                 part = compiled(**batch) * (1 / config.accumulation)
             scaler.scale(part).backward()
             loss += part.detach()
-        distributed.sum_gradients(model, loss, len(batches))
-        scaler.unscale_(dense)
-        nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
-        scale = scaler.get_scale()
-        scaler.step(dense)
-        scaler.update()
-        if scaler.get_scale() >= scale:  # as in pretrain.py
-            sparse.step(grad_scale=scale)
-        dense.zero_grad()
-        sparse.zero_grad()
+        if ranks.get_world_size() > 1:
+            sharding.merge(model, loss, len(batches))
+        training.update(dense, sparse, scaler, config.grad_clip)
 
     what = f"{config.accumulation} x {config.batch_size} x {config.seq_len}"
     [record] = time_in_turn(what, {path: step}, args.device, args.rounds, bases=0)
@@ -229,7 +226,7 @@ def causal(args):
     """Time the next token of causal models, beside the first two."""
     configs = {}
     for path in args.configs or CAUSAL:
-        config = configs[path] = read_config(path)
+        config = configs[path] = bert_config(load_settings(Config, [path]))
         check_objective(path, config, causal=True)
     if args.slots is not None:
         return by_slots(args, config)
@@ -261,6 +258,72 @@ def by_slots(args, config):
     return results
 
 
+def time_in_turn(what, functions, device, rounds, warmup=2, bases=1):
+    """Time {name: function} in turn: a busy moment of the machine slows every function.
+
+    Returns a record for each name. "seconds" has the time of each round. "times_NAME" compares with
+    function NAME, for the first `bases` functions: the median of the rounds' ratios. Models compile
+    in the rounds of warm-up, which do not count.
+    """
+    synchronize = getattr(torch, device.type).synchronize
+    times = {name: [] for name in functions}
+    for _ in Progress(range(warmup + rounds), what):
+        for name, function in functions.items():
+            synchronize()
+            start = time.perf_counter()
+            function()
+            synchronize()
+            times[name].append(time.perf_counter() - start)
+    records = []
+    for name, seconds in times.items():
+        record = {"what": what, "system": name, "seconds": seconds[warmup:]}
+        for base in list(functions)[:bases]:
+            ratios = [own / other for own, other in zip(seconds, times[base], strict=True)]
+            record[f"times_{base}"] = median(ratios[warmup:])
+        records.append(record)
+    return records
+
+
+def print_times(records):
+    """Print a table of the records with the same keys. Times are median [lowest, highest]."""
+    tables = {}
+    for record in records:
+        row = []
+        for value in record.values():
+            if isinstance(value, list):
+                low, middle, high = 1e3 * min(value), 1e3 * median(value), 1e3 * max(value)
+                value = f"{middle:.4g} [{low:.4g}, {high:.4g}] ms"
+            row.append(f"{value:,}" if isinstance(value, int) else value)
+        tables.setdefault(tuple(record), []).append(row)
+    for keys, rows in tables.items():
+        print(markdown(keys, rows))
+
+
+def peak_bytes(device):
+    """Return the highest memory use of this process; on CUDA, since the last call."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    import resource  # Windows lacks it
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def machine_facts(device):
+    """Return what times depend on: processor, OpenMP's variables, version of torch."""
+    names = [platform.machine()]
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():  # Linux
+        names += re.findall("model name.*: (.*)", cpuinfo.read_text())
+    if device.type == "cuda":
+        names.append(torch.cuda.get_device_name(device))
+    openmp = [f"{name}={os.environ[name]}" for name in os.environ if name.startswith("OMP_")]
+    return {"machine": f"{names[-1]}, {torch.get_num_threads()} threads",
+            "openmp": " ".join(openmp), "torch": torch.__version__}
+
+
 COMMANDS = {"inference": inference, "layer": layer, "train": train, "causal": causal}
 
 
@@ -288,9 +351,9 @@ def main(argv):
     results = COMMANDS[args.command](args)
     print_times(results)
     facts = {"command": " ".join(["python bench.py", *argv]), **machine_facts(args.device),
-             "ranks": distributed.get_world_size(), "dtype": str(args.dtype)[6:]}
+             "ranks": ranks.get_world_size(), "dtype": str(args.dtype)[6:]}
     print(json.dumps({**facts, "results": results}))
 
 
 if __name__ == "__main__":
-    distributed.run_ranks(lambda: main(sys.argv[1:]))
+    ranks.run_ranks(lambda: main(sys.argv[1:]))

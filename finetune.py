@@ -17,6 +17,7 @@ out/<run>/seed0/                 config.json, log.jsonl and vocab.txt as in a ru
 out/<run>/seed0/eval_results.json, predictions_dev.tsv: of the weights in best/
 out/<run>/eval_results.json      the medians over the finished seeds, and the scores of each
 """
+import json
 import math
 import shlex
 import sys
@@ -27,23 +28,24 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib import distributed, training
+from lib import ranks, training
+from lib.corpus import ORDER
 from lib.device import autocast, to_device, use_device, wants_compile
-from lib.download import file_sha256
-from lib.errors import UserError
-from lib.files import discard, first_rank, lock
-from lib.predict import predict_examples, score_dev, write_predictions
+from lib.files import discard, file_sha256, lock, write_text
 from lib.run import Run
-from lib.settings import load_settings
-from lib.tasks import TrainingBatches, find_task, load_examples
-from lib.tokenizer import text_tokenizer
-from lib.weights import (
-    check_objective,
-    find_weights,
-    init_from,
-    model_file,
-    read_weights,
+from lib.settings import UserError, load_settings
+from lib.squad import best_answers
+from lib.tasks import (
+    find_task,
+    load_examples,
+    pad,
+    predict_examples,
+    prediction_table,
+    score_dev,
+    tsv_text,
 )
+from lib.tokenizer import text_tokenizer
+from lib.weights import check_objective, find_weights, init_from, model_file, read_weights
 from model import build_model
 
 
@@ -60,15 +62,15 @@ class Config:
     max_len: int = 128  # tokens of an example or a window
     doc_stride: int = 128  # tokens from one of SQuAD's windows to the next
     train_examples: int = 0  # examples or windows to train on; 0: all
-    # optimization: AdamW (eps 1e-6: our reading); linear warm-up, then linear decay to 0
-    batch_size: int = 32  # examples per step, of similar length (our reading)
+    # optimization: AdamW; linear warm-up, then linear decay to 0
+    batch_size: int = 32  # examples per step, of similar length
     accumulation: int = 1  # parts of a batch; a multiple of the ranks
     epochs: int = 10  # passes over the training examples
     max_steps: int = 0  # 0: as many as the epochs take
     warmup: float = 0.06  # share of the steps
     lr: float = 2e-5  # highest learning rate
     keys_lr: float = 1.0  # rate of the memory's sub-keys, as a factor of lr
-    value_lr: float = 1e-3  # rate of the value tables, constant (our reading)
+    value_lr: float = 1e-3  # rate of the value tables, constant
     weight_decay: float = 0.1  # biases, norms and memories have none
     grad_clip: float = 1.0  # largest norm of all gradients but the values' (our reading)
     dropout: float = 0.1  # in embeddings, attention, FFN and the pooled [CLS] (our reading)
@@ -81,7 +83,7 @@ class Config:
     dtype: str = "auto"  # of matrix products: auto, float32, bfloat16 or float16
     compile: str = "auto"  # on, off, or auto: on CUDA
 
-    # what may be another when a run goes on
+    # settings that you may change when resuming
     MAY_CHANGE = ("out", "init_from", "seeds", "log_interval", "checkpoint_interval", "tensorboard",
                   "device", "compile")
 
@@ -97,7 +99,7 @@ def main(argv):
                         "python finetune.py configs/demo_finetune.py starts from out/demo")
     if config.warmup > 1:
         raise UserError(f"warmup = {config.warmup}: expected a share of the steps, 0 to 1")
-    distributed.check_accumulation(config)
+    ranks.check_accumulation(config)
     device, dtype = use_device(config.device, config.dtype)
 
     initial, vocab = find_weights(config.init_from)
@@ -105,7 +107,7 @@ def main(argv):
     check_objective(initial, sizes, causal=False)
     if config.max_len > sizes.max_len:
         raise UserError(f"max_len = {config.max_len}: there are {sizes.max_len} positions")
-    with distributed.first_rank_first():
+    with ranks.first_rank_first():
         task = find_task(config.task)
     encoding = text_tokenizer(vocab), config.max_len, config.doc_stride
     train = load_examples(task, "train", *encoding)
@@ -134,12 +136,12 @@ def main(argv):
                 print(f"{run.folder} is done: --out=out/NAME starts anew")
             else:
                 fine_tune(replace(config, seed=seed), run, task, data, train, dev, signals)
-            if distributed.any_signalled(signals):
+            if ranks.any_signalled(signals):
                 print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
                 return training.status_after(signals)
             for checkpoint in run.folder.glob("step_*"):  # best/ stays
                 discard(checkpoint)
-        if first_rank():
+        if ranks.first_rank():
             with lock(out, "writes medians", timeout=-1):  # other seeds may end now, too
                 write_medians(task, out)
     return 0
@@ -165,26 +167,28 @@ def fine_tune(config, run, task, data, train, dev, signals):
         model.load_state_dict(read_weights(checkpoint)["weights"])
     else:
         origin = init_from(model, initial)
-    distributed.distribute(model)  # over the ranks, if torchrun started several
+    if ranks.get_world_size() > 1:
+        from lib import sharding
+
+        sharding.shard(model)
     model.to(device)
     torch.compiler.reset()  # torch limits recompilations; those of earlier seeds would count
     compiled = torch.compile(model) if wants_compile(config.compile, device) else model
 
     # the optimizers
     dense, sparse = training.make_optimizers(model, config, device)  # sparse: of the value tables
-    dense_parameters = [p for group in dense.param_groups for p in group["params"]]
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = {"step": 0, "elapsed": 0.0, "seconds": 0.0, "losses": [],
              "best": -math.inf, "results": {}}
     if checkpoint:
         state = training.restore(checkpoint, dense, sparse, scaler)
-    run.start(config, vocab, origin, data, state["step"])
+    run.open(config, vocab, origin, data, state["step"])
 
-    micro_batches = distributed.my_micro_batches(config.accumulation)
+    micro_batches = ranks.my_micro_batches(config.accumulation)
     recent = []  # (loss, norm) of the steps since the last look, still on the device
     start = time.perf_counter()
     for step in range(state["step"], config.max_steps):
-        training.set_rate(dense, training.learning_rate(config, step))
+        training.set_rate(dense, config, step)
         loss = 0.0
         for micro in micro_batches:
             training.seed_dropout(config.seed, step, micro)
@@ -193,21 +197,13 @@ def fine_tune(config, run, task, data, train, dev, signals):
                 part = compiled(**to_device(batch, device)) * weight
             scaler.scale(part).backward()
             loss += part.detach()
-        loss = distributed.sum_gradients(model, loss, len(micro_batches))
-
-        scaler.unscale_(dense)
-        norm = torch.nn.utils.clip_grad_norm_(dense_parameters, config.grad_clip)
-        scale = scaler.get_scale()
-        scaler.step(dense)
-        scaler.update()
-        if scaler.get_scale() >= scale:  # else a gradient had an inf: the dense step was left out
-            sparse.step(grad_scale=scale)
-        dense.zero_grad()
-        sparse.zero_grad()
+        if ranks.get_world_size() > 1:
+            loss = sharding.merge(model, loss, len(micro_batches))
+        norm = training.update(dense, sparse, scaler, config.grad_clip)
 
         recent.append((loss, norm))
         done = step + 1  # updates
-        stopped = distributed.any_signalled(signals)
+        stopped = ranks.any_signalled(signals)
         epoch_ends = done % batches.steps_per_epoch == 0 or done == config.max_steps
         log = epoch_ends or training.is_due(done, config.log_interval, config)
         save = epoch_ends or stopped or training.is_due(done, config.checkpoint_interval, config)
@@ -248,6 +244,64 @@ def fine_tune(config, run, task, data, train, dev, signals):
         run.write_results(state["results"])  # last: now the seed is done
 
 
+class TrainingBatches:
+    """Make the training batches of one seed, in random order.
+
+    Examples are sorted by length within 64 batches at a time (our reading).
+    """
+
+    unit = "examples"
+
+    def __init__(self, examples, config):
+        self.examples = examples
+        self.size = config.batch_size
+        self.accumulation = config.accumulation
+        self.steps_per_epoch = math.ceil(len(examples) / self.size)
+        self.steps = []  # the examples of each step, by index
+        lengths = np.array([len(example.ids) for example in examples])
+        place = np.arange(len(examples))
+        for epoch in range(math.ceil(config.max_steps / self.steps_per_epoch)):
+            rng = np.random.default_rng([config.seed, ORDER, epoch])
+            order = rng.permutation(len(examples))
+            order = order[np.lexsort((lengths[order], place // (64 * self.size)))]
+            batches = np.split(order, place[self.size::self.size])
+            self.steps += [batches[n] for n in rng.permutation(len(batches))]
+
+    def epochs(self, steps):
+        """Return how often `steps` steps go through the examples."""
+        return steps / self.steps_per_epoch
+
+    def get(self, step, micro):
+        """Return a micro-batch, arguments of a model as arrays, and its weight in the loss."""
+        index = np.array_split(self.steps[step], self.accumulation)[micro]
+        weight = len(index) / len(self.steps[step])
+        if weight == 0:  # fewer examples than micro-batches, but each rank must compute something
+            index = self.steps[step][:1]
+        chosen = [self.examples[n] for n in index]
+        return {**pad(chosen), "labels": np.array([example.label for example in chosen])}, weight
+
+
+def write_predictions(folder, task, dev, predictions):
+    """Write predictions_DEV.tsv with texts and labels, or SQuAD's official .json.
+
+    dev, predictions: see score_dev.
+    """
+    for suffix, examples in dev.items():
+        path = folder / f"predictions_{task.dev[suffix]}.tsv"
+        if task.reads_spans:
+            answers = best_answers(examples, predictions[suffix])
+            said = {question.id: text for question, (text, _) in answers.items()}
+            write_text(path.with_suffix(".json"), json.dumps(said, indent=1))
+            continue
+        header, cells = prediction_table(predictions[suffix], task.labels)
+        columns = ["sentence"] if len(examples[0].texts) == 1 else ["sentence1", "sentence2"]
+        table = [["index", *columns, "label", *header]]
+        for n, (example, row) in enumerate(zip(examples, cells)):
+            label = task.labels[example.label] if task.labels else example.label
+            table.append([n, *example.texts, label, *row])
+        write_text(path, tsv_text(table))
+
+
 def write_medians(task, out):
     """Write the medians over all seeds in `out` that are done, and print the main one."""
     results = {run.settings()["seed"]: run.results() for run in Run(out).seeds() if run.results()}
@@ -261,4 +315,4 @@ def write_medians(task, out):
 
 
 if __name__ == "__main__":
-    distributed.run_ranks(lambda: main(sys.argv[1:]))
+    ranks.run_ranks(lambda: main(sys.argv[1:]))

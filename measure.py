@@ -16,36 +16,48 @@ $ python measure.py predict out/base_sst2 new.tsv --out said    # a fine-tuned r
 --out NAME writes a table to NAME.md and NAME.json, a figure to NAME.png and NAME.svg. For browse it
 writes NAME.html, for predict NAME.tsv. python measure.py COMMAND --help lists a command's options.
 """
+import itertools
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from lib.browse import (
-    check_language_model,
-    compare_classes,
+from lib.corpus import causal_heldout, masked_heldout
+from lib.device import to_device, use_device
+from lib.files import markdown, to_json, write_text
+from lib.look import (
+    continue_text,
+    load_with_tokenizer,
     open_model,
     page_data,
     page_html,
     print_guess,
-    steps_and_seed,
-    task_usage,
     training_text,
+    usage_cells,
 )
-from lib.corpus import causal_heldout, masked_heldout
-from lib.device import Progress, choose_device, use_device
-from lib.distributed import run_ranks
-from lib.errors import UserError
-from lib.figures import draw_class_distances, draw_curves, draw_staleness, usage_cells, write_table
-from lib.files import write_text
-from lib.predict import predict_file
-from lib.run import Run
-from lib.settings import Parser
-from lib.tasks import score_table, tsv_text
-from lib.tokenizer import special_tokens
-from lib.usage import evaluate_language_model, open_corpus
-from lib.weights import find_weights, load_model, load_run, read_weights
-from model import value_tables
+from lib.ranks import Progress, deal_batches, run_ranks
+from lib.run import Run, read_state
+from lib.settings import Parser, UserError
+from lib.squad import best_answers, make_windows, read_squad
+from lib.tasks import (
+    TASKS,
+    batches_by_length,
+    encode_examples,
+    find_task,
+    load_examples,
+    pad,
+    pick_texts,
+    predict_examples,
+    prediction_table,
+    read_table,
+    task_name,
+    tsv_text,
+)
+from lib.tokenizer import special_tokens, text_tokenizer
+from lib.usage import count_reads, evaluate_language_model, open_corpus, usage_metrics
+from lib.weights import check_objective, find_weights, load_model, read_weights
+from model import SpanReader, value_tables
 
 
 def table(args):
@@ -93,27 +105,123 @@ def table_2(args, device):
     write_table(args.out, rows, note, {"note": note, "runs": records})
 
 
+def steps_and_seed(checkpoint):
+    """Return how a checkpoint was trained: {"steps": "1,000 + 3,000", "seed": 1}.
+
+    The steps are the initial model's and its own. "?" stands for Hugging Face's weights.
+    """
+    if not (checkpoint / "state.pt").is_file():
+        return {"steps": "?", "seed": "?"}
+    settings, steps = Run(checkpoint.parent).settings(), f"{read_state(checkpoint)['step']:,}"
+    if settings["init_checkpoint"]:
+        first = settings["first_step"]  # 0 for an initial model in Hugging Face layout
+        steps = f"{first:,} + {steps}" if first else f"? + {steps}"
+    return {"steps": steps, "seed": settings["seed"]}
+
+
+def check_language_model(path, causal):
+    """Raise UserError unless `path` has a language model: causal if `causal`, else masked."""
+    saved = read_weights(path)
+    if saved.get("head"):
+        raise UserError(f"{path}: a fine-tuned checkpoint has no language-model head")
+    check_objective(path, saved["config"], causal)
+
+
 def table_6(args, device):
-    """Count what each fine-tuned model reads in held-out text of its task."""
+    """Count what each fine-tuned model reads in texts of its task.
+
+    The split is dev if uniform reads would touch 95% of the slots there, otherwise train.
+    """
     rows, records = [], []
     for path in args.runs:
-        record = {"run": path, **task_usage(path, device)}
-        records.append(record)
-        rows.append({**record, **usage_cells(record["layers"])})
+        for split in ("dev", "train"):
+            facts, examples = task_examples(path, split)
+            counts = count_task_reads(path, examples, device)
+            layers = {layer: usage_metrics(**sums) for layer, sums in counts.items()}
+            if all(usage["top1_mu_uniform"] > 0.95 for usage in layers.values()):
+                break
+        records.append({"run": path, **facts, "layers": layers})
+        rows.append({"run": path, **facts, **usage_cells(layers)})
     note = ("Best epoch so far. Split: dev if it has about 3 accesses a slot, otherwise train (our "
             "reading). CoLA's dev has fewer accesses than the slots that the paper found in use.")
     write_table(args.out, rows, note, records)
 
 
+def task_examples(path, split):
+    """Load a split of a fine-tuned run's task, "train" or "dev" (MNLI: matched).
+
+    Returns {"task", "split", "examples": their number} and the Examples, or SQuAD's Windows.
+    """
+    checkpoint, vocab = find_weights(path)
+    settings = Run(checkpoint.parent).settings()
+    if "task" not in settings:
+        raise UserError(f"{path}: not a fine-tuned run (others: measure.py table RUN --data NAME)")
+    task = find_task(settings["task"])
+    if split == "dev":
+        split = task.dev[""]
+    examples = load_examples(task, split, text_tokenizer(vocab), settings["max_len"],
+                             settings["doc_stride"])
+    return {"task": task.name, "split": split, "examples": len(examples)}, examples
+
+
+@torch.no_grad()
+def count_task_reads(path, examples, device):
+    """Count what the model at `path` reads in Examples or Windows (see count_reads)."""
+    model = load_model(path).to(device).eval()
+    lengths = np.array([len(example.ids) for example in examples])
+    with count_reads(model) as counts:
+        for index in deal_batches(Progress(batches_by_length(lengths, 32), path)):
+            batch = pad([examples[n] for n in index])
+            model.bert(**to_device(batch, device))
+    return counts
+
+
+TABLE_4 = list(TASKS)[:6]  # its columns; its average leaves SQuAD out
+TWO_SCORES = ["squad", "mnli", "mrpc", "stsb"]  # tasks with two in a cell, the others have one
+
+
 def glue(args):
     """Print Tables 4, 5 and 7: dev scores of fine-tuned runs, medians over their seeds."""
-    rows = score_table(args.runs)
-    if not rows:
+    systems = {}  # {(initial model, update_memory): {task: eval_results.json}}
+    for path in args.runs:
+        results = Run(path).results()
+        if not results:
+            continue
+        settings = Run(path).seeds()[0].settings()
+        task = task_name(settings["task"])
+        tasks = systems.setdefault((Path(settings["init_from"]), settings["update_memory"]), {})
+        if task in tasks:
+            raise UserError(f"{path}: a second run of {task} from {settings['init_from']}: name "
+                            "only one")
+        tasks[task] = results
+    if not systems:
         raise UserError(f"{', '.join(args.runs)}: no fine-tuned run that is done")
+    rows = [score_row(*system, tasks) for system, tasks in systems.items()]
     note = ("Dev splits, median over the seeds of each seed's best epoch; (n): of n seeds. "
             "squad: exact match/F1; mnli: matched/mismatched; cola: Matthews' correlation. "
             "Avg: of the six numbers from mnli to cola, once all are there.")
     write_table(args.out, rows, note, rows)
+
+
+def score_row(initial, updated, tasks):
+    """Make a row of Table 4, a dict by column. tasks: {task: eval_results.json}.
+
+    A cell has the medians over the seeds of one initial model, and ends with their number.
+    """
+    row = {"initial model": str(initial), "memory update": "Y" if updated else "N",
+           **dict.fromkeys([*TABLE_4, "Avg"])}
+    averaged = []
+    for task, results in tasks.items():
+        seeds = len(results.get("seeds", [results]))  # a seed's folder has no more
+        scores = [score if task == "squad" else 100 * score for name, score in results.items()
+                  if name not in ("eval_epoch", "seeds")]
+        scores = scores[:2 if task in TWO_SCORES else 1]
+        row[task] = "/".join(f"{score:.1f}" for score in scores) + f" ({seeds})"
+        if task in TABLE_4[1:]:
+            averaged += scores
+    if len(averaged) == 6:  # MNLI has two
+        row["Avg"] = f"{np.mean(averaged):.1f}"
+    return row
 
 
 def by_class(args):
@@ -121,11 +229,112 @@ def by_class(args):
     device, _ = use_device(args.device, "float32")
     records = []
     for path in args.runs:
-        records += compare_classes(path, device)
+        _, examples = task_examples(path, "train")
+        parts = draw_parts(examples)
+        labels = read_weights(path)["labels"]
+        negative, positive = (labels[part[0].label] for part in parts[::3])
+        facts = {"run": path, "classes": f"{positive} against {negative}"}
+        start = Run(find_weights(path)[0].parent).settings()["init_checkpoint"]
+        for when, weights in (("before", start), ("after", path)):
+            counts = [count_task_reads(weights, part, device) for part in parts]
+            for layer in counts[0]:
+                top1 = np.array([part[layer]["top1"] for part in counts])  # (6, n_slots)
+                records.append({**facts, "when": when, "layer": layer,
+                                **class_distances(top1[3:5], top1[:2]),
+                                **whole_distances(top1[3:].sum(0), top1[:3].sum(0)),
+                                "accesses": int(top1[[0, 1, 3, 4]].sum()) // 4})
     note = ("Train split. Whole: the paper's KL (nats) and IOU of top-1 slots; KL over slots that "
-            "both classes read (our reading). Between: KL(p || 0.9 q + 0.1 p) and IOU of random "
+            "both classes read. Between: KL(p || 0.9 q + 0.1 p) and IOU of random "
             "halves of the classes. Floor: of two halves of one class. Accesses: of a half.")
     write_table(args.out, records, note, records, draw_class_distances)
+
+
+def draw_parts(examples):
+    """Part the examples of the two largest classes, at random.
+
+    Returns six lists of Examples, three of each class, the lower class first. The first two of a
+    class have as many Examples as half of the smaller class. The third has the others.
+    """
+    rng = np.random.default_rng(0)
+    labels = np.array([example.label for example in examples])
+    counts = np.bincount(labels)
+    classes = np.sort(np.argsort(-counts, kind="stable")[:2])
+    size = counts[classes].min() // 2
+    parts = []
+    for label in classes:
+        drawn = [examples[n] for n in rng.permutation(np.flatnonzero(labels == label))]
+        parts += [drawn[:size], drawn[size:2 * size], drawn[2 * size:]]
+    return parts
+
+
+def whole_distances(positive, negative):
+    """Compute the paper's KL(t+ || t-), in nats, and IOU of two classes (Figure 4).
+
+    positive, negative: top-1 counts (n_slots,) of all examples of a class. The KL is infinite where
+    only positive examples read a slot. It is taken over the slots that both classes read, whose
+    shares are normalised again (our reading).
+    """
+    p = positive / positive.sum()
+    q = negative / negative.sum()
+    iou = np.minimum(p, q).sum() / np.maximum(p, q).sum()
+    both = (p > 0) & (q > 0)
+    p = p[both] / p[both].sum()
+    q = q[both] / q[both].sum()
+    return {"kl_whole": divergence(p, q), "iou_whole": iou}
+
+
+def class_distances(positive, negative):
+    """Measure how much the slots that two classes read differ (Figure 4).
+
+    positive, negative: top-1 counts of two random halves of each class, (2, n_slots). p and q are
+    the slots' shares in a half of the positive and of the negative class. Our reading:
+    - kl_between is KL(p || 0.9 q + 0.1 p) in nats, the mean over the four pairs of halves. The
+      0.1 p bounds it by log 10.
+    - iou_between is the sum of min(p, q) over the sum of max(p, q). Each sum is first averaged over
+      the four pairs.
+    - kl_floor and iou_floor compare the halves of one class: the noise of few accesses.
+    """
+    positive = positive / positive.sum(1, keepdims=True)
+    negative = negative / negative.sum(1, keepdims=True)
+    pairs = {"between": list(itertools.product(positive, negative)),
+             "floor": [*itertools.permutations(positive), *itertools.permutations(negative)]}
+    distances = {}
+    for kind, shares in pairs.items():
+        common = np.mean([np.minimum(p, q).sum() for p, q in shares])
+        distances[f"kl_{kind}"] = np.mean([divergence(p, 0.9 * q + 0.1 * p) for p, q in shares])
+        distances[f"iou_{kind}"] = common / (2 - common)  # the shares of each half sum to 1
+    return distances
+
+
+def divergence(p, q):
+    """Compute KL(p || q) in nats, of shares (n_slots,). q is above 0 where p is."""
+    read = p > 0
+    return (p[read] * np.log(p[read] / q[read])).sum()
+
+
+def draw_class_distances(records):
+    """Draw Figure 4: KL and IOU between the two classes, each beside its noise floor.
+
+    records: by_class's, one for each run, layer and moment.
+    """
+    figure, [panels] = subplots(1, 2, 0.55 * len(records) + 1.2, sharey=True)
+    places = np.arange(len(records))
+    labels = []
+    for record in records:
+        labels.append(f"{Path(record['run']).name}\nlayer {record['layer']}, {record['when']}")
+    kinds = {"between": "two classes", "floor": "two halves of one class"}
+    for axes, key in zip(panels, ("kl", "iou")):
+        for shift, (kind, label) in zip((-0.2, 0.2), kinds.items()):
+            lengths = [record[f"{key}_{kind}"] for record in records]
+            bars = axes.barh(places + shift, lengths, 0.4, label=label)
+            axes.bar_label(bars, fmt="%.2f")
+        axes.margins(x=0.3)  # room for the labels
+    panels[0].set_title("KL (nats)")
+    panels[1].set_title("IOU")
+    panels[0].set_yticks(places, labels)
+    panels[0].invert_yaxis()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left")
+    return figure
 
 
 def staleness(args):
@@ -145,8 +354,26 @@ def staleness(args):
             records.append({**facts, "slots": shares})
             rows.append({**facts, **{step: f"{share:.1%}" for step, share in shares.items()}})
     note = ("Share of the slots by the step of the last snapshot at which they were top-1. A "
-            "snapshot counts accesses in the run's held-out sequences (our reading).")
+            "snapshot counts accesses in the run's held-out sequences.")
     write_table(args.out, rows, note, records, draw_staleness)
+
+
+def draw_staleness(records):
+    """Draw Figure 2: a panel for each run and layer, a bar for each snapshot and for "never".
+
+    records: {"run", "layer", "slots": {step of a snapshot or "never": share of the slots}}.
+    """
+    figure, panels = subplots(len(records), 1, 1.7 * len(records) + 0.5, sharey=True)
+    for axes, record in zip(panels.flat, records, strict=True):
+        steps = list(map(str, record["slots"]))
+        shares = [100 * share for share in record["slots"].values()]
+        bars = axes.bar(steps, shares)
+        axes.bar_label(bars, fmt="%.1f")
+        axes.set_ylim(0, 115)
+        axes.set_title(f"{Path(record['run']).name}, layer {record['layer']}")
+    figure.supxlabel("step of the last snapshot in which a slot was top-1")
+    figure.supylabel("slots (%)")
+    return figure
 
 
 def curves(args):
@@ -161,17 +388,75 @@ def curves(args):
     write_table(args.out, rows, note, runs, draw_curves)
 
 
+LINES = ("-", "--", "-.", ":")
+
+
+def draw_curves(runs):
+    """Draw Figure 3: perplexity above top-1 usage, against the step.
+
+    Perplexities above twice the last ones are cut off. runs: {path: a list of evaluations}.
+    """
+    figure, panels = subplots(2, 1, 8, sharex=True)
+    [upper], [lower] = panels
+    for number, (path, log) in enumerate(runs.items()):
+        color = f"C{number}"
+        steps = [evaluation["step"] for evaluation in log]
+        perplexity = [evaluation["perplexity"] for evaluation in log]
+        upper.plot(steps, perplexity, color=color, label=Path(path).name)
+        for layer, line in zip(log[-1]["layers"], itertools.cycle(LINES)):
+            usage = [100 * evaluation["layers"][layer]["top1_mu"] for evaluation in log]
+            lower.plot(steps, usage, line, color=color, label=f"{Path(path).name}, layer {layer}")
+    last = [log[-1]["perplexity"] for log in runs.values()]
+    upper.set_yscale("log")
+    upper.set_ylim(0.9 * np.nanmin(last), 2 * np.nanmax(last))  # nan: diverged
+    upper.yaxis.set_minor_formatter("{x:g}")
+    upper.set_title("perplexity on held-out text (log scale)")
+    upper.legend()
+    lower.set_ylim(0, 102)
+    lower.set_title("top-1 memory usage (% of slots)")
+    lower.set_xlabel("training steps, with those of the initial model")
+    lower.legend()
+    return figure
+
+
+def subplots(rows, columns, height, **settings):
+    """Make a figure of (rows, columns) panels, 5.5 inches wide and `height` inches high."""
+    from matplotlib import pyplot
+
+    return pyplot.subplots(rows, columns, figsize=(5.5, height), squeeze=False,
+                           layout="constrained", **settings)
+
+
+def write_table(out, rows, note, data, draw=None):
+    """Print a table and a note; with `out`, write them to <out>.md, `data` to <out>.json.
+
+    rows: dicts {column: cell}. The figure draw(data) goes to <out>.png and <out>.svg.
+    """
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    text = f"{markdown(columns, [map(row.get, columns) for row in rows])}\n{note}\n"
+    print(text, end="")
+    if not out:
+        return
+    write_text(f"{out}.md", text)
+    write_text(f"{out}.json", to_json(data, indent=1) + "\n")
+    if draw:
+        figure = draw(data)
+        figure.savefig(f"{out}.png", dpi=150)
+        figure.savefig(f"{out}.svg")
+
+
 def slots(args):
-    """Show the most read slots of a layer, with contexts."""
+    """Show the ten most read slots of a layer, with contexts."""
     model, _, corpus = open_model(args.run, args.data, args.device)
     layers = value_tables(model)
     if args.layer not in layers:
         raise UserError(f"{args.run}: no memory in layer {args.layer}; its memory layers: "
                         f"{list(layers)}")
-    read, top1 = corpus.counts[args.layer]["read"], corpus.counts[args.layer]["top1"]
+    counts = corpus.counts[args.layer]
     rows, records = [], []
-    for slot in np.argsort(-read, kind="stable")[:args.most].tolist():
-        facts = {"slot": slot, "reads": int(read[slot]), "top1": int(top1[slot])}
+    for slot in np.argsort(-counts["read"], kind="stable")[:10].tolist():
+        facts = {"slot": slot, "reads": int(counts["read"][slot]),
+                 "top1": int(counts["top1"][slot])}
         contexts = []
         for weight, text, _ in corpus.contexts(args.layer, slot, args.contexts):
             contexts.append((weight, text))
@@ -199,13 +484,12 @@ def sample(args):
     """Continue a text with a causal language model."""
     check_language_model(args.run, causal=True)
     device, _ = use_device(args.device, "float32")
-    model, tokenizer = load_run(args.run)
+    model, tokenizer = load_with_tokenizer(args.run)
     start = special_tokens(tokenizer.get_vocab()).sep  # a document begins
     ids = tokenizer.encode(start + args.text, add_special_tokens=False).ids
     window, _ = training_text(args.run)
     generator = torch.Generator().manual_seed(args.seed)
-    ids = model.to(device).generate(ids, args.tokens, window, args.temperature, args.top_k,
-                                    generator)
+    ids = continue_text(model.to(device), ids, args.tokens, window, args.temperature, generator)
     print(tokenizer.decode(ids[1:], skip_special_tokens=False))
 
 
@@ -222,15 +506,36 @@ def browse(args):
 
 
 def predict(args):
-    """Predict for new texts with a fine-tuned model; print or write a TSV table."""
-    device, _, _ = choose_device(args.device)  # the table is alone on stdout
+    """Predict for new texts with a fine-tuned model; print or write a TSV table.
+
+    It has the columns of the file, or ids and questions. Then come the prediction, and a class's
+    probability or an answer's score.
+    """
     file = Path("/dev/stdin" if args.file == "-" else args.file)
-    header, rows = predict_file(args.run, file, device)
-    text = tsv_text([header, *rows])
-    if args.out:
-        write_text(f"{args.out}.tsv", text)
+    folder, vocab = find_weights(args.run)
+    settings = Run(folder.parent).settings()
+    if "task" not in settings:
+        raise UserError(f"{args.run}: not a fine-tuned model: python finetune.py makes one")
+    device, _ = use_device(args.device, "float32", sys.stderr)  # the table is alone on stdout
+    model = load_model(folder).to(device)
+    tokenizer, max_len = text_tokenizer(vocab), settings["max_len"]
+    if isinstance(model, SpanReader):
+        windows = make_windows(tokenizer, read_squad(file), max_len, settings["doc_stride"])
+        table = [["id", "question", "prediction", "score"]]
+        for question, answer in best_answers(windows, predict_examples(model, windows)).items():
+            text, score = answer
+            table.append([question.id, question.text, text, f"{score:.3f}"])
     else:
-        print(text, end="")
+        rows = read_table(file)
+        examples = encode_examples(tokenizer, pick_texts(file, rows), [None] * len(rows), max_len)
+        header, cells = prediction_table(predict_examples(model, examples),
+                                         read_weights(folder)["labels"])
+        table = [[*rows[0], *header]]
+        table += [[*row.values(), *new] for row, new in zip(rows, cells)]
+    if args.out:
+        write_text(f"{args.out}.tsv", tsv_text(table))
+    else:
+        print(tsv_text(table), end="")
 
 
 def command_line():
@@ -262,7 +567,6 @@ def command_line():
 
     option = begin(slots, reader, device)
     option("--layer", type=int, required=True, help="counted from 1")
-    option("--most", type=int, default=10, help="how many slots (10)")
     option("--out", metavar="NAME", help="write NAME.md and NAME.json")
 
     option = begin(fill, reader, device)
@@ -273,7 +577,6 @@ def command_line():
     option("text", help="the prompt, or '' for none; [SEP] ends a document")
     option("--tokens", type=int, default=40, help="to add (40)")
     option("--temperature", type=float, default=0.8, help="0: the likeliest token (0.8)")
-    option("--top_k", type=int, default=50, help="draw from so many likeliest tokens (50)")
     option("--seed", type=int, default=0, help="of the draws (0)")
 
     option = begin(browse, reader, device)

@@ -57,7 +57,6 @@ class BertConfig:
         assert set(self.memory_layers) <= layers, \
             f"memory_layers = {self.memory_layers}: expected layers from 1 to {self.n_layer}"
         assert self.alpha or self.beta, "alpha = beta = 0: a layer needs an FFN or a memory"
-        assert self.topk <= self.n_keys, f"topk = {self.topk} of n_keys = {self.n_keys} sub-keys"
 
 
 class Layer(nn.Module):
@@ -179,20 +178,6 @@ class LanguageModel(nn.Module):
         if labels is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-
-    @torch.no_grad()
-    def generate(self, ids, tokens, window, temperature=1.0, top_k=50, generator=None):
-        """Continue the list `ids` by sampled tokens (causal models only). Each is among the top_k
-        likeliest after the last `window` tokens; temperature 0 takes the likeliest."""
-        ids = list(ids)
-        for _ in range(tokens):
-            window_ids = torch.tensor([ids[-window:]], device=self.bias.device)
-            logits = self(window_ids)[0, -1].cpu()
-            best = logits.topk(min(top_k, len(logits)) if temperature else 1)
-            scores = (best.values - best.values[0]).double()  # at most 0, at any temperature
-            chances = (scores / (temperature or 1)).softmax(0).float()
-            ids.append(best.indices[chances.multinomial(1, generator=generator)].item())
-        return ids
 
 
 class Classifier(nn.Module):

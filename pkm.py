@@ -5,7 +5,7 @@ A memory has n_keys^2 slots, and each slot has a value vector. A token's query i
 halves. Each half is compared with n_keys sub-keys. A slot belongs to a pair of sub-keys, and its
 score is the sum of theirs. The softmax of the best scores weighs the values of their slots.
 
-To use a memory in another model, copy this file and values.py. They need nothing but torch:
+To use a memory in another model, copy this file. It needs nothing but torch:
 
 >>> class Block(nn.Module):
 ...     def __init__(self, d):
@@ -14,7 +14,7 @@ To use a memory in another model, copy this file and values.py. They need nothin
 ...     def forward(self, x):
 ...         return x + self.ffn(x) + self.memory(x)
 >>> model = Block(32)
->>> dense = torch.optim.AdamW(model.parameters())     # skips the values: they have no .grad
+>>> dense = torch.optim.AdamW(model.parameters())      # skips the values: they have no .grad
 >>> sparse = LazyAdam([model.memory.values], lr=1e-3)  # updates the rows that were read
 >>> model(torch.randn(4, 16, 32)).square().mean().backward()
 >>> for optimizer in (dense, sparse):
@@ -23,14 +23,20 @@ To use a memory in another model, copy this file and values.py. They need nothin
 
 It trains under autocast, gradient accumulation, activation checkpointing and torch.compile (a
 training graph breaks at the values), and under DistributedDataParallel, where LazyAdam joins the
-reads of all ranks. With a GradScaler call sparse.step(grad_scale=scaler.get_scale()).
+reads of all ranks. Values learn in float32 or float64, and only by loss.backward():
+backward(inputs=...) and torch.autograd.grad() train none. With a GradScaler one call makes both
+steps, and leaves out both after an overflow:
+
+>>> scaler = torch.amp.GradScaler("cpu")
+>>> scaler.scale(model(torch.randn(4, 16, 32)).square().mean()).backward()
+>>> sparse.step_with(dense, scaler)  # scaler.step(dense), scaler.update() and sparse.step()
 """
+import warnings
+
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
-
-from values import LazyAdam, ValueTable
-
-__all__ = ["PKM", "LazyAdam", "ValueTable"]
 
 
 class PKM(nn.Module):
@@ -131,3 +137,176 @@ def candidates(topk, device):
     i = rank.repeat_interleave(per_rank, output_size=count)
     j = torch.arange(count, device=device) - (per_rank.cumsum(0) - per_rank)[i]
     return torch.stack([i, j])
+
+
+class ValueTable(nn.Module):
+    """The values of a memory: (n_slots, dim) rows, read as weighted sums.
+
+    Row r's gradient is the sum, over the reads of r, of weight * grad_out[token]. We never build
+    the gradient of the whole table: .grad stays None, and optimizers, clipping and
+    DistributedDataParallel pass the table by. Backward keeps (slots, weights, grad_out) of each
+    read in `pending`, and LazyAdam uses them. `learns = False` freezes the table.
+    """
+    replicated = True  # under several ranks each rank has the whole table
+
+    def __init__(self, n_slots, dim):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_slots, dim), requires_grad=False)
+        nn.init.normal_(self.weight, std=dim**-0.5)
+        self.learns = True
+        self.pending = []  # reads of the backward passes since the last update
+
+    def forward(self, slots, weights, dtype=None):
+        """Sum the rows at `slots`, weighted by `weights`.
+
+        slots (int) and weights: (tokens, heads, topk). Returns (tokens, dim) in `dtype`, by
+        default the table's. A token whose weights are 0 moves no row.
+        """
+        slots, weights = slots.flatten(1), weights.flatten(1)
+        rows = self.weight.detach()  # someone may have set requires_grad (from_pretrained does)
+        out = F.embedding_bag(slots, rows, mode="sum", per_sample_weights=weights.to(rows.dtype))
+        out = out.to(dtype or rows.dtype)
+        if self.learns and torch.is_grad_enabled():
+            out = out + self.zeros_that_keep(out, slots, weights.detach())
+        return out
+
+    @torch.compiler.disable  # a compiled graph reuses its buffers, and cannot keep a read
+    def zeros_that_keep(self, out, slots, weights):
+        """Make zeros like `out`, a leaf whose gradient, grad_out, joins the pending reads.
+
+        The zeros take no memory. Only loss.backward() reaches a leaf that is in nobody's hands.
+        """
+        def keep(zeros):
+            self.pending.append((slots, weights, zeros.grad))
+            zeros.grad = None
+            if len(self.pending) == 512:  # more than any config accumulates
+                warnings.warn("a ValueTable keeps the reads of 512 backward passes: call a "
+                              "LazyAdam's step() and zero_grad(), or set learns = False")
+
+        zeros = out.new_zeros(()).expand(out.shape).requires_grad_()
+        zeros.register_post_accumulate_grad_hook(keep)
+        return zeros
+
+
+class LazyAdam(torch.optim.Optimizer):
+    """Adam for ValueTables that updates only the rows read since the last step.
+
+    The other rows keep their values and moments, as in SparseAdam. There is no weight decay. A
+    step with a gradient that is not finite is left out. zero_grad() drops pending reads.
+    """
+
+    def __init__(self, tables, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
+        self.tables = list(tables)
+        for table in self.tables:
+            table.weight.requires_grad_(False)
+        weights = [table.weight for table in self.tables]
+        super().__init__([{"params": weights}], {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure=None, grad_scale=1.0):
+        """Update once. grad_scale: what the loss was multiplied by."""
+        with torch.enable_grad():
+            loss = closure() if closure else None
+        for table in self.tables:  # before any table moves
+            assert table.weight.dtype in (torch.float32, torch.float64), (
+                f"values in {table.weight.dtype} lose small updates: keep them in float32, "
+                "under autocast")
+        reads = [take_reads(table) for table in self.tables]
+        if all(grad_out.isfinite().all() for *_, grad_out in filter(None, reads)):
+            for table, read in zip(self.tables, reads, strict=True):
+                if read:
+                    slots, weights, grad_out = read
+                    self.update(table.weight, slots, weights / grad_scale, grad_out)
+        return loss
+
+    def step_with(self, dense, scaler):
+        """Step `dense`, the optimizer of all other weights, and this one under a GradScaler.
+
+        It also calls scaler.update(). If the scaler leaves out the dense step, because a gradient
+        is not finite, the values stay, too.
+        """
+        scale = scaler.get_scale()
+        scaler.step(dense)
+        scaler.update()
+        if scaler.get_scale() >= scale:  # it falls where a step was left out
+            self.step(grad_scale=scale)
+
+    def update(self, weight, slots, weights, grad_out):
+        """Apply Adam to the rows that were read, some rows at a time.
+
+        slots, weights: (tokens, reads). grad_out: (tokens, dim).
+        """
+        # padded tokens have weights of 0, and tokens that the loss does not see no gradient
+        live = grad_out.any(1) & weights.any(1)
+        if not live.any():
+            return
+        state = self.state[weight]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(weight)
+            state["exp_avg_sq"] = torch.zeros_like(weight)
+        state["step"] += 1
+        grad_out = grad_out[live].to(weight.dtype)
+        slot, order = slots[live].flatten().sort(stable=True)
+        token = order // slots.shape[1]
+        weights = weights[live].flatten()[order].to(weight.dtype)
+        rows, counts = slot.unique_consecutive(return_counts=True)
+        starts = counts.cumsum(0) - counts  # where each row's reads begin
+        size = max(1, 2**18 // weight.shape[1]) if weight.is_cpu else 2**16  # 1 MB fits a cache
+        ends = [*starts[size::size].tolist(), len(slot)]
+        begin = 0
+        for row, start, end in zip(rows.long().split(size), starts.split(size), ends, strict=True):
+            grad = F.embedding_bag(token[begin:end], grad_out, start - begin, mode="sum",
+                                   per_sample_weights=weights[begin:end])  # (rows, dim)
+            adam(weight, row, grad, state, self.param_groups[0])
+            begin = end
+
+    def zero_grad(self, set_to_none=True):
+        """Drop the pending reads."""
+        for table in self.tables:
+            table.pending.clear()
+
+
+def adam(weight, row, grad, state, group):
+    """Apply Adam (Kingma and Ba, 2014) to some rows of a weight, given their gradient."""
+    beta1, beta2 = group["betas"]
+    bias1, bias2 = 1 - beta1**state["step"], 1 - beta2**state["step"]
+    exp_avg = state["exp_avg"].index_select(0, row).lerp_(grad, 1 - beta1)
+    exp_avg_sq = state["exp_avg_sq"].index_select(0, row).mul_(beta2)
+    exp_avg_sq.addcmul_(grad, grad, value=1 - beta2)
+    state["exp_avg"].index_copy_(0, row, exp_avg)
+    state["exp_avg_sq"].index_copy_(0, row, exp_avg_sq)
+    step_size = group["lr"] * bias2**0.5 / bias1
+    weight.index_add_(0, row, exp_avg.div_(exp_avg_sq.sqrt_().add_(group["eps"])), alpha=-step_size)
+
+
+def take_reads(table):
+    """Take a table's pending reads as (slots, weights, grad_out), or () without any."""
+    reads = [torch.cat(parts) for parts in zip(*table.pending, strict=True)]
+    table.pending.clear()
+    if table.replicated and dist.is_available() and dist.is_initialized():
+        reads = join_reads(table.weight, reads)
+    return reads
+
+
+def join_reads(weight, reads):
+    """Gather the reads of all W ranks. weights / W gives the gradient of the mean loss.
+
+    All ranks must call it.
+    """
+    size = torch.tensor(reads[0].shape if reads else (0, 0), device=weight.device)
+    dist.all_reduce(size, dist.ReduceOp.MAX)
+    tokens, width = size.tolist()
+    if not tokens:
+        return ()
+    kinds = (width, torch.int32), (width, weight.dtype), (weight.shape[1], weight.dtype)
+    joined = []
+    for n, (columns, kind) in enumerate(kinds):
+        own = torch.zeros(tokens, columns, dtype=kind, device=weight.device)  # 0: of weight 0
+        if reads:
+            own[:len(reads[n])] = reads[n]
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, own)
+        joined.append(torch.cat(parts))
+    slots, weights, grad_out = joined
+    return slots, weights / dist.get_world_size(), grad_out

@@ -1,5 +1,5 @@
 """
-Text in, token files out: data/<name>/ with train.bin, val.bin, test.bin, vocab.txt, meta.json.
+Prepare text: data/<name>/ with train.bin, val.bin, test.bin, vocab.txt and meta.json.
 
 $ python prepare_data.py docs                              # offline: this Python's docstrings
 $ python prepare_data.py text books novels/ more.txt --vocab_size 16384
@@ -11,36 +11,53 @@ $ python prepare_data.py glue SST-2 RTE                    # to data/glue/; squa
 The .bin files are flat little-endian uint16 token ids. Every document ends with [SEP]; none starts
 with [CLS]. vocab.txt is BERT's (WordPiece), a trained one, or GPT-2's (--tokenizer gpt2). GPT-2's
 comes with a tokenizer.json. lib.corpus.Corpus reads all files.
+
+1. corpora and tasks   2. readers and vocabularies   3. downloads   then the command line
 """
 import ast
+import collections
+import contextlib
 import inspect
+import itertools
+import json
 import platform
 import re
 import shutil
+import zlib
 from functools import partial
 from pathlib import Path
 
-import numpy
+import numpy as np
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from lib.device import Progress
-from lib.download import DOWNLOADS, FILES, fetch, fetch_from_hub, gpt2_tokenizer, new_folder, unpack
-from lib.errors import UserError, run_main
-from lib.files import write_text
+from lib.corpus import SPLITS
+from lib.files import atomic, discard, file_sha256, lock, write_text
 from lib.huggingface import PRETRAINED
-from lib.settings import Parser
+from lib.ranks import Progress
+from lib.settings import Failure, Parser, UserError, run_main
 from lib.tasks import GLUE, SQUAD, tsv_text
-from lib.text import TEST, find_files, read_documents, write_corpus
-from lib.tokenizer import load_tokenizer
+from lib.tokenizer import (
+    SPECIALS,
+    load_tokenizer,
+    special_ids,
+    tokens_by_id,
+    vocab_hash,
+    wordpiece_tokenizer,
+    write_vocab,
+)
 
 PG19 = "https://storage.googleapis.com/deepmind-gutenberg/"
 ENDS = {"wikipedia": "blank", "bookcorpus": "sentences", "pg19": "file"}  # of documents
 TASKS = {Path(task.folder).name: task for task in GLUE}
 
 
+# ---- 1. corpora and tasks: a function for each command
+
 def docs(args):
     """Prepare the docstrings; a source file is a document."""
-    tokenizer = find_tokenizer(args, 4096)
+    tokenizer = tokenizer_or_size(args, 4096)
     origin, files = docstrings()
     documents = [[f"{text}\n" for text in texts] for _, texts in files]
     write_corpus(args.name or "docs", origin, [(lambda: documents, None)], tokenizer,
@@ -78,11 +95,11 @@ def docstrings():
     ones. Each docstring comes once.
     """
     versions = (f"docstrings of Python {platform.python_version()}, torch {torch.__version__}, "
-                f"numpy {numpy.__version__}")
+                f"numpy {np.__version__}")
     # other packages are left out, and tests, whose docstrings are mostly one-line labels
     skip = {"site-packages", "test", "tests", "idle_test"}
     documents, seen = [], {""}
-    for name, package in (("Python", ast), ("torch", torch), ("numpy", numpy)):
+    for name, package in (("Python", ast), ("torch", torch), ("numpy", np)):
         folder = Path(package.__file__).parent
         for file in Progress(sorted(folder.rglob("*.py")), desc=f"reading {name}", unit=" files"):
             if not skip.isdisjoint(file.relative_to(folder).parts):
@@ -119,7 +136,7 @@ def find_docstrings(node):
 
 def text(args):
     """Prepare text of your own, from files and folders of *.txt."""
-    tokenizer = find_tokenizer(args, 8192)
+    tokenizer = tokenizer_or_size(args, 8192)
     files = dict.fromkeys(file for path in args.paths for file in find_files(path, ".txt"))
     sources = [(partial(read_documents, file, args.split), None) for file in files]
     origin = f"{len(sources)} text files: {' '.join(map(str, args.paths))}"
@@ -128,7 +145,7 @@ def text(args):
 
 def wikitext(args):
     """Prepare WikiText-2 or WikiText-103 in its official splits."""
-    tokenizer = find_tokenizer(args, 8192)
+    tokenizer = tokenizer_or_size(args, 8192)
     size = args.command.removeprefix("wikitext")
     kind, ending = ("-raw", "raw") if args.raw else ("", "tokens")
     path = args.path[0] if args.path else fetch(*FILES[f"wikitext-{size}{kind}-v1.zip"])
@@ -144,7 +161,7 @@ def paper(args):
     """Prepare the paper's corpora, from .parquet and .txt files, or BookCorpus's tar."""
     names = ["wikipedia", "bookcorpus"] if args.command == "wikibooks" else [args.command]
     # uncased (our reading): the paper says only that the vocabulary is that of Devlin et al.
-    tokenizer = find_tokenizer(args, "bert-base-uncased")
+    tokenizer = tokenizer_or_size(args, "bert-base-uncased")
     split = TEST if args.command == "pg19" else None
     sources, origins = [], []
     for name, path in zip(names, args.path or map(fetch_text, names)):
@@ -170,7 +187,7 @@ def fetch_text(name):
     return folder / "test"
 
 
-def find_tokenizer(args, default):
+def tokenizer_or_size(args, default):
     """Return the tokenizer asked for, or how many WordPieces to learn."""
     vocab = args.vocab or default
     if vocab in PRETRAINED:
@@ -207,24 +224,398 @@ def fetch_task(task, source, force):
         files = [source / name if source else fetch(*FILES[name]) for name in task.archives]
         if files[0].suffix == ".zip":
             source = source or next(unpack(files[0]).rglob("train.tsv")).parent
-            files = sorted(source.glob("*.tsv"))
-        if not files:
-            raise UserError(f"{source}: no *.tsv in it")
+            files = find_files(source, ".tsv")
         for file in files:
+            if not file.is_file():
+                raise UserError(f"{file}: no such file")
             shutil.copy(file, folder)
     print(f"{task.folder}: {', '.join(file.name for file in files)}")
 
 
 def weights(args):
     """Fetch BERTs and DistilBERTs of the hub to data/weights/NAME/."""
-    small = ["config.json", "vocab.txt", "tokenizer.json"]
+    files = ["config.json", "vocab.txt", "tokenizer.json", "model.safetensors"]
     for name in args.names:
         repo, folder = PRETRAINED.get(name, name), Path("data/weights", name)
-        fetch_from_hub(repo, [*small, "model.safetensors"], folder)
+        fetch_from_hub(repo, files, folder)
         if not (folder / "model.safetensors").exists():
             fetch_from_hub(repo, ["pytorch_model.bin"], folder)
         print(f"{folder}: fetched")
 
+
+# ---- 2. readers and vocabularies: files to documents, documents to token files
+
+SENTENCES = 1000  # mean length of a BookCorpus document, in lines
+BATCH = 4096  # lines that are encoded at once
+TRAIN, VAL, TEST, DUPLICATE = 0, 1, 2, -1  # the first three are places in SPLITS
+
+
+def find_files(path, *endings):
+    """List the files of a folder or an archive that have one of the endings; or [path], a file."""
+    if path.name.endswith((".zip", ".tar.bz2")):
+        path = unpack(path)
+    if path.is_file():
+        return [path]
+    files = [file for file in sorted(path.rglob("*")) if file.name.lower().endswith(endings)]
+    if not files:
+        raise UserError(f"{path}: no such file, nor a folder with *{' or *'.join(endings)} in it")
+    return files
+
+
+def read_documents(path, ends):
+    """Yield the documents of a file, each a list of lines. Blank lines are left out.
+
+    A row of a .parquet file is a document. `ends` says where a document of a text file ends:
+    'blank'      At a blank line.
+    'file'       With the file.
+    'wikitext'   Before the title of the next article.
+    'sentences'  At a blank line, or after about 1,000 lines. A row of .parquet is a line here.
+
+    BookCorpus has a sentence a line and no ends of books. A third of its books are in it more than
+    once (Bandy and Vincent, 2021). 'sentences' cuts where a hash of two lines is 0 mod 1,000:
+    copies of a book are cut alike and can be recognized.
+    """
+    lines = read_lines(path)
+    if path.suffix == ".parquet":
+        rows = read_rows(path)
+        if ends != "sentences":
+            yield from filter(None, rows)
+            return
+        lines = itertools.chain.from_iterable(rows)
+    document, before = [], ""
+    for line, after in itertools.pairwise(itertools.chain(lines, [""])):
+        blank = not line.strip()
+        if ends == "wikitext":
+            ended = is_title(line) and not before.strip() and not after.strip()
+        else:
+            ended = blank and ends != "file"
+        if ended and document:
+            yield document
+            document = []
+        if not blank:
+            document.append(line)
+            if ends == "sentences" and zlib.crc32((before + line).encode()) % SENTENCES == 0:
+                yield document
+                document = []
+        before = line
+    if document:
+        yield document
+
+
+def is_title(line):
+    """Tell whether a line looks like " = Title = ", and not like " = = Section = = ".
+
+    Lines of tables look like titles, too, but have no blank lines around them. With both rules
+    WikiText-2 has 600, 60 and 60 articles, as published.
+    """
+    return re.match(r" = (?!= ).* = $", line)
+
+
+def read_lines(path):
+    """Yield the lines of a text file, each with a line break at its end."""
+    with open(path, encoding="utf-8") as file:
+        try:
+            for line in file:
+                yield line.removesuffix("\n") + "\n"
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: not UTF-8 text ({error.reason}): convert it, for example "
+                            f"with iconv -f WINDOWS-1252 -t UTF-8 {path} > new.txt") from None
+
+
+def read_rows(path):
+    """Yield the rows of a .parquet file's column `text`, each a list of lines."""
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(1000, columns=["text"]):
+            for text in batch["text"].to_pylist():
+                lines = (text or "").replace("\r\n", "\n").split("\n")
+                yield [f"{line}\n" for line in lines if line.strip()]
+
+
+def train_tokenizer(read, size, vocab_size):
+    """Learn WordPieces; return their tokenizer. The special tokens come first.
+
+    read: returns an iterator over the lines of the text, whose number is `size`; called twice.
+    `tokenizers` numbers "##x" pieces in random order, which changes ties. Declared as special, they
+    keep their order.
+    """
+    tokenizer = wordpiece_tokenizer(SPECIALS)
+    normalize = tokenizer.normalizer.normalize_str
+    split = tokenizer.pre_tokenizer.pre_tokenize_str
+    characters = collections.Counter()
+    for character, count in collections.Counter(itertools.chain.from_iterable(read())).items():
+        for normal in normalize(character).strip():
+            characters[normal] += count
+    # every character costs two tokens, "a" and "##a": rare ones would fill a small vocabulary
+    by_count = sorted(characters, key=lambda character: (-characters[character], character))
+    alphabet = by_count[:vocab_size // 16]
+    inside = [f"##{c}" for c in sorted(alphabet) if len(split(normalize(f"a{c}"))) == 1]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=[*SPECIALS, *inside],
+        initial_alphabet=alphabet, limit_alphabet=len(alphabet), show_progress=False)
+    lines = Progress(read(), desc=f"learning {vocab_size:,} WordPieces", total=size, unit=" lines")
+    tokenizer.train_from_iterator(lines, trainer)
+    return wordpiece_tokenizer(tokens_by_id(tokenizer))
+
+
+def write_corpus(name, origin, sources, tokenizer, val_every=None, force=False):
+    """Write data/<name>/, whole or not at all, and print its sizes.
+
+    origin: where the text is from, in words.
+    sources: a list of (read, split). read() returns an iterator over documents and is called
+    several times. split is the official one, or None where documents are to be held out.
+    tokenizer: a tokenizers.Tokenizer, or how many WordPieces to learn from the training documents.
+    val_every: one document of this many is for val, one for test, and only the first of equal
+    documents is kept. Sources with official splits keep these, and all documents.
+    force: replace the corpus if it exists.
+    """
+    with new_folder(f"data/{name}", force) as folder:
+        splits, n_lines = assign_splits(sources, val_every)
+        if isinstance(tokenizer, int):
+            def read_train():
+                lines = read_kept(sources, splits)
+                return (line for line, split in lines if split == TRAIN)
+            tokenizer = train_tokenizer(read_train, n_lines, tokenizer)
+        write_vocab(folder, tokenizer)
+        lines = read_kept(sources, splits)
+        counts = encode(folder, tokenizer, Progress(lines, total=n_lines, desc="encoding"))
+
+        vocab = tokens_by_id(tokenizer)
+        ids = special_ids(tokenizer)
+        no_words = [ids.pad, ids.cls, ids.sep, ids.mask]
+        meta = {
+            "name": name,
+            "source": origin,
+            "vocab_size": len(vocab),
+            **{f"{use}_id": token_id for use, token_id in ids._asdict().items()},
+            "tokenizer_hash": vocab_hash(vocab),
+            "duplicates": int((splits == DUPLICATE).sum()),
+            "unigram_perplexity": unigram_perplexity(counts[TRAIN], counts[VAL], no_words),
+            "documents": dict(zip(SPLITS, counts[:, ids.sep].tolist())),
+            "tokens": dict(zip(SPLITS, counts.sum(axis=1).tolist())),
+            "unknown": dict(zip(SPLITS, counts[:, ids.unk].tolist())),
+            "sha256": {split: file_sha256(folder / f"{split}.bin") for split in SPLITS}}
+        write_text(folder / "meta.json", json.dumps(meta, indent=1) + "\n")
+    for size in ("documents", "tokens", "unknown"):
+        print(f"data/{name}: {size} {meta[size]}")
+
+
+def assign_splits(sources, val_every):
+    """Read the text once; return the split of each document, and the number of lines.
+
+    A 64-bit hash tells documents apart. Two of 10 million collide with probability 3e-6.
+    """
+    splits, seen, n_lines = [], set(), 0
+    for document, split in Progress(read_all(sources), desc="reading", unit=" documents"):
+        n_lines += len(document)
+        if split is None:
+            key = hash("".join(document))
+            split = DUPLICATE if key in seen else TRAIN
+            seen.add(key)
+        splits.append(split)
+    splits = np.array(splits)
+    if sources[0][1] is None:
+        period = min(len(seen), val_every)
+        if period < 3:
+            raise UserError(f"{len(seen)} different documents, --val_every={val_every}: it takes "
+                            "3, for train, val and test (documents end at blank lines)")
+        kept = np.flatnonzero(splits == TRAIN)
+        splits[kept[period - 2::period]] = VAL
+        splits[kept[period - 1::period]] = TEST
+    return splits, n_lines
+
+
+def read_all(sources):
+    """Yield (document, official split) for all documents of all sources."""
+    for read, split in sources:
+        for document in read():
+            yield document, split
+
+
+def read_kept(sources, splits):
+    """Yield (line, split) for the text that is kept; the line "" ends a document."""
+    for (document, _), split in zip(read_all(sources), splits):
+        if split != DUPLICATE:
+            for line in document:
+                yield line, split
+            yield "", split
+
+
+def encode(folder, tokenizer, lines):
+    """Write the ids of (line, split) to train.bin, val.bin and test.bin in a folder.
+
+    Returns how often each id occurs in each split: int64 (3, vocab_size).
+    """
+    tokenizer.encode_special_tokens = True  # a "[SEP]" in a text is text
+    sep = special_ids(tokenizer).sep
+    size = tokenizer.get_vocab_size()
+    counts = np.zeros((len(SPLITS), size), np.int64)
+    lines = iter(lines)
+    while batch := list(itertools.islice(lines, BATCH)):
+        texts = [line for line, _ in batch]
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ids = [[], [], []]  # of train, val and test
+        for (line, split), encoding in zip(batch, encodings):
+            ids[split].extend(encoding.ids if line else [sep])
+        for split, name in enumerate(SPLITS):
+            counts[split] += np.bincount(ids[split], minlength=size)
+            with open(folder / f"{name}.bin", "ab") as file:
+                file.write(np.array(ids[split], "<u2").tobytes())
+    return counts
+
+
+def unigram_perplexity(train, heldout, special_ids):
+    """Return the held-out perplexity of train's token frequencies, add-one smoothed.
+
+    train, heldout: how often each id occurs, (vocab_size,). special_ids: ids to leave out. None
+    without training text.
+    """
+    if not train.any():
+        return None
+    train = np.delete(train + 1, special_ids)
+    heldout = np.delete(heldout, special_ids)
+    return float(np.exp(-(heldout @ np.log(train / train.sum())) / heldout.sum()))
+
+
+# ---- 3. downloads: a file is there only when it is whole and checked
+
+FILES_BY_SERVER = """
+https://wikitext.smerity.com/  CC BY-SA 3.0
+wikitext-2-v1.zip        92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c
+wikitext-2-raw-v1.zip    ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11
+wikitext-103-v1.zip      242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590
+wikitext-103-raw-v1.zip  91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794
+https://storage.googleapis.com/huggingface-nlp/datasets/bookcorpus/  no licence stated
+bookcorpus.tar.bz2       03a29333b2b35e98a375b6ad7d2f1651835655cd348fb89c864136bce69a964c
+https://rajpurkar.github.io/SQuAD-explorer/dataset/  CC BY-SA 4.0
+train-v1.1.json          3527663986b8295af4f7fcdff1ba1ff3f72d07d61a20f487cb238a6ef92fd955
+dev-v1.1.json            95aa6a52d5d6a735563366753ca50492a658031da74f301ac5238b03966972c9
+https://dl.fbaipublicfiles.com/glue/data/  licences are the tasks' authors': gluebenchmark.com
+CoLA.zip                 f212fcd832b8f7b435fb991f101abf89f96b933ab400603bf198960dfc32cbff
+SST-2.zip                d67e16fb55739c1b32cdce9877596db1c127dc322d93c082281f64057c16deaa
+STS-B.zip                e60a6393de5a8b5b9bac5020a1554b54e3691f9d600b775bd131e613ac179c85
+QQP-clean.zip            40e7c862c04eb26ee04b67fd900e76c45c6ba8e6d8fab4f8f1f8072a1a3fbae0
+MNLI.zip                 e7c1d896d26ed6caf700110645df426cc2d8ebf02a5ab743d5a5c68ac1c83633
+QNLIv2.zip               e634e78627a29adaecd4f955359b22bf5e70f2cbd93b493f2d624138a0c0e5f5
+RTE.zip                  6bf86de103ecd335f3441bd43574d23fef87ecc695977a63b82d5efb206556ee
+mrpc_dev_ids.tsv         971d7767d81b997fd9060ade0ec23c4fc31cbb226a55d1bd4a1bac474eb81dc7
+https://dl.fbaipublicfiles.com/senteval/senteval_data/
+msr_paraphrase_train.txt 60a9b09084528f0673eedee2b69cb941920f0b8cd0eeccefc464a98768457f89
+msr_paraphrase_test.txt  a04e271090879aaba6423d65b94950c089298587d9c084bf9cd7439bd785f784
+https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/  MIT licence
+encoder.json             196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783
+vocab.bpe                1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5
+"""
+FILES = {}  # {file name: (URL, SHA-256)}
+for name, *facts in map(str.split, FILES_BY_SERVER.strip().splitlines()):
+    if name.startswith("https:"):
+        server = name
+    else:
+        FILES[name] = (server + name, facts[0])
+DOWNLOADS = Path("data/downloads")
+OFFLINE = "without a network give --vocab FILE or --from PATH"
+
+
+def fetch(url, sha256="", folder=DOWNLOADS):
+    """Download a file to `folder`, unless it is there; return its path.
+
+    After an error it tries once more. Failure if the file cannot be had or has another SHA-256.
+    """
+    path = folder / Path(url).name
+    if path.exists():
+        return path
+    with lock(path, "downloads it"), atomic(path) as temporary:
+        try:
+            try:
+                download(url, temporary)
+            except OSError:
+                download(url, temporary)
+        except OSError as error:
+            raise Failure(f"{url}: {error}: {OFFLINE}") from None
+        received = file_sha256(temporary)
+        if sha256 not in ("", received):
+            raise Failure(f"{url}: expected SHA-256 {sha256[:12]}, received {received[:12]}: it "
+                          "was replaced, or damaged on its way")
+    return path
+
+
+def download(url, path):
+    """Download a file in one attempt."""
+    import requests
+
+    headers = {"User-Agent": "Mozilla/5.0"}  # wikitext.smerity.com wants a browser
+    with requests.get(url, headers=headers, stream=True, timeout=30) as reply:
+        reply.raise_for_status()
+        total = int(reply.headers.get("Content-Length", 0))
+        progress = Progress(desc=url, total=total, unit="B", unit_scale=True)
+        with progress, open(path, "wb") as file:
+            for chunk in reply.iter_content(2**16):
+                progress.update(file.write(chunk))
+
+
+def fetch_from_hub(repo, patterns, folder, kind="model"):
+    """Download a hub repository's files that match one of the patterns."""
+    import huggingface_hub as hub
+
+    try:
+        hub.snapshot_download(repo, repo_type=kind, allow_patterns=patterns, local_dir=folder)
+    except Exception as error:  # noqa: BLE001 - of the hub, of its HTTP library or of the disk
+        raise Failure(f"{repo} on the hub: {str(error).splitlines()[0]}: {OFFLINE}") from None
+
+
+def unpack(path):
+    """Unpack a zip or tar to data/downloads/, unless that was done; return the folder.
+
+    The folder's name has the SHA-256 of the archive, because archives of one name can differ.
+    """
+    folder = DOWNLOADS / f"{path.stem}_{file_sha256(path)[:12]}"
+    if not folder.exists():
+        print(f"{path}: unpacking", flush=True)
+        inside = {} if path.suffix == ".zip" else {"filter": "data"}  # nothing outside the folder
+        with lock(folder, "unpacks it"), atomic(folder) as temporary:
+            shutil.unpack_archive(path, temporary, **inside)
+    return folder
+
+
+@contextlib.contextmanager
+def new_folder(folder, force):
+    """Make a folder that is there only when it is whole. With `force` it replaces an older one."""
+    folder = Path(folder)
+    old = folder.with_name(f".old_{folder.name}")
+    with lock(folder, "prepares it"):
+        with atomic(folder) as temporary:
+            if folder.exists() and not force:
+                raise UserError(f"{folder} exists already (--force replaces it)")
+            temporary.mkdir()
+            yield temporary
+            if folder.exists():  # a kill must not leave half of it under its name
+                discard(old)
+                folder.rename(old)
+        discard(old)
+
+
+def gpt2_tokenizer():
+    """Make GPT-2's tokenizers.Tokenizer, with RoBERTa's special tokens.
+
+    tiktoken downloads its two files, or finds them in TIKTOKEN_CACHE_DIR.
+    """
+    from tiktoken.load import read_file_cached as read
+
+    ids = json.loads(read(*FILES["encoder.json"]))
+    lines = read(*FILES["vocab.bpe"]).decode().splitlines()
+    merges = [tuple(line.split()) for line in lines[1:]]
+    tokenizer = tokenizers.Tokenizer(models.BPE(ids, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    for token in ("<|endoftext|>", "<s>", "</s>", "<pad>", "<mask>"):  # the first has an id
+        # <mask> is a word with the space before it, as in RoBERTa
+        added = tokenizers.AddedToken(token, lstrip=token == "<mask>", normalized=False)
+        tokenizer.add_special_tokens([added])
+    return tokenizer
+
+
+# ---- the command line
 
 def main():
     parser = Parser(description=__doc__)
@@ -236,9 +627,10 @@ def main():
     disk = Parser(add_help=False)
     disk.add_argument("--from", dest="path", nargs=1, type=Path, help="on disk, not a download")
     vocab = Parser(add_help=False, parents=[force])
-    vocab.add_argument("--vocab", help="a vocab.txt, another corpus's folder, or bert-base-uncased")
-    vocab.add_argument("--vocab_size", dest="vocab", type=int, help="learn so many WordPieces")
-    vocab.add_argument("--tokenizer", dest="vocab", choices=["gpt2"], help="GPT-2's byte-level BPE")
+    one = vocab.add_mutually_exclusive_group()
+    one.add_argument("--vocab", help="a vocab.txt, another corpus's folder, or bert-base-uncased")
+    one.add_argument("--vocab_size", dest="vocab", type=int, help="learn so many WordPieces")
+    one.add_argument("--tokenizer", dest="vocab", choices=["gpt2"], help="GPT-2's byte-level BPE")
     vocab.add_argument("--val_every", type=int, help="one document of so many is for val and test")
     corpus = Parser(add_help=False, parents=[vocab])
     corpus.add_argument("--name", help="the corpus is data/NAME, by default named as the command")

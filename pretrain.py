@@ -7,21 +7,22 @@ $ python pretrain.py configs/base_resm_init.py        # the paper's system, on a
 
 The same command goes on where a stopped run left off. --key=value overrides any setting below.
 """
+import functools
 import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from lib import distributed, training
-from lib.corpus import CausalBatches, Corpus, MaskedBatches, causal_heldout, masked_heldout
-from lib.device import autocast, duration, to_device, use_device, wants_compile
-from lib.errors import UserError, run_script
-from lib.files import first_rank, lock
+from lib import ranks, training
+from lib.corpus import MASKS, ORDER, Corpus, causal_heldout, mask_tokens, masked_heldout
+from lib.device import autocast, to_device, use_device, wants_compile
+from lib.files import lock
 from lib.run import Run
-from lib.settings import check_choice, load_settings
+from lib.settings import UserError, check_choice, load_settings, run_script
 from lib.usage import describe_evaluation, evaluate_language_model, open_corpus
 from lib.weights import init_from, load_weights, read_weights
 from model import SIZES, BertConfig, LanguageModel, value_tables
@@ -36,10 +37,10 @@ class Config:
     objective: str = "masked"  # masked or causal: what to predict
     # model
     model: str = "base"  # demo, distil, base or large: names for the four sizes below
-    n_layer: int = 0  # number of layers; 0: that of the named model
-    n_head: int = 0  # attention heads; 0: those of the named model
-    d_model: int = 0  # width; 0: that of the named model
-    d_ff: int = 0  # width of the FFN; 0: that of the named model
+    n_layer: int = 0  # number of layers; 0: the named model's
+    n_head: int = 0  # attention heads; 0: the named model's
+    d_model: int = 0  # width; 0: the named model's
+    d_ff: int = 0  # width of the FFN; 0: the named model's
     dropout: float = 0.1  # in embeddings, attention and FFN
     memory_layers: tuple = ()  # with a memory, counted from 1: (4, 8) of 12; 5.1 tries no others
     alpha: float = 1.0  # weight of the FFN; 0: the memory replaces it (PKM)
@@ -76,7 +77,7 @@ class Config:
     dtype: str = "auto"  # of matrix products: auto, float32, bfloat16 or float16
     compile: str = "auto"  # on, off, or auto: on CUDA
 
-    # what may be another when a run goes on
+    # settings that you may change when resuming
     MAY_CHANGE = ("out", "max_steps", "log_interval", "eval_interval", "eval_sequences",
                   "usage_interval", "checkpoint_interval", "keep_checkpoints", "tensorboard",
                   "device", "compile")
@@ -99,7 +100,7 @@ def train(config, run, argv):
     config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."))
 
     # the text
-    with distributed.first_rank_first():
+    with ranks.first_rank_first():
         if config.dataset == "docs" and not Path("data/docs").exists():
             run_script("prepare_data.py", "docs")
     checkpoint = run.newest_checkpoint()
@@ -107,17 +108,14 @@ def train(config, run, argv):
     corpus = open_corpus(config.dataset, initial) if initial else Corpus(config.dataset)
     if checkpoint:
         run.check_settings(config, corpus.meta["sha256"])
-    split = corpus, "val", config.seq_len, config.batch_size, config.eval_sequences
-    if config.objective == "causal":
-        batches = CausalBatches(corpus, config)
-        held_out = causal_heldout(*split)
-    else:
-        batches = MaskedBatches(corpus, config)
-        held_out = masked_heldout(*split)
+    causal = config.objective == "causal"
+    batches = CausalBatches(corpus, config) if causal else MaskedBatches(corpus, config)
+    heldout = causal_heldout if causal else masked_heldout
+    held_out = heldout(corpus, "val", config.seq_len, config.batch_size, config.eval_sequences)
 
     # the model
     torch.manual_seed(config.seed)
-    model = LanguageModel(BertConfig(**model_sizes(config), vocab_size=corpus.vocab_size))
+    model = LanguageModel(bert_config(config, corpus.vocab_size))
     if config.values == "zero":
         for table in value_tables(model).values():
             torch.nn.init.zeros_(table.weight)
@@ -134,14 +132,16 @@ def train(config, run, argv):
           f"model {config.model}: {training.count_parameters(model):,} parameters\n"
           f"{config.max_steps:,} steps of {config.batch_size} x {config.accumulation} sequences, "
           f"{batches.size:,} tokens: {batches.epochs(config.max_steps):.1f} epochs")
-    distributed.distribute(model)  # over the ranks, if torchrun started several
+    if ranks.get_world_size() > 1:
+        from lib import sharding
+
+        sharding.shard(model)
     model.to(device)
     # not with mode="reduce-overhead": a replayed CUDA graph keeps no reads of the memory
     compiled = torch.compile(model) if wants_compile(config.compile, device) else model
 
     # the optimizers
     dense, sparse = training.make_optimizers(model, config, device)  # sparse: of the value tables
-    dense_parameters = [p for group in dense.param_groups for p in group["params"]]
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = {"step": 0, "elapsed": 0.0, "seconds": 0.0, "losses": []}
     if checkpoint:
@@ -151,18 +151,18 @@ def train(config, run, argv):
               "--max_steps=N goes on, --out=out/NAME starts anew")
         return 0
 
-    run.start(config, corpus.folder / "vocab.txt", origin, corpus.meta["sha256"], state["step"])
+    run.open(config, corpus.folder / "vocab.txt", origin, corpus.meta["sha256"], state["step"])
     signals = training.catch_signals()
-    micro_batches = distributed.my_micro_batches(config.accumulation)
+    micro_batches = ranks.my_micro_batches(config.accumulation)
     peak_share = training.share_of_peak(model, config.seq_len, device, dtype)
     if state["step"] == 0:
-        evaluate(0, config, model, held_out, device, dtype, run)
+        evaluate(0, model, held_out, device, dtype, run)
 
     model.train()
     recent = []  # (loss, norm) of the steps since the last look, still on the device
     start = time.perf_counter()
     for step in range(state["step"], config.max_steps):
-        training.set_rate(dense, training.learning_rate(config, step))
+        training.set_rate(dense, config, step)
         loss = 0.0
         for micro in micro_batches:
             training.seed_dropout(config.seed, step, micro)
@@ -171,21 +171,13 @@ def train(config, run, argv):
                 part = compiled(**batch) * (1 / config.accumulation)
             scaler.scale(part).backward()
             loss += part.detach()
-        loss = distributed.sum_gradients(model, loss, len(micro_batches))
-
-        scaler.unscale_(dense)
-        norm = torch.nn.utils.clip_grad_norm_(dense_parameters, config.grad_clip)
-        scale = scaler.get_scale()
-        scaler.step(dense)
-        scaler.update()
-        if scaler.get_scale() >= scale:  # else a gradient had an inf: the dense step was left out
-            sparse.step(grad_scale=scale)
-        dense.zero_grad()
-        sparse.zero_grad()
+        if ranks.get_world_size() > 1:
+            loss = sharding.merge(model, loss, len(micro_batches))
+        norm = training.update(dense, sparse, scaler, config.grad_clip)
 
         recent.append((loss, norm))
         done = step + 1  # updates
-        stopped = distributed.any_signalled(signals)
+        stopped = ranks.any_signalled(signals)
         log = training.is_due(done, config.log_interval, config)
         snapshot = config.usage_interval and training.is_due(done, config.usage_interval, config)
         early = done < config.eval_interval and done & (done - 1) == 0  # 1, 2, 4, 8, ...
@@ -204,7 +196,7 @@ def train(config, run, argv):
             training.log_training(run, state, config, batches, recent[-1][1], peak_share)
             state["losses"], state["seconds"] = [], 0.0
         if look:
-            counts = evaluate(done, config, model, held_out, device, dtype, run)
+            counts = evaluate(done, model, held_out, device, dtype, run)
             if snapshot and counts:  # a model without memory has none
                 run.write_usage(done, counts)
         if save:
@@ -218,35 +210,92 @@ def train(config, run, argv):
     if state["step"] < config.max_steps:
         print(f"saved {saved}; go on with: python pretrain.py {shlex.join(argv)}")
         return training.status_after(signals)
-    print(f"done, {duration(state['elapsed'])} of training: {saved}")
+    print(f"done, {training.duration(state['elapsed'])} of training: {saved}")
     return 0
 
 
-def evaluate(step, config, model, held_out, device, dtype, run):
-    """Evaluate, log, print, and warn once of a layer's fall of usage. Returns its counts."""
+def evaluate(step, model, held_out, device, dtype, run):
+    """Evaluate, log and print. Returns the counts of the slots' reads."""
     results, counts = evaluate_language_model(model, held_out, device, dtype)
     run.log({"step": step, **results})
     print(f"step {step:,}: " + "\n  ".join(describe_evaluation(results)), flush=True)
-    # from scratch usage can first fall and then return: the first quarter does not count
-    first = 0 if config.init_from else config.max_steps / 4
-    for layer in results["layers"] if first_rank() else ():
-        line = training.usage_warning(run.records(), str(layer), first)
-        if line:
-            print(f"warning: {line}", flush=True)
-            run.log({"step": step, "warning": line, "about": str(layer)})
     return counts
 
 
-def model_sizes(config):
-    """Return BertConfig's arguments: the named model's sizes, overridden by settings."""
+class MaskedBatches:
+    """Make training batches for a masked language model.
+
+    The text is cut into sequences without a gap, across the ends of documents (our reading). Every
+    epoch cuts at another offset, and reads the sequences in another order.
+    """
+
+    unit = "tokens"
+    added = 2  # tokens of a sequence that are not from the text: [CLS] and [SEP]
+
+    def __init__(self, corpus, config):
+        self.corpus = corpus
+        self.config = config
+        self.size = config.accumulation * config.batch_size * config.seq_len  # tokens of a step
+        self.tokens = corpus.split("train")
+        self.width = config.seq_len - self.added
+        self.per_epoch = len(self.tokens) // self.width - 1  # - 1: room for the offset
+        if self.per_epoch < 1:
+            raise UserError(f"data/{corpus.name}/train.bin: {len(self.tokens)} tokens are too few "
+                            f"for sequences of {config.seq_len}: shorter seq_len, or more text")
+
+    def epochs(self, steps):
+        """Return how often `steps` steps go through the text."""
+        return steps * self.config.accumulation * self.config.batch_size / self.per_epoch
+
+    def get(self, step, micro):
+        """Return a micro-batch: arrays ids, positions and labels by name (see mask_tokens)."""
+        rng = np.random.default_rng([self.config.seed, MASKS, step, micro])
+        text = self.read(step, micro)[:, :-1]
+        return mask_tokens(self.corpus.enclose(text), rng, self.corpus)
+
+    def read(self, step, micro):
+        """Return the text of a micro-batch, and a token more: int64 (batch, width + 1)."""
+        rows = []
+        first = (step * self.config.accumulation + micro) * self.config.batch_size
+        for number in range(first, first + self.config.batch_size):
+            epoch, place = divmod(number, self.per_epoch)
+            order, offset = draw_epoch(self.config.seed, epoch, self.per_epoch, self.width)
+            start = offset + order[place] * self.width
+            rows.append(self.tokens[start:start + self.width + 1])
+        return np.array(rows, np.int64)
+
+
+@functools.lru_cache(maxsize=1)
+def draw_epoch(seed, epoch, sequences, width):
+    """Draw the order of an epoch's sequences, and the offset of its cuts."""
+    rng = np.random.default_rng([seed, ORDER, epoch])
+    return rng.permutation(sequences), rng.integers(width)
+
+
+class CausalBatches(MaskedBatches):
+    """Make training batches for a causal language model, as in Lample et al. (2019).
+
+    A sequence is seq_len tokens as they stand in the text. Attention goes across documents.
+    """
+
+    added = 0
+
+    def get(self, step, micro):
+        """Return a micro-batch: ids and labels (the next tokens), int64 (batch, seq_len)."""
+        rows = self.read(step, micro)
+        return {"ids": rows[:, :-1], "labels": rows[:, 1:]}
+
+
+def bert_config(config, vocab_size=30522):
+    """Make the BertConfig: the named model's sizes, overridden by settings."""
     named, given = SIZES[config.model], {}
     for name, value in asdict(config).items():
         if name in BertConfig.__dataclass_fields__ and (value or name not in named):
             given[name] = value
-    sizes = {**named, **given, "causal": config.objective == "causal"}
+    sizes = {**named, **given, "causal": config.objective == "causal", "vocab_size": vocab_size}
     if sizes["d_model"] != named["d_model"]:  # see model.SIZES
         sizes["init_std"] = 0.02 * (768 / sizes["d_model"]) ** 0.5
-    return sizes
+    return BertConfig(**sizes)
 
 
 def check_config(config):
@@ -258,12 +307,10 @@ def check_config(config):
         raise UserError("reinit_ffn = True needs init_from: without it every FFN is new")
     if config.warmup_steps > config.max_steps:
         raise UserError(f"warmup_steps = {config.warmup_steps} is longer than max_steps = "
-                        f"{config.max_steps}: add --warmup_steps={config.max_steps // 10}")
-    distributed.check_accumulation(config)
-    if config.keep_checkpoints < 1:
-        raise UserError(f"keep_checkpoints = {config.keep_checkpoints}: expected 1 or more")
+                        f"{config.max_steps}: add --warmup_steps=N")
+    ranks.check_accumulation(config)
     try:
-        sizes = BertConfig(**model_sizes(config))
+        sizes = bert_config(config)
         with torch.device("meta"):
             LanguageModel(sizes)
     except AssertionError as error:
@@ -273,4 +320,4 @@ def check_config(config):
 
 
 if __name__ == "__main__":
-    distributed.run_ranks(lambda: main(sys.argv[1:]))
+    ranks.run_ranks(lambda: main(sys.argv[1:]))

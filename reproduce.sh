@@ -1,8 +1,8 @@
 #!/bin/sh
 # Reproduce the paper: from text to a page with every table and figure, the paper's numbers beside.
 #
-#   sh reproduce.sh quick            # three minutes: does every line work here?
-#   sh reproduce.sh demo             # an hour on two cores, no network: every system, small
+#   sh reproduce.sh quick            # some minutes: does every line work here?
+#   sh reproduce.sh demo             # about 1.5 hours on two cores, no network: every system, small
 #   sh reproduce.sh paper            # the paper's sizes, on all GPUs of this machine: weeks
 #   sh reproduce.sh paper table2     # one step, or several; those that it needs must be done
 #   sh reproduce.sh paper --list     # print what would run, and run nothing
@@ -195,6 +195,6 @@ step table1 nothing "inference speed at the real sizes, with random weights" &&
     run "$out/table1" python bench.py $sizes $bench_cut
 
 step page nothing "every table and figure, with the paper's numbers" &&
-    run "$out/page.md" python -m results.page "$out" && echo "see $out/page.md"
+    run "$out/page.md" python -m lib.page "$out" && echo "see $out/page.md"
 finish
 [ $list ] || touch "$out/logs/step_$begun"

@@ -1,4 +1,4 @@
-"""ResM': demo_resm_init.py, whose FFNs beside the memories are new (our reading)."""
+"""ResM': demo_resm_init.py, whose FFNs beside the memories are new."""
 from configs.demo_resm_init import *  # all else is the same
 
 reinit_ffn = True

@@ -6,5 +6,5 @@ epochs = 10  # the best on dev counts, as in RoBERTa; for MNLI on dev_matched (o
 warmup = 0.06  # of all steps, then linear decay to 0
 weight_decay = 0.1
 max_len = 128
-value_lr = 1e-3  # of the value tables, sparsely updated, as in pretraining (our reading)
-dropout = 0.1  # our reading, as is grad_clip = 1.0
+value_lr = 1e-3  # of the value tables, sparsely updated, as in pretraining
+dropout = 0.1

@@ -1,5 +1,5 @@
 """BERT large with PKM in place of two FFNs (Table 1)."""
 from configs.large import *  # all else is the same
 
-memory_layers = (8, 16)  # of 24: our reading, the paper names layers for 12 and 6 only
+memory_layers = (8, 16)  # of 24, as in large_resm.py
 alpha, beta = 0, 1

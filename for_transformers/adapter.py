@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from for_transformers.add_memory import add_memory, find_layers
-from lib.errors import UserError
 from lib.files import atomic
+from lib.settings import UserError
 
 NAME = "memory.safetensors"
 BASE = "model_type", "hidden_size", "num_hidden_layers"  # what a memory must find in a model

@@ -14,16 +14,15 @@ from pathlib import Path
 import torch
 from tokenizers import processors
 
-from lib.errors import ROOT, UserError, run_main
 from lib.files import atomic
 from lib.huggingface import ARCHITECTURES, MEMORY_ACT, SETTINGS, to_huggingface
 from lib.run import Run
-from lib.settings import Parser
+from lib.settings import ROOT, Parser, UserError, run_main
 from lib.tokenizer import full_tokenizer, read_vocab, special_tokens
 from lib.usage import describe_evaluation
 from lib.weights import find_weights, read_weights
 
-CODE = "pkm.py", "values.py", "for_transformers/add_memory.py", "for_transformers/modeling_pkm.py"
+CODE = "pkm.py", "for_transformers/add_memory.py", "for_transformers/modeling_pkm.py"
 TASKS = "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"
 
 
@@ -112,7 +111,7 @@ def their_tokenizer(vocab_file, vocab, config):
 
 def code_files():
     """Read the files of CODE: {name: text}. They import each other from the same folder."""
-    imports = re.compile(r"^from (for_transformers\.)?(pkm|values|add_memory) import", re.MULTILINE)
+    imports = re.compile(r"^from (for_transformers\.)?(pkm|add_memory) import", re.MULTILINE)
     return {Path(name).name: imports.sub(r"from .\2 import", (ROOT / name).read_text())
             for name in CODE}
 

@@ -8,7 +8,7 @@ Classes of transformers with product-key memory, which an exported folder has be
 import transformers
 
 from for_transformers.add_memory import add_memory
-from values import LazyAdam
+from pkm import LazyAdam
 
 
 class PKMBertConfig(transformers.BertConfig):

@@ -10,8 +10,8 @@ import torch
 from transformers import TrainerCallback
 
 from for_transformers.adapter import find_memories, read_memory, save_memory
-from lib.errors import UserError
 from lib.files import atomic
+from lib.settings import UserError
 
 
 class StepValues(TrainerCallback):

@@ -1,15 +1,14 @@
 """
-Read a corpus, cut it into sequences, mask them, and batch them.
+Read a corpus, mask tokens, and batch held-out text. pretrain.py batches the training text.
 
 Every draw is a function of (seed, stream, place). A resumed run draws the same numbers.
 """
-import functools
 from pathlib import Path
 
 import numpy as np
 
-from lib.errors import UserError
 from lib.files import read_json
+from lib.settings import UserError
 from lib.tokenizer import Specials
 
 SPLITS = ("train", "val", "test")
@@ -71,70 +70,6 @@ def mask_tokens(ids, rng, corpus):
     return {"ids": inputs, "positions": positions, "labels": np.where(ordinary, original, -100)}
 
 
-class MaskedBatches:
-    """Make training batches for a masked language model.
-
-    The text is cut into sequences without a gap, across the ends of documents (our reading). Every
-    epoch cuts at another offset, and reads the sequences in another order.
-    """
-
-    unit = "tokens"
-    added = 2  # tokens of a sequence that are not from the text: [CLS] and [SEP]
-
-    def __init__(self, corpus, config):
-        self.corpus = corpus
-        self.config = config
-        self.size = config.accumulation * config.batch_size * config.seq_len  # tokens of a step
-        self.tokens = corpus.split("train")
-        self.width = config.seq_len - self.added
-        self.per_epoch = len(self.tokens) // self.width - 1  # - 1: room for the offset
-        if self.per_epoch < 1:
-            raise UserError(f"data/{corpus.name}/train.bin: {len(self.tokens)} tokens are too few "
-                            f"for sequences of {config.seq_len}: shorter seq_len, or more text")
-
-    def epochs(self, steps):
-        """Return how often `steps` steps go through the text."""
-        return steps * self.config.accumulation * self.config.batch_size / self.per_epoch
-
-    def get(self, step, micro):
-        """Return a micro-batch: arrays ids, positions and labels by name (see mask_tokens)."""
-        rng = np.random.default_rng([self.config.seed, MASKS, step, micro])
-        text = self.read(step, micro)[:, :-1]
-        return mask_tokens(self.corpus.enclose(text), rng, self.corpus)
-
-    def read(self, step, micro):
-        """Return the text of a micro-batch, and a token more: int64 (batch, width + 1)."""
-        rows = []
-        first = (step * self.config.accumulation + micro) * self.config.batch_size
-        for number in range(first, first + self.config.batch_size):
-            epoch, place = divmod(number, self.per_epoch)
-            order, offset = draw_epoch(self.config.seed, epoch, self.per_epoch, self.width)
-            start = offset + order[place] * self.width
-            rows.append(self.tokens[start:start + self.width + 1])
-        return np.array(rows, np.int64)
-
-
-@functools.lru_cache(maxsize=1)
-def draw_epoch(seed, epoch, sequences, width):
-    """Draw the order of an epoch's sequences, and the offset of its cuts."""
-    rng = np.random.default_rng([seed, ORDER, epoch])
-    return rng.permutation(sequences), rng.integers(width)
-
-
-class CausalBatches(MaskedBatches):
-    """Make training batches for a causal language model, as in Lample et al. (2019).
-
-    A sequence is seq_len tokens as they stand in the text. Attention goes across documents.
-    """
-
-    added = 0
-
-    def get(self, step, micro):
-        """Return a micro-batch: ids and labels (the next tokens), int64 (batch, seq_len)."""
-        rows = self.read(step, micro)
-        return {"ids": rows[:, :-1], "labels": rows[:, 1:]}
-
-
 def spread(number, most):
     """Choose `most` of the indices below `number`, spread evenly; all if `most` is None."""
     return np.linspace(0, number - 1, min(most or number, number)).astype(np.int64)
@@ -178,9 +113,9 @@ def causal_heldout(corpus, split, seq_len, batch_size, sequences=None, stride=No
     """Return causal batches of a split: a list of dicts of ids and labels, int64 (batch, seq_len).
 
     A label is the next token, or -100 where it does not count. Windows start `stride` tokens apart
-    (by default seq_len). The last one starts earlier, to be full. Each token is predicted once, by
-    the first window that reaches it. A [SEP] stands before the split. sequences: take at most this
-    many windows, spread evenly.
+    (by default seq_len). The last one shifts left to be full. A token is scored once, in the first
+    window that has it. A [SEP] stands before the split. sequences: take at most this many windows,
+    spread evenly.
     """
     text = np.append(corpus.special_ids.sep, corpus.split(split)).astype(np.int64)
     last = max(0, len(text) - 1 - seq_len)  # where the last window starts

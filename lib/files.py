@@ -2,6 +2,7 @@
 Write files that are whole or absent, and lock folders.
 """
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -13,7 +14,8 @@ from pathlib import Path
 import filelock
 import torch
 
-from lib.errors import UserError
+from lib.ranks import first_rank
+from lib.settings import UserError
 
 
 @contextlib.contextmanager
@@ -110,12 +112,22 @@ def discard(path):
         path.unlink(missing_ok=True)
 
 
-def under_torchrun():
-    """Tell whether this is one of torchrun's processes."""
-    return "LOCAL_RANK" in os.environ and "RANK" in os.environ
+def file_sha256(path):
+    """Return the SHA-256 of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def first_rank():
-    """Tell whether this process prints and writes files: it is torchrun's first, or alone."""
-    # get_rank() needs a process group and lib/distributed.py; a file is written without both
-    return not under_torchrun() or os.environ["RANK"] == "0"
+def markdown(header, rows):
+    """Format a Markdown table with aligned columns. A float gets two decimals, None is empty."""
+    def text(cell):
+        if cell is None:
+            return ""
+        if isinstance(cell, float):
+            return f"{cell:.2f}"
+        return str(cell).replace("|", "\\|")
+
+    rows = [[text(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    return "".join(f"| {' | '.join(map(str.ljust, row, widths))} |\n" for row in rows)

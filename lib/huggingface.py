@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 import torch
 
-from lib.errors import UserError
 from lib.files import load_file, read_json
+from lib.settings import UserError
 from lib.tokenizer import read_vocab
 from model import BertConfig, build_model
 

@@ -19,14 +19,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.distributed import barrier, get_world_size
-from lib.errors import ROOT, UserError
-from lib.files import atomic, discard, first_rank, null_to_nan, read_json, to_json, write_text
+from lib.files import atomic, discard, null_to_nan, read_json, to_json, write_text
+from lib.ranks import barrier, first_rank, get_world_size
+from lib.settings import ROOT, UserError
 from lib.tokenizer import read_vocab, vocab_hash
 
 
 class Run:
-    """Read and write a folder, which need not exist yet. start() comes before log()."""
+    """Read and write a folder, which need not exist yet. open() comes before log()."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
@@ -56,16 +56,12 @@ class Run:
             if before["data"].get(name) != data.get(name):
                 raise UserError(f"{self.folder} was trained on other data: {name} has changed: put "
                                 "the old data back, or begin anew with --out=out/NAME")
-        for fact, new in process_facts().items():
-            if before[fact] != new:
-                print(f"{fact} was {before[fact]}, is now {new}: results may differ from those of "
-                      "an uninterrupted run")
 
-    def start(self, config, vocab, origin, data, step):
-        """Begin the run, or go on after the checkpoint of `step`. Newer files are removed.
+    def open(self, config, vocab, origin, data, step):
+        """Open the run for training: a new one at step 0, or one that goes on after `step`.
 
-        vocab: the path of a vocab.txt. origin: what init_from() returned, or a continued run's
-        settings(). data: {name: SHA-256, or a list of labels}.
+        Newer files are removed. vocab: the path of a vocab.txt. origin: what init_from() returned,
+        or a continued run's settings(). data: {name: SHA-256, or a list of labels}.
         """
         if not first_rank():
             return
@@ -73,8 +69,6 @@ class Run:
             from torch.utils.tensorboard import SummaryWriter
 
             self.curves = SummaryWriter(self.folder, purge_step=step and step + 1)
-        for half_written in list(self.folder.rglob(".tmp_*")):
-            discard(half_written)
         for number, snapshot in numbered(self.folder / "usage", "step_").items():
             if number > step:
                 discard(snapshot)
@@ -83,7 +77,8 @@ class Run:
                 with atomic(self.folder / file.name) as temporary:
                     shutil.copyfile(file, temporary)
         settings = {**origin, **asdict(config), "tokenizer_hash": vocab_hash(read_vocab(vocab)),
-                    "data": data, **process_facts()}
+                    "data": data, "threads": torch.get_num_threads(), "torch": torch.__version__,
+                    "commit": git_commit(), "ranks": get_world_size()}
         write_text(self.folder / "config.json", to_json(settings, indent=1))
         kept = [record for record in self.records() if record["step"] <= step] if step else []
         path = self.folder / "log.jsonl"
@@ -94,7 +89,7 @@ class Run:
         """Add a record, a dict with `step`, to log.jsonl and to TensorBoard's curves."""
         if self.log_file:  # only the first rank writes
             print(to_json(record), file=self.log_file)
-        if self.curves and "warning" not in record:
+        if self.curves:
             kind = "train" if "lr" in record else "eval"
             layers = {f"layer {n}": usage for n, usage in record.get("layers", {}).items()}
             for group, numbers in {kind: record, **layers}.items():
@@ -104,7 +99,10 @@ class Run:
 
     def records(self):
         """Read log.jsonl, a list of dicts. A last line that is half written does not count."""
-        lines = (self.folder / "log.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+        path = self.folder / "log.jsonl"
+        if not path.is_file():
+            raise UserError(f"{path}: no such file: is {self.folder} a run?")
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         return [json.loads(line, object_hook=null_to_nan) for line in lines]
 
     def evaluations(self, checkpoint=None):
@@ -190,12 +188,6 @@ def save_tensors(content, path):
 def read_state(checkpoint):
     """Read a checkpoint's state.pt, a dict with `step`."""
     return torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
-
-
-def process_facts():
-    """Return what results may depend on: threads, torch's version, git commit, number of ranks."""
-    return {"threads": torch.get_num_threads(), "torch": torch.__version__, "commit": git_commit(),
-            "ranks": get_world_size()}
 
 
 def git_commit(root=ROOT):

@@ -1,5 +1,5 @@
 """
-Read settings from a config file and the command line.
+Read settings from a config file and the command line, and end a script after a mistake.
 """
 import argparse
 import ast
@@ -8,11 +8,20 @@ import dataclasses
 import difflib
 import inspect
 import runpy
+import subprocess
 import sys
 import types
 from pathlib import Path
 
-from lib.errors import UserError
+ROOT = Path(__file__).parents[1]  # where the scripts are
+
+
+class UserError(ValueError):
+    """The user's mistake: one line on stderr, exit status 2, nothing written."""
+
+
+class Failure(RuntimeError):
+    """A failure at work: one line on stderr, exit status 1."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -81,3 +90,37 @@ def check_choice(name, value, choices):
     """Raise UserError if a setting's value is not one of its choices."""
     if value not in choices:
         raise UserError(f"{name} = {value!r}: expected one of {', '.join(choices)}")
+
+
+def run_main(main):
+    """Call main() and end the process with its exit status.
+
+    A UserError is one line on stderr and status 2. A Failure, a full disk and a lack of memory are
+    one line and status 1. Ctrl-C is status 130. Other errors keep their traceback.
+    """
+    try:
+        sys.exit(main())
+    except UserError as error:
+        status, line = 2, f"error: {error}"
+    except Failure as error:
+        status, line = 1, f"error: {error}"
+    except KeyboardInterrupt:
+        status, line = 130, "interrupted"
+    except (OSError, RuntimeError, MemoryError) as error:
+        text = str(error) or "out of memory"  # Python's own error has no text
+        status, line = 1, f"error: {text.splitlines()[0]}"
+        if "out of memory" in text or "can't allocate memory" in text:
+            line += (" Take a smaller batch_size (and more accumulation), fewer tokens or a "
+                     "smaller model")
+        elif "No space left" not in text:
+            raise
+    print(line, file=sys.stderr)
+    sys.exit(status)
+
+
+def run_script(script, *args):
+    """Run another script of this folder as a person would."""
+    command = [sys.executable, ROOT / script, *args]
+    print(f"$ python {script} {' '.join(args)}", flush=True)
+    if subprocess.run(command, check=False).returncode:
+        raise Failure(f"python {script} {' '.join(args)} failed")

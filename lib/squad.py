@@ -7,9 +7,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from lib.errors import UserError
 from lib.files import read_json
+from lib.settings import UserError
 from lib.tokenizer import special_ids, tokenize
 
 
@@ -98,10 +99,29 @@ def max_context(begins, room, total):
     return np.where(inside, context, -np.inf).argmax(0)
 
 
+def best_spans(logits, windows, longest=30):
+    """Choose each window's span with the highest sum of two logits.
+
+    A span has at most `longest` tokens, as in Devlin et al. All spans are tried.
+    logits: (batch, time, 2), of the start and the end. Returns (batch, 3): the score, the first and
+    the last position. A window without a span scores -inf.
+    """
+    spans = np.full((len(windows), 3), -np.inf)
+    for span, (start, end), window in zip(spans, logits.mT, windows):
+        scores = start[:, None] + end  # (time, time)
+        allowed = torch.ones_like(scores, dtype=torch.bool).triu().tril(longest - 1)
+        allowed[:window.starts[0]] = allowed[window.starts[1]:] = False
+        allowed[:, len(window.ids) - 1:] = False  # the [SEP] and padding
+        scores = scores.where(allowed, -torch.inf)
+        first, last = divmod(scores.argmax().item(), len(start))
+        span[:] = scores[first, last], first, last
+    return spans
+
+
 def best_answers(windows, spans):
     """Answer each question with the best span of its windows: {Question: (text, score)}.
 
-    spans: (windows, 3), see predict.best_spans. Without a span the text is empty and the score
+    spans: (windows, 3), see best_spans. Without a span the text is empty and the score
     -inf.
     """
     answers = {window.question: ("", -np.inf) for window in windows}

@@ -1,21 +1,22 @@
 """
-Describe the tasks (GLUE, SQuAD 1.1, folders of your own), read and encode their files.
+Read the tasks (GLUE, SQuAD 1.1, folders of your own), encode them, predict and score.
 
 >>> task = find_task("sst2")                        # data/glue/SST-2
 >>> texts, labels = read_split(task, "train")
 """
-import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from lib.corpus import ORDER
-from lib.errors import UserError, run_script
-from lib.run import Run
-from lib.squad import make_windows, read_squad
+from lib.device import autocast, to_device
+from lib.ranks import deal_batches, sum_over_ranks
+from lib.settings import UserError, run_script
+from lib.squad import best_answers, best_spans, make_windows, read_squad, score_squad
 from lib.tokenizer import special_ids, tokenize
+from model import SpanReader
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,8 @@ def read_table(path, columns=None, skip_broken=False):
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 ({error}): save it as UTF-8") from None
     rows = []
@@ -232,80 +235,73 @@ def batches_by_length(lengths, size):
     return np.split(np.argsort(lengths, kind="stable"), range(size, len(lengths), size))
 
 
-class TrainingBatches:
-    """Make the training batches of one seed, in random order.
+@torch.no_grad()
+def predict_examples(model, examples, batch_size=32, dtype=torch.float32):
+    """Predict for Examples with a Classifier, or for Windows with a SpanReader.
 
-    Examples are sorted by length within 64 batches at a time (our reading).
+    A Classifier gives an array (n, classes) of probabilities, or (n, 1) of scores if there are no
+    classes. A SpanReader gives (n, 3), see best_spans. Each module keeps its mode.
     """
-
-    unit = "examples"
-
-    def __init__(self, examples, config):
-        self.examples = examples
-        self.size = config.batch_size
-        self.accumulation = config.accumulation
-        self.steps_per_epoch = math.ceil(len(examples) / self.size)
-        self.steps = []  # the examples of each step, by index
-        lengths = np.array([len(example.ids) for example in examples])
-        place = np.arange(len(examples))
-        for epoch in range(math.ceil(config.max_steps / self.steps_per_epoch)):
-            rng = np.random.default_rng([config.seed, ORDER, epoch])
-            order = rng.permutation(len(examples))
-            order = order[np.lexsort((lengths[order], place // (64 * self.size)))]
-            batches = np.split(order, place[self.size::self.size])
-            self.steps += [batches[n] for n in rng.permutation(len(batches))]
-
-    def epochs(self, steps):
-        """Return how often `steps` steps go through the examples."""
-        return steps / self.steps_per_epoch
-
-    def get(self, step, micro):
-        """Return a micro-batch, arguments of a model as arrays, and its weight in the loss."""
-        index = np.array_split(self.steps[step], self.accumulation)[micro]
-        weight = len(index) / len(self.steps[step])
-        if weight == 0:  # fewer examples than micro-batches, but each rank must compute something
-            index = self.steps[step][:1]
-        chosen = [self.examples[n] for n in index]
-        return {**pad(chosen), "labels": np.array([example.label for example in chosen])}, weight
+    in_training = [module for module in model.modules() if module.training]
+    device = model.head.weight.device
+    reads_spans = isinstance(model, SpanReader)
+    predictions = np.zeros((len(examples), 3 if reads_spans else model.head.out_features))
+    lengths = np.array([len(example.ids) for example in examples])
+    model.eval()  # not the compiled model, which would be compiled again
+    for index in deal_batches(batches_by_length(lengths, batch_size)):
+        batch = [examples[n] for n in index]
+        with autocast(device, dtype):
+            output = model(**to_device(pad(batch), device)).float().cpu()
+        if reads_spans:
+            output = best_spans(output, batch)
+        elif output.shape[1] > 1:
+            output = output.softmax(1)
+        predictions[index] = output
+    for module in in_training:
+        module.training = True
+    return sum_over_ranks(predictions)
 
 
-TABLE_4 = list(TASKS)[:6]  # its columns; its average leaves SQuAD out
-TWO_SCORES = ["squad", "mnli", "mrpc", "stsb"]  # tasks with two in a cell, the others have one
+def prediction_table(predictions, labels):
+    """Return header and rows: scores, or the classes named by `labels` with probabilities."""
+    if not labels:
+        return ["prediction"], [[f"{score:.3f}"] for [score] in predictions]
+    rows = [[labels[row.argmax()], f"{row.max():.4f}"] for row in predictions]
+    return ["prediction", "probability"], rows
 
 
-def score_table(paths):
-    """Make the table of fine-tuned runs: rows, dicts by column.
+def score_dev(task, dev, predictions):
+    """Score the predictions for the dev splits: {metric: number}.
 
-    A row has the medians over the seeds of one initial model, a folder for each task. A cell ends
-    with the number of seeds. UserError for a second folder of a task.
+    dev: Examples or Windows, predictions: see predict_examples; both by the keys of task.dev.
     """
-    systems = {}  # {(initial model, update_memory): {task: eval_results.json}}
-    for path in paths:
-        results = Run(path).results()
-        if not results:
-            continue
-        settings = Run(path).seeds()[0].settings()
-        task = task_name(settings["task"])
-        tasks = systems.setdefault((Path(settings["init_from"]), settings["update_memory"]), {})
-        if task in tasks:
-            raise UserError(f"{path}: a second run of {task} from {settings['init_from']}: name "
-                            "one of them")
-        tasks[task] = results
+    scores = {}
+    for suffix, examples in dev.items():
+        if task.reads_spans:
+            return score_squad(best_answers(examples, predictions[suffix]))
+        labels = np.array([example.label for example in examples])
+        predicted = predictions[suffix]
+        predicted = predicted.argmax(1) if task.labels else predicted[:, 0]
+        for metric in task.metrics:
+            scores[metric + suffix] = float(METRICS[metric](labels, predicted))
+    return scores
 
-    rows = []
-    for (initial, updated), tasks in systems.items():
-        row = {"initial model": str(initial), "memory update": "Y" if updated else "N",
-               **dict.fromkeys([*TABLE_4, "Avg"])}
-        averaged = []
-        for task, results in tasks.items():
-            seeds = len(results.get("seeds", [results]))  # a seed's folder has no more
-            scores = [score if task == "squad" else 100 * score for name, score in results.items()
-                      if name not in ("eval_epoch", "seeds")]
-            scores = scores[:2 if task in TWO_SCORES else 1]
-            row[task] = "/".join(f"{score:.1f}" for score in scores) + f" ({seeds})"
-            if task in TABLE_4[1:]:
-                averaged += scores
-        if len(averaged) == 6:  # MNLI has two
-            row["Avg"] = f"{np.mean(averaged):.1f}"
-        rows.append(row)
-    return rows
+
+def pearson(x, y):
+    """Compute the correlation; nan if x or y is constant."""
+    return np.corrcoef(x, y)[0, 1] if np.ptp(x) and np.ptp(y) else np.nan
+
+
+def mean_ranks(x):
+    """Rank numbers from 1; equal numbers share their mean rank."""
+    _, inverse, count = np.unique(x, return_inverse=True, return_counts=True)
+    return (count.cumsum() - (count - 1) / 2)[inverse]
+
+
+METRICS = {  # of labels x and predictions y, arrays (n,)
+    "accuracy": lambda x, y: (x == y).mean(),
+    "f1": lambda x, y: 2 * (x @ y) / max(1, (x + y).sum()),  # of class 1; 0 if it never occurs
+    "matthews_correlation": lambda x, y: np.nan_to_num(pearson(x, y)),  # 0 if x or y is constant
+    "pearson": pearson,
+    "spearmanr": lambda x, y: pearson(mean_ranks(x), mean_ranks(y)),
+}

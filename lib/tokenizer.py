@@ -14,9 +14,9 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from lib.device import Progress
-from lib.errors import UserError
 from lib.files import write_text
+from lib.ranks import Progress
+from lib.settings import UserError
 
 Specials = namedtuple("Specials", "pad unk cls sep mask")  # the special tokens, or their ids
 SPECIALS = Specials("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -44,6 +44,8 @@ def read_vocab(path):
     saved = file.with_name("tokenizer.json")
     if saved.exists() and not file.exists():
         tokens = tokens_by_id(tokenizers.Tokenizer.from_file(str(saved)))
+    elif not file.exists():
+        raise UserError(f"{file}: no such file")
     else:
         tokens = file.read_text(encoding="utf-8").rstrip("\n").split("\n")
     missing = set(special_tokens(tokens)).difference(tokens)

@@ -4,23 +4,21 @@ import math
 import os
 import re
 import signal
+from datetime import timedelta
 
 import numpy as np
 import torch
 
 from lib.corpus import DROPOUT, MASKED
-from lib.device import duration
-from lib.distributed import cut_moments, get_world_size, whole_moments
-from lib.errors import Failure
-from lib.files import under_torchrun
+from lib.ranks import get_world_size, under_torchrun
+from lib.settings import Failure
 from lib.weights import model_file
 from model import value_tables
-from values import LazyAdam
+from pkm import LazyAdam
 
 # Dense bf16/fp16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets (for the SXM cards)
 PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12, "L4": 121e12,
               "4090": 165e12}
-DRIFT = 1 / 3  # share of its top-1 usage that a layer may lose: healthy runs lost 5%, bad ones 40%
 
 
 def make_optimizers(model, config, device):
@@ -49,6 +47,21 @@ def make_optimizers(model, config, device):
     return dense, LazyAdam(tables, lr=config.value_lr)
 
 
+def update(dense, sparse, scaler, grad_clip):
+    """Update a model by its gradients, and drop them. Returns the norm of the dense ones.
+
+    dense, sparse: of make_optimizers(). scaler: a GradScaler, which float16 enables. After an
+    overflow no weight moves. grad_clip: the largest norm.
+    """
+    scaler.unscale_(dense)
+    parameters = [p for group in dense.param_groups for p in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
+    sparse.step_with(dense, scaler)
+    dense.zero_grad()
+    sparse.zero_grad()
+    return norm
+
+
 def is_due(step, every, config):
     """Tell whether something is due after `step` updates: at the end, and every so often."""
     return step == config.max_steps or every > 0 and step % every == 0
@@ -61,10 +74,10 @@ def learning_rate(config, step):
     return config.lr * min(warm_up, decay, 1.0)
 
 
-def set_rate(dense, rate):
-    """Set the learning rate of AdamW's groups."""
+def set_rate(dense, config, step):
+    """Set the learning rate of AdamW's groups for an update."""
     for group in dense.param_groups:
-        group["lr"] = rate * group["lr_factor"]
+        group["lr"] = learning_rate(config, step) * group["lr_factor"]
 
 
 def seed_dropout(seed, step, micro):
@@ -82,9 +95,9 @@ def check_finite(losses, config, step):
     for n, (loss, norm) in enumerate(losses, step - len(losses) + 1):
         if not math.isfinite(loss) or (config.dtype != "float16" and not math.isfinite(norm)):
             raise Failure(
-                f"step {n}: the loss is {loss}, the gradient norm {norm}. Likely cause: lr "
-                f"{learning_rate(config, n - 1):.1e} or value_lr {config.value_lr} is too high, "
-                "or the warm-up too short; --init_from=RUN starts from the last checkpoint")
+                f"step {n}: the loss is {loss}, the gradient norm {norm}. Likely cause: lr or "
+                "value_lr is too high, or the warm-up too short. --init_from=RUN starts from the "
+                "last checkpoint")
 
 
 def log_training(run, state, config, batches, norm, peak_share=None):
@@ -112,7 +125,11 @@ def log_training(run, state, config, batches, norm, peak_share=None):
 
 def checkpoint_files(model, labels, dense, sparse, scaler, state):
     """Return the content of a checkpoint's files by name: model, both optimizers, state."""
-    moments = {"dense": dense.state_dict(), "values": whole_moments(sparse.state_dict())}
+    moments = {"dense": dense.state_dict(), "values": sparse.state_dict()}
+    if get_world_size() > 1:
+        from lib import sharding
+
+        moments["values"] = sharding.whole_moments(moments["values"])
     return {"model": model_file(model, labels), "optimizer": moments,
             "state": {**state, "scaler": scaler.state_dict()}}
 
@@ -121,11 +138,15 @@ def restore(checkpoint, dense, sparse, scaler):
     """Load both optimizers and the scaler. Returns the state of the run."""
     moments = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True,
                          mmap=True)
-    dense_moments = copy.deepcopy(moments["dense"])  # in memory, not mapped from the file
-    for group in dense_moments["param_groups"]:
+    if get_world_size() > 1:
+        from lib import sharding
+
+        moments["values"] = sharding.cut_moments(moments["values"])
+    moments = copy.deepcopy(moments)  # in memory, not mapped from the file
+    for group in moments["dense"]["param_groups"]:
         group["fused"] = dense.defaults["fused"]  # this device's, not that of the saved run
-    dense.load_state_dict(dense_moments)
-    sparse.load_state_dict(cut_moments(moments["values"]))
+    dense.load_state_dict(moments["dense"])
+    sparse.load_state_dict(moments["values"])
     state = torch.load(checkpoint / "state.pt", weights_only=True)
     scaler.load_state_dict(state.pop("scaler"))
     print(f"going on from {checkpoint}")
@@ -178,27 +199,11 @@ def share_of_peak(model, seq_len, device, dtype):
     return None
 
 
-def usage_warning(records, layer, first_step=0):
-    """Return a line if a layer's top-1 usage fell by a third, else None.
-
-    records: the log's. Evaluations before first_step do not count. A layer has one warning.
-    """
-    usage = {}  # {step: top-1 usage}
-    for record in records:
-        if record.get("about") == layer:
-            return None
-        if "perplexity" in record and record["step"] >= first_step:
-            usage[record["step"]] = now = record["layers"][layer]["top1_mu"]
-    if not usage:
-        return None
-    best_step = max(usage, key=usage.get)
-    if now > (1 - DRIFT) * usage[best_step]:
-        return None
-    return (f"top-1 usage of layer {layer} fell from {usage[best_step]:.1%} at step "
-            f"{best_step:,} to {now:.1%} at step {max(usage):,}: slots fall out of use; a lower "
-            "keys_lr or lr keeps more of them")
-
-
 def count_parameters(model):
     """Count the parameters of a model that is not yet distributed."""
     return sum(p.numel() for p in model.parameters())
+
+
+def duration(seconds):
+    """Format seconds as days, hours, minutes and seconds."""
+    return str(timedelta(seconds=round(seconds)))

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from lib.corpus import Corpus
 from lib.device import autocast, to_device
-from lib.distributed import deal_batches, sum_over_ranks
-from lib.errors import UserError
+from lib.ranks import deal_batches, sum_over_ranks
+from lib.settings import UserError
 from lib.tokenizer import read_vocab
 from lib.weights import find_weights
 from model import value_tables
@@ -88,8 +88,8 @@ def tally(slots, weights, n_slots):
 def usage_metrics(read, top1, weight, effective_k):
     """Compute the metrics of section 3.2 from a layer's counts (see tally).
 
-    The KLs are in nats. mu_uniform and top1_mu_uniform are the shares of the slots that the same
-    number of accesses to random slots would use.
+    The KLs are in nats. mu_uniform and top1_mu_uniform are the MUs expected if slots were chosen at
+    random, with as many accesses.
     """
     n_slots = len(read)
     accesses = int(top1.sum())

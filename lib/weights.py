@@ -5,18 +5,22 @@ from pathlib import Path
 
 import torch
 
-from lib.distributed import whole_weights
-from lib.errors import ROOT, UserError
-from lib.huggingface import FILES, PRETRAINED, read_folder
+from lib.huggingface import FILES, read_folder
+from lib.ranks import get_world_size
 from lib.run import Run, numbered, read_state
-from lib.tokenizer import full_tokenizer
+from lib.settings import ROOT, UserError
 from model import HEADS, BertConfig, Classifier, build_model
 
 
 def model_file(model, labels=()):
     """Return the content of model.pt: config, weights, head (of HEADS), a classifier's labels."""
     head = next(head for head, kind in HEADS.items() if type(model) is kind)
-    saved = {"config": asdict(model.bert.config), "weights": whole_weights(model), "head": head}
+    weights = model.state_dict()
+    if get_world_size() > 1:
+        from lib import sharding
+
+        weights = sharding.whole_weights(model)
+    saved = {"config": asdict(model.bert.config), "weights": weights, "head": head}
     if head == "classifier":
         saved["labels"] = list(labels)
     return saved
@@ -38,12 +42,10 @@ def find_weights(path):
         if (folder / "config.json").is_file() and any((folder / name).is_file() for name in FILES):
             return folder, folder / "vocab.txt"
     recipe = f"configs/{Path(path).name}.py"
-    way = "python prepare_data.py weights NAME fetches some"
-    if path in PRETRAINED:
-        way = f"python prepare_data.py weights {path}"
-    elif (ROOT / recipe).is_file():
-        way = f"python pretrain.py {recipe}"
-    raise UserError(f"{path}: no weights there: {way}")
+    way = f"prepare_data.py weights {path}"
+    if (ROOT / recipe).is_file():
+        way = f"pretrain.py {recipe}"
+    raise UserError(f"{path}: no weights there: python {way}")
 
 
 def read_weights(path):
@@ -70,14 +72,6 @@ def load_model(path):
     return model.float()  # a Hugging Face folder may have float16
 
 
-def load_run(path):
-    """Load the model that `path` names (see find_weights), in evaluation mode, and its tokenizer.
-
-    Returns (model, tokenizers.Tokenizer). The tokenizer adds [CLS] and [SEP] and pads a batch.
-    """
-    return load_model(path).eval(), full_tokenizer(find_weights(path)[1])
-
-
 def check_objective(path, config, causal):
     """Raise UserError if the model at `path`, whose BertConfig is `config`, is not as expected."""
     if config.causal != causal:
@@ -97,9 +91,9 @@ def load_weights(model, weights, source, strict=True, assign=False):
 def init_from(model, path, reinit_ffn=False):
     """Start from the trained model at `path` (see find_weights; section 4.1 of the paper).
 
-    Prints what was loaded, left random or dropped. A task's head stays random; with reinit_ffn
-    (ResM') memory layers' FFNs, too (our reading). A pooler that was never trained is not copied
-    into a Classifier, or all seeds would share it. Returns the origin that the run keeps:
+    Prints what was loaded, left as it was drawn, or dropped. A task's head keeps its random
+    weights; with reinit_ffn (ResM'), memory layers' FFNs do, too. An untrained pooler is not
+    copied into a Classifier: all seeds would share it. Returns the origin that the run keeps:
     init_checkpoint (path of the weights), first_step (0 if unknown), pooler_trained.
     """
     source, _ = find_weights(path)

@@ -1,5 +1,5 @@
 """
-The working directories that the tests share, made once and copied.
+Make the working directories that tests share once, and copy them for each test.
 """
 import hashlib
 import itertools
@@ -20,14 +20,23 @@ torch.set_num_threads(1)  # at these sizes threads mostly wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"  # and in the processes that a test starts
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks would need a card each; results/gpu.sh tries cards
 os.environ["PYTHONPATH"] = str(ROOT)
-SERVER.set_forkserver_preload(["tests.test_distributed", "accelerate", "transformers.trainer",
-                               "transformers.models.bert.modeling_bert"])
-forkserver.ensure_running()  # its imports take seconds, beside the first tests
+
+
+def pytest_collection_finish(session):
+    """Start the server of on_ranks.py, which imports what the tests that use it import.
+
+    Its imports take seconds, beside the first tests.
+    """
+    modules = {getattr(item, "module", None) for item in session.items}
+    users = sorted(module.__name__ for module in modules if hasattr(module, "start"))
+    if users:
+        SERVER.set_forkserver_preload(users)
+        forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory):
-    """A folder with tiny.py, and data/tiny and data/other of another vocabulary."""
+    """Make a folder with tiny.py, data/tiny, and data/other of another vocabulary."""
     folder, rng = tmp_path_factory.mktemp("prepared"), random.Random(0)
     kinds = [words.split(" ") for words in ("the a one no", "old red wet big shy",
                                             "cat dog owl elk fox", "saw met hid bit fed")]
@@ -47,7 +56,7 @@ def prepared(tmp_path_factory):
 
 @pytest.fixture
 def place(prepared, tmp_path, monkeypatch):
-    """The working directory: a copy of `prepared`. Signal handlers are put back."""
+    """Work in a copy of `prepared`, and put signal handlers back."""
     caught = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
     handlers = {number: signal.getsignal(number) for number in caught}
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
@@ -62,7 +71,7 @@ SAMPLE = "The cat sat.\nThe mats\n\nA cat.\n\nThe mat. [SEP]\n\nsat sat\n"
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch):
-    """An empty working directory with a vocab.txt of PIECES and a text of four documents."""
+    """Work in an empty folder with a vocab.txt of PIECES and a text of four documents."""
     monkeypatch.chdir(tmp_path)
     Path("vocab.txt").write_text("\n".join(PIECES) + "\n")
     Path("sample.txt").write_text(SAMPLE)
@@ -71,7 +80,7 @@ def workdir(tmp_path, monkeypatch):
 
 @pytest.fixture
 def gpt2_files(monkeypatch, tmp_path):
-    """GPT-2's two files where tiktoken looks for them: under the SHA-1 of their addresses."""
+    """Put GPT-2's two files where tiktoken looks: under the SHA-1 of their addresses."""
     if not (SHARED / "gpt2-bpe").is_dir():
         pytest.skip("no GPT-2 vocabulary on this machine")
     pytest.importorskip("tiktoken")
@@ -86,7 +95,7 @@ def gpt2_files(monkeypatch, tmp_path):
 
 @pytest.fixture
 def tuned(place):
-    """A pretrained tiny model with memory, a task of one's own and tune.py."""
+    """Pretrain a tiny model with memory, and write a task of one's own and tune.py."""
     assert train("--max_steps=4", "--eval_interval=100") == 0
     write_tasks()
     Path("tune.py").write_text("task = 'own'\ninit_from = 'out/tiny'\nmax_len = 32\nepochs = 3\n"

@@ -1,6 +1,7 @@
 """
-What several files of tests use: small models, texts and runs, and comparisons.
+Make small models, texts and runs, and compare them, in several files of tests.
 """
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import finetune
 import prepare_data
 import pretrain
-from lib.errors import run_main
 from lib.run import Run
+from lib.settings import run_main
 from lib.weights import model_file
 from model import BertConfig, LanguageModel
 from test_pkm import assert_near  # noqa: F401 - tests import it from here
@@ -33,7 +35,7 @@ def tiny_bert(seed=0, **settings):
 
 
 def save_model(run, model, labels=(), step=3):
-    """A checkpoint of a model that was not trained."""
+    """Save a checkpoint of a model that was not trained."""
     files = {"model": model_file(model, labels), "optimizer": {"dense": {}, "values": {}},
              "state": {"step": step}}
     folder = Run(run).save_checkpoint(step, files, keep=2)
@@ -73,7 +75,7 @@ def files(folder="."):
 
 
 def assert_same(a, b, where=""):
-    """Equal to the last bit, through dicts and lists of tensors and plain values."""
+    """Compare to the last bit, through dicts and lists of tensors and plain values."""
     if isinstance(a, dict):
         assert a.keys() == b.keys(), where
         for key in a:
@@ -84,14 +86,45 @@ def assert_same(a, b, where=""):
         assert torch.equal(a, b) if torch.is_tensor(a) else a == b, where
 
 
+@contextlib.contextmanager
+def before_update(number, act):
+    """Call act(optimizer) before AdamW's update `number`, counted from 1 in the block."""
+    def hook(optimizer, *args):
+        if isinstance(optimizer, torch.optim.AdamW):
+            updates.append(optimizer)
+            if len(updates) == number:
+                act(optimizer)
+
+    updates, handle = [], register_optimizer_step_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def interrupt(number):
+    """Return what sends this process a signal, for before_update()."""
+    return lambda optimizer: os.kill(os.getpid(), number)
+
+
+def seeded_kills():
+    """Draw the moments of kills: a random.Random of PKM_TEST_SEED, which a failed test shows."""
+    seed = os.environ.get("PKM_TEST_SEED", "0")
+    print(f"PKM_TEST_SEED={seed}")
+    return random.Random(int(seed))
+
+
 def steps_saved(run):
     newest = Run(run).newest_checkpoint()
     return int(newest.name[5:]) if newest else 0
 
 
 def assert_one_line(capsys, *args, words, main=pretrain.main):
-    """Exit status 2, one line on stderr with `words` in it, nothing written."""
-    before = files()
+    """Expect exit status 2, one line on stderr with `words` in it, and no file but locks."""
+    def content():
+        return {path: x for path, x in files().items() if x and ".lock_" not in path}
+
+    before = content()
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         run_main(lambda: main(list(args)))
@@ -99,7 +132,7 @@ def assert_one_line(capsys, *args, words, main=pretrain.main):
     assert end.value.code == 2
     assert error.startswith("error: ") and error.count("\n") == 1, error
     assert all(word in error for word in words), error
-    assert files() == before
+    assert content() == before
 
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "##s", "mat", "."]
@@ -117,15 +150,16 @@ def prepare_sample(*more):
 
 
 def texts_of(corpus, which):
-    """A split's documents, each as its tokens joined by spaces."""
+    """Return a split's documents, each as its tokens joined by spaces."""
     pieces = [PIECES[i] for i in corpus.split(which)]
     assert pieces[-1] == "[SEP]"
     return [text.strip() for text in " ".join(pieces).split("[SEP]")[:-1]]
 
 
 def write_parquet(path, texts, column="text"):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+    from pyarrow import parquet
+
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pyarrow.table({column: texts, "id": list(range(len(texts)))}), path)
 

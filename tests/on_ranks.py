@@ -1,7 +1,7 @@
 """
 Call functions in other processes, alone or on several ranks.
 
-The processes are forked from a server that has imported everything: conftest.py starts it.
+The processes are forked from a server that has imported what they need: conftest.py starts it.
 """
 import functools
 import itertools
@@ -12,7 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from lib.distributed import run_ranks
+from lib.ranks import run_ranks
 
 SERVER = multiprocessing.get_context("forkserver")
 NUMBERS = itertools.count()  # of groups of ranks, where torchrun counts restarts

@@ -3,13 +3,11 @@ Small random models of transformers with a memory, and models that compute it by
 """
 import copy
 
-import pytest
 import torch
+import transformers
 from torch import nn
 
 from for_transformers.add_memory import add_memory, find_layers
-
-transformers = pytest.importorskip("transformers")
 
 NO_DROPOUT = "hidden_dropout_prob", "attention_probs_dropout_prob", "embd_pdrop", "attn_pdrop", \
     "resid_pdrop", "dropout", "attention_dropout"
@@ -102,14 +100,14 @@ def assert_same_gradients(found, expected, tolerance):
 
 
 class ByHand(nn.Module):
-    """Computes alpha * FFN(x) + beta * memory(x), where each query is compared with all slots."""
+    """Compute alpha * FFN(x) + beta * memory(x), where each query is compared with all slots."""
 
     def __init__(self, ffn, memory, alpha, beta, norm=None):
         super().__init__()
         self.ffn, self.memory, self.alpha, self.beta, self.norm = ffn, memory, alpha, beta, norm
 
     def forward(self, inside, x=None):
-        """inside: the FFN's input, which is x, or in BERT what enters its last linear layer."""
+        """Take x and the FFN's input, which is x, or in BERT what enters its last layer."""
         x = inside if x is None else x
         y = self.beta * self.read(x)
         if self.alpha:
@@ -133,8 +131,10 @@ class ByHand(nn.Module):
 
 
 def by_hand(model, mask, alpha=0.6, beta=1.5):
-    """Make a plain model whose two FFNs are replaced by hand. Returns it and {name: parameter},
-    with the names of `model`, a model with two memories."""
+    """Make a plain model whose two FFNs are replaced by hand.
+
+    Returns it and {name: parameter}, with the names of `model`, a model with two memories.
+    """
     plain = small_model(type(model).__name__).double()
     plain.load_state_dict(model.state_dict(), strict=False)
     parameters = dict(plain.named_parameters())

@@ -3,16 +3,14 @@ A memory alone, saved and loaded: beside its model, beside an adapter of PEFT.
 """
 import pytest
 import torch
-
-from for_transformers.add_memory import add_memory
-from lib.errors import UserError
-from tests.helpers import assert_near, assert_same
-from tests.small_models import MEMORY, batch, logits, small_model, transformers
-from values import LazyAdam
-
-pytest.importorskip("safetensors")
+import transformers
 
 from for_transformers.adapter import find_memories, load_memory, save_memory, train_memory
+from for_transformers.add_memory import add_memory
+from lib.settings import UserError
+from pkm import LazyAdam
+from tests.helpers import assert_near, assert_same
+from tests.small_models import MEMORY, batch, logits, small_model
 
 
 def base(kind="BertForMaskedLM", **more):

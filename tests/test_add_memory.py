@@ -7,10 +7,12 @@ import threading
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from for_transformers.add_memory import MODELS as KNOWN
 from for_transformers.add_memory import add_memory, find_layers, real_tokens
+from pkm import LazyAdam
 from tests.helpers import ROOT, assert_near
 from tests.small_models import (
     MEMORY,
@@ -21,10 +23,8 @@ from tests.small_models import (
     gradients,
     logits,
     small_model,
-    transformers,
     with_memory,
 )
-from values import LazyAdam
 
 models = pytest.mark.parametrize("kind", MODELS)
 paddings = pytest.mark.parametrize("padding", ["right", "left"])

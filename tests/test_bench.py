@@ -1,7 +1,10 @@
 """
-bench.py: the baseline computes the same numbers, and every command runs.
+bench.py: the baseline computes the same numbers, and every command times what it should.
 """
+import itertools
 import json
+import re
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 
 import bench
 import pkm
-from lib.errors import UserError
+from lib.settings import UserError
 from model import value_tables
 from tests.helpers import assert_near
 
@@ -28,9 +31,8 @@ warmup_steps = 1
 
 @pytest.fixture
 def configs(tmp_path, monkeypatch):
-    """A folder with the configs plain.py, resm.py, causal.py and causal_resm.py."""
-    memory = "memory_layers = (2,)\n"
-    causal = 'objective = "causal"\n'
+    """Write the configs plain.py, resm.py, causal.py and causal_resm.py."""
+    memory, causal = "memory_layers = (2,)\n", 'objective = "causal"\n'
     for name, more in (("plain", ""), ("resm", memory), ("causal", causal),
                        ("causal_resm", causal + memory)):
         (tmp_path / f"{name}.py").write_text(SMALL + more)
@@ -39,11 +41,22 @@ def configs(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(capsys):
-    """Run bench.py. Returns the JSON of its last line."""
+    """Run bench.py. Returns the records of its last line."""
     def run(*args):
         bench.main([*args, "--rounds=2", "--device=cpu"])
-        return json.loads(capsys.readouterr().out.splitlines()[-1])
+        return json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+
     return run
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Set the durations in seconds of what is timed from now on."""
+    def set_durations(*durations):
+        moments = itertools.accumulate(step for seconds in durations for step in (0, seconds))
+        monkeypatch.setattr("time.perf_counter", lambda: next(moments))
+
+    return set_durations
 
 
 def test_the_layer_equals_the_plain_baseline():
@@ -69,23 +82,6 @@ def test_the_layer_equals_the_plain_baseline():
         assert_near(ours.values.weight, plain.values.weight, 1e-5)
 
 
-@torch.no_grad()
-def test_flat_keys_find_the_best_slots():
-    """Brute force, a score at a time, over all 25 slots."""
-    torch.manual_seed(0)
-    memory = bench.FlatPKM(pkm.ValueTable(25, 16), 16, 2, 4, 8).double().eval()
-    x = torch.randn(7, 16, dtype=torch.double)
-    query = memory.query_norm(memory.query(x)).view(7, 2, 8)
-    expected = torch.zeros_like(x)
-    for token in range(7):
-        for head in range(2):
-            scores = [float(query[token, head] @ key) for key in memory.keys[head]]
-            best = sorted(range(25), key=scores.__getitem__)[-4:]
-            weights = torch.tensor([scores[slot] for slot in best]).double().softmax(0)
-            expected[token] += weights @ memory.values.weight[best]
-    assert_near(memory(x), expected, 1e-6)
-
-
 def test_flat_keys_of_all_pairs_equal_product_keys():
     torch.manual_seed(0)
     product = pkm.PKM(16, 5, 2, 4, 8).eval()
@@ -100,14 +96,9 @@ def test_flat_keys_of_all_pairs_equal_product_keys():
 
 
 def test_inference_is_table_1(run):
-    result = run("--sizes", "demo", "--lengths", "8")
-    assert (result["ranks"], result["dtype"]) == (1, "float32")
-    assert {"command", "machine", "openmp", "torch"} < result.keys()
-    records = result["results"]
+    records = run("inference", "--sizes", "demo", "--lengths", "8")
     assert [record["system"] for record in records] == ["demo", "demo +PKM", "demo +ResM"]
     for record in records:
-        assert list(record) == ["what", "system", "seconds", "times_demo", "parameters",
-                                "batches/s", "relative_batches/s"]
         assert record["batches/s"] == 1 / median(record["seconds"])
         assert record["relative_batches/s"] == 1 / record["times_demo"]
     plain, replaced, added = (record["parameters"] for record in records)
@@ -115,29 +106,23 @@ def test_inference_is_table_1(run):
 
 
 def test_a_layer_is_timed_beside_the_baseline(run):
-    records = run("layer", "--lengths", "6", "--n_keys", "32")["results"]
+    records = run("layer", "--lengths", "6", "--n_keys", "32")
     assert [record["system"] for record in records] == ["plain", "ours", "plain", "ours"]
-    assert all(record["times_plain"] > 0 for record in records)
 
 
 def test_causal_models_are_compared_with_the_first_two(configs, run):
-    records = run("causal", "causal.py", "causal_resm.py", "--lengths", "8", "16")["results"]
+    records = run("causal", "causal.py", "causal_resm.py", "--lengths", "8", "16")
     assert [record["what"] for record in records] == ["inference, 1 x 8"] * 2 + [
         "inference, 1 x 16"] * 2
-    assert list(records[1]) == ["what", "system", "seconds", "times_causal.py",
-                                "times_causal_resm.py", "parameters"]
+    assert records[0]["times_causal.py"] == records[1]["times_causal_resm.py"] == 1
 
 
 def test_latency_by_slots(configs, run, monkeypatch):
-    time_inference, seen = bench.time_inference, {}
-
-    def remember(args, models, *more, **others):
-        seen.update(models)
-        return time_inference(args, models, *more, **others)
-
-    monkeypatch.setattr(bench, "time_inference", remember)
-    records = run("causal", "causal.py", "causal_resm.py", "--slots", "8", "16", "--lengths",
-                  "8")["results"]
+    """Product keys and flat keys of a size share the values, and all outside the memory."""
+    models = []
+    monkeypatch.setattr(torch, "compile", lambda model, **_: models.append(model) or model)
+    records = run("causal", "causal.py", "causal_resm.py", "--slots", "8", "16", "--lengths", "8",
+                  "--compile=on")
     assert [record["system"] for record in records] == [
         "product keys, 8^2 slots", "flat keys, 8^2 slots",
         "product keys, 16^2 slots", "flat keys, 16^2 slots"]
@@ -149,32 +134,25 @@ def test_latency_by_slots(configs, run, monkeypatch):
     rest = {record["parameters"] - heads * key - n * d_model
             for record, key, n in zip(records, keys, slots, strict=True)}
     assert len(rest) == 1
-    product, flat = seen["product keys, 8^2 slots"].bert, seen["flat keys, 8^2 slots"].bert
-    assert product.words.weight is flat.words.weight
-    product, flat = product.layers[1].memory, flat.layers[1].memory
-    assert [type(product), type(flat)] == [pkm.PKM, bench.FlatPKM]
-    assert product.values.weight is flat.values.weight
+    for product, flat in (models[:2], models[2:]):
+        kinds = [type(model.bert.layers[1].memory) for model in (product, flat)]
+        assert kinds == [pkm.PKM, bench.FlatPKM]
+        of_flat = dict(flat.named_parameters())
+        own = [name for name, p in product.named_parameters() if of_flat[name] is not p]
+        assert "bert.layers.1.memory.keys" in own
+        assert all(".memory." in name and "values" not in name for name in own)
 
 
 def test_settings_that_would_be_ignored_are_refused():
-    with pytest.raises(UserError, match="unknown argument: --seq_len=8"):
+    with pytest.raises(UserError, match="--seq_len=8"):
         bench.main(["causal", "--seq_len=8"])
 
 
-def test_rates_are_of_the_median_step(configs, run, monkeypatch):
-    """Steps of 96 tokens take 2, 4 and 9 seconds, then twice as long."""
-    factors = iter([1, 2])
-
-    def time_in_turn(what, functions, *more, **others):
-        factor = next(factors)
-        [name] = functions
-        seconds = [2.0 * factor, 9.0 * factor, 4.0 * factor]
-        return [{"what": what, "system": name, "seconds": seconds}]
-
-    monkeypatch.setattr(bench, "time_in_turn", time_in_turn)
-    monkeypatch.setattr(bench.training, "share_of_peak", lambda *_: 1 / 48)  # of tokens/s
-    first, second = run("train", "plain.py", "resm.py")["results"]
-    assert (first["what"], first["tokens/s"], first["mfu"]) == ("3 x 2 x 16", 24, 0.5)
+def test_rates_are_of_the_median_step(configs, run, clock):
+    """Steps of 96 tokens take 2 and 6 seconds, then 4 and 12, after two that do not count."""
+    clock(50, 50, 2, 6, 50, 50, 4, 12)
+    first, second = run("train", "plain.py", "resm.py")
+    assert (first["what"], first["tokens/s"]) == ("3 x 2 x 16", 24)
     assert (first["hours"], second["hours"]) == (8, 16)  # of 7,200 steps
     assert (first["times_the_first"], second["times_the_first"]) == (1, 2)
 
@@ -182,15 +160,15 @@ def test_rates_are_of_the_median_step(configs, run, monkeypatch):
 @pytest.mark.parametrize("config", ["resm.py", "causal_resm.py"])
 def test_a_step_trains(configs, run, monkeypatch, config):
     """It moves weights, keys and values, and leaves nothing for the next step."""
-    build, models, before = bench.build, [], {}
+    models, before = [], {}
 
-    def remember(*args):
-        models.append(build(*args))
-        before.update({name: w.clone() for name, w in models[0].state_dict().items()})
-        return models[0]
+    def keep(model):
+        models.append(model)
+        before.update({name: w.clone() for name, w in model.state_dict().items()})
+        return model
 
-    monkeypatch.setattr(bench, "build", remember)
-    run("train", config, "--accumulation=1")
+    monkeypatch.setattr(torch, "compile", keep)
+    run("train", config, "--accumulation=1", "--compile=on")
     [model] = models
     after = model.state_dict()
     memory = "bert.layers.1.memory"
@@ -199,3 +177,22 @@ def test_a_step_trains(configs, run, monkeypatch, config):
     assert model.training
     assert all(p.grad is None for p in model.parameters())
     assert not value_tables(model)[2].pending
+
+
+def test_times_are_of_the_timed_rounds_and_ratios_of_the_same_round(clock, capsys):
+    clock(50, 50, 2, 1, 3, 1, 8, 2)
+    slow, fast = bench.time_in_turn("work", {"slow": list, "fast": list}, torch.device("cpu"),
+                                    rounds=3, warmup=1)
+    assert slow == {"what": "work", "system": "slow", "seconds": [2, 3, 8], "times_slow": 1}
+    assert fast["seconds"] == [1, 1, 2]
+    assert fast["times_slow"] == 1 / 3  # of 1/2, 1/3 and 1/4
+    bench.print_times([slow, fast])
+    table = capsys.readouterr().out
+    assert "3000 [2000, 8000] ms" in table
+    assert "1000 [1000, 2000] ms" in table
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_peak_memory_is_in_bytes():
+    [kilobytes] = re.findall(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
+    assert bench.peak_bytes(torch.device("cpu")) == pytest.approx(1024 * int(kilobytes), rel=0.1)

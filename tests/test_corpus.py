@@ -1,5 +1,5 @@
 """
-Masks, training batches and held-out batches, counted by hand on a corpus of random ids.
+Count masks, training batches and held-out batches by hand, on a corpus of random ids.
 """
 import json
 import math
@@ -13,24 +13,21 @@ from lib.corpus import (
     DROPOUT,
     MASKS,
     ORDER,
-    CausalBatches,
     Corpus,
-    MaskedBatches,
-    causal_heldout,
     cut_split,
-    draw_epoch,
     mask_tokens,
     masked_heldout,
 )
-from lib.errors import UserError
+from lib.settings import UserError
 from lib.tokenizer import Specials
+from pretrain import CausalBatches, MaskedBatches, draw_epoch
 
 SIZES = {"train": 1000, "val": 100, "test": 271}
 
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """data/random: 500 tokens, the first five of them special."""
+    """Make data/random: 500 tokens, the first five of them special."""
     monkeypatch.chdir(tmp_path)
     folder, rng = Path("data/random"), np.random.default_rng(0)
     folder.mkdir(parents=True)
@@ -47,7 +44,7 @@ def settings(**changed):
 
 
 def unmasked(batch):
-    """A batch's ids with the labels in their places."""
+    """Return a batch's ids with the labels in their places."""
     ids, positions, labels = batch["ids"].copy(), batch["positions"], batch["labels"]
     labels = np.where(labels == -100, np.take_along_axis(ids, positions, 1), labels)
     np.put_along_axis(ids, positions, labels, 1)
@@ -109,7 +106,7 @@ def test_a_batch_is_a_function_of_seed_step_and_micro_batch(corpus):
 
 @pytest.mark.parametrize("objective", [MaskedBatches, CausalBatches])
 def test_an_epoch_reads_every_sequence_once(corpus, objective):
-    """At another offset and in another order than the epoch before."""
+    """Read at another offset and in another order than in the epoch before."""
     batches = objective(corpus, settings(batch_size=1, accumulation=1))
     tokens, width = corpus.split("train"), 14 if objective is MaskedBatches else 16
     assert batches.per_epoch == len(tokens) // width - 1
@@ -136,7 +133,7 @@ def test_an_epoch_reads_every_sequence_once(corpus, objective):
 
 
 def test_too_few_tokens_for_a_sequence(corpus):
-    """An epoch has one sequence less than the text, for its offset."""
+    """Leave out one sequence of an epoch, for its offset."""
     assert MaskedBatches(corpus, settings(seq_len=502)).per_epoch == 1
     with pytest.raises(UserError, match="1000 tokens are too few"):
         MaskedBatches(corpus, settings(seq_len=503))
@@ -145,7 +142,7 @@ def test_too_few_tokens_for_a_sequence(corpus):
 
 
 def test_masked_heldout_covers_the_split_once(corpus):
-    """Whatever the batch size; 15% of the shorter last sequence are masked, too."""
+    """Mask 15% of the shorter last sequence, too, whatever the batch size."""
     tokens = corpus.split("test").tolist()
     full, rest = divmod(len(tokens), 14)
     whole = masked_heldout(corpus, "test", 16, 1)
@@ -166,25 +163,8 @@ def test_masked_heldout_covers_the_split_once(corpus):
             assert np.array_equal(one, same)
 
 
-@pytest.mark.parametrize("stride", [None, 5, 16])
-def test_causal_heldout_predicts_each_token_once(corpus, stride):
-    """From all tokens before it in its window, of which there are enough."""
-    text = [corpus.special_ids.sep, *corpus.split("test").tolist()]
-    predicted = []
-    for batch in causal_heldout(corpus, "test", 16, 3, stride=stride):
-        assert batch["ids"].shape == batch["labels"].shape and batch["ids"].shape[1] == 16
-        for ids, labels in zip(batch["ids"].tolist(), batch["labels"].tolist()):
-            for place, label in enumerate(labels):
-                if label != -100:
-                    at = len(predicted)
-                    assert ids[:place + 1] == text[at - place:at + 1] and label == text[at + 1]
-                    assert at < 16 or place + 1 >= 16 - (stride or 16) + 1
-                    predicted.append(label)
-    assert predicted == text[1:]
-
-
 def test_few_held_out_sequences_are_spread_evenly(corpus):
-    """The first, the middle and the last one of a split."""
+    """Take the first, the middle and the last one of a split."""
     whole = cut_split(corpus, "test", 16)
     assert len(whole) == 271 // 14
     some = cut_split(corpus, "test", 16, 3)

@@ -7,26 +7,25 @@ import sys
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from for_transformers.add_memory import find_layers
 from for_transformers.export import export, main
-from lib.errors import UserError
+from lib.look import load_with_tokenizer
+from lib.settings import UserError
 from lib.tokenizer import SPECIALS
-from lib.weights import load_run
 from model import BertConfig, build_model, value_tables
+from pkm import LazyAdam
 from tests.helpers import assert_near, save_model
-from tests.small_models import batch, transformers
-from values import LazyAdam
-
-pytest.importorskip("safetensors")
+from tests.small_models import batch
 
 HEADS = {None: "MaskedLM", "classifier": "SequenceClassification", "span": "QuestionAnswering"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def modules(tmp_path_factory):
-    """A folder for the code that transformers copies from models."""
+    """Let transformers copy the code of models to a temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE",
                       str(tmp_path_factory.mktemp("modules")))
@@ -86,7 +85,7 @@ def test_logits_are_the_same(tmp_path, head, settings):
     transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True).save_pretrained(
         tmp_path / "again")
     for path in (folder, tmp_path / "again"):
-        back = load_run(path)[0].state_dict()
+        back = load_with_tokenizer(path)[0].state_dict()
         for name, w in model.state_dict().items():
             assert torch.equal(back[name], w) or ("pooler" in name and head != "classifier")
         with torch.no_grad():

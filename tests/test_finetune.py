@@ -1,8 +1,7 @@
 """
-Fine-tuning: what it leaves and learns, and that no kill, signal or number of ranks changes it.
+Fine-tune: what it leaves and learns, and that no kill or signal changes it.
 """
 import json
-import math
 import os
 import shutil
 import signal
@@ -12,16 +11,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import finetune
-from lib.files import lock
 from lib.run import Run
 from lib.settings import load_settings
-from lib.tasks import TrainingBatches, find_task, load_examples
+from lib.tasks import find_task, load_examples, predict_examples
 from lib.tokenizer import text_tokenizer
 from lib.weights import find_weights, init_from, load_model, read_weights
 from model import build_model
-from tests.helpers import assert_one_line, assert_same, files, log, steps_saved, tune
+from tests.helpers import (
+    assert_one_line,
+    assert_same,
+    before_update,
+    files,
+    interrupt,
+    log,
+    steps_saved,
+    tune,
+)
 from tests.on_ranks import finish, start
 
 
@@ -60,27 +68,38 @@ def test_a_fine_tuned_run_leaves_what_it_promises(tuned):
     assert tune(*args) == 0 and files() == before
 
 
-def test_the_best_epoch_counts(tuned, monkeypatch):
-    """The first of equal epochs is the best; nan is worse than any number. The weights in best/
-    are those that were scored, and so are the predictions."""
-    values = iter([math.nan, 0.5, 0.7, 0.7, 0.6])
-    weights = []
+def test_the_best_epoch_counts(tuned):
+    """Take the first of equal epochs, and a nan as worse than any number.
 
-    def predict(model, examples, *more):
-        weights.append(model.head.weight.detach().clone())
-        return np.eye(2)[[len(weights) % 2] * len(examples)]
+    The weights in best/ are those that were scored, and so are the predictions. An epoch is one
+    update of no size, after which the head is a multiple of what it was: twice as large predictions
+    have the same correlation, those of 0 have none.
+    """
+    factors, heads = [0.0, 1.0, -1.0, -2.0, 1.0], []
 
-    monkeypatch.setattr(finetune, "predict_examples", predict)
-    monkeypatch.setattr(finetune, "score_dev", lambda *more: {"accuracy": next(values)})
-    assert tune("--epochs=5", "--train_examples=16", "--out=out/run") == 0
-    assert scores("out/run/seed0")["eval_epoch"] == 3 and len(weights) == 5
-    saved = read_weights("out/run/seed0/best")["weights"]["head.weight"]
-    assert torch.equal(saved, weights[2]) and not torch.equal(saved, weights[4])
-    assert table("out/run/seed0/predictions_dev.tsv")[1][3] == "none"
+    def scale(optimizer, *args):
+        if isinstance(optimizer, torch.optim.AdamW):
+            [head] = [p for p in optimizer.param_groups[0]["params"] if p.shape == (1, 64)]
+            heads.append(heads[0] if heads else head.detach().clone())
+            head.data = heads[0] * factors[len(heads) - 1]
+
+    handle = register_optimizer_step_post_hook(scale)
+    assert tune("--task=pairs", "--epochs=5", "--train_examples=8", "--lr=0",
+                "--update_memory=False", "--out=out/run") == 0
+    handle.remove()
+    run = Path("out/run/seed0")
+    nothing, low, *high, last = [r["pearson"] for r in log(run) if "pearson" in r]
+    assert nothing is None and low == last < high[0] == high[1]
+    assert scores(run)["eval_epoch"] == 3 and scores(run)["eval_pearson"] == high[0]
+    best = load_model(run)
+    assert torch.equal(best.head.weight, -heads[0])
+    dev = load_examples(find_task("pairs"), "dev", text_tokenizer("tiny.txt"), 32, 128)
+    expected = [f"{score:.3f}" for [score] in predict_examples(best.eval(), dev)]
+    assert [row[-1] for row in table(run / "predictions_dev.tsv")[1:]] == expected
 
 
 def test_settings_of_fine_tuning_are_used(tuned, capsys):
-    """A paragraph of 36 tokens has 4 windows of 18 that begin 8 apart."""
+    """Cut a paragraph of 36 tokens into 4 windows of 18 that begin 8 apart."""
     args = ["--max_len=24", "--doc_stride=8", "--seed=3", "--seeds=2", "--dropout=0.3"]
     more = ["--max_steps=8", "--warmup=0.5", "--log_interval=1"]
     assert tune("--task=squad", *args, *more) == 0
@@ -92,7 +111,7 @@ def test_settings_of_fine_tuning_are_used(tuned, capsys):
 
 
 def test_regression(tuned):
-    """A column of scores makes one."""
+    """Fit a column of scores."""
     with Path("pairs/dev.tsv").open("a") as dev:
         dev.write("the .\tthe .\t2.4\n")
     assert tune("--task=pairs") == 0
@@ -104,15 +123,15 @@ def test_regression(tuned):
 
 
 def test_a_frozen_memory_keeps_its_whole_state(tuned, monkeypatch):
-    """Weights, values and statistics, on two ranks, compiled and after two epochs; the rest moves.
+    """Keep weights, values and statistics, on two ranks, compiled and after two epochs.
 
-    The paper's Table 5.
+    All else moves. This is the paper's Table 5.
     """
-    monkeypatch.setattr(finetune, "discard", print)  # the last checkpoint stays
     args = ["--update_memory=False", "--train_examples=16", "--epochs=2", "--accumulation=2"]
     ranks = start(2, finetune.main, ["tune.py", *args, "--out=out/ranks"])
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    assert tune(*args, "--compile=on") == 0
+    with before_update(4, interrupt(signal.SIGTERM)):  # the last checkpoint stays
+        assert tune(*args, "--compile=on") == 128 + signal.SIGTERM
     finish(ranks)
     before = read_weights("out/tiny")["weights"]
     for run in ("out/tiny_own_fixed/seed0/step_000004", "out/ranks"):
@@ -124,16 +143,13 @@ def test_a_frozen_memory_keeps_its_whole_state(tuned, monkeypatch):
     assert not any(torch.equal(before[name], after[name]) for name in before.keys() & after.keys())
 
 
-def test_seeds_run_side_by_side(tuned, capsys):
+def test_seeds_run_side_by_side(tuned):
     processes = [start(0, finetune.main, ["tune.py", f"--seed={seed}"]) for seed in (0, 1)]
     finish(*processes)
     seeds = {str(n): scores(f"out/tiny_own/seed{n}") for n in (0, 1)}
     summary = scores("out/tiny_own")
     assert summary["seeds"] == seeds
     assert summary["eval_accuracy"] == np.mean([r["eval_accuracy"] for r in seeds.values()])
-    with lock("out/tiny_own/seed2", "trains there"):
-        assert_one_line(capsys, "tune.py", "--seed=2", main=finetune.main,
-                        words=["seed2: another process trains there: one at a time"])
 
 
 def assert_same_tuning(run, reference):
@@ -146,9 +162,9 @@ def assert_same_tuning(run, reference):
 
 
 def test_no_death_while_files_are_written_changes_a_run(tuned, monkeypatch):
-    """Killed before each of its renamings in turn, until nothing is left to rename."""
+    """Kill it before each of its renamings in turn, until nothing is left to rename."""
     class Killed(BaseException):
-        pass
+        """Pass through `except Exception`."""
 
     def killing(*args):
         calls.append(args)
@@ -172,17 +188,9 @@ def test_no_death_while_files_are_written_changes_a_run(tuned, monkeypatch):
 
 
 @pytest.mark.parametrize("at", [3, 6])  # within an epoch, and at the end of the first seed
-def test_a_signal_saves_and_fine_tuning_goes_on(tuned, monkeypatch, capsys, at):
+def test_a_signal_saves_and_fine_tuning_goes_on(tuned, capsys, at):
     args = ["--seeds=2", "--train_examples=16"]
-    seed_dropout = finetune.training.seed_dropout
-
-    def interrupted(seed, step, micro):
-        if step + 1 == at:
-            os.kill(os.getpid(), signal.SIGTERM)
-        seed_dropout(seed, step, micro)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(finetune.training, "seed_dropout", interrupted)
+    with before_update(at, interrupt(signal.SIGTERM)):
         assert tune(*args) == 128 + signal.SIGTERM
     assert steps_saved("out/tiny_own/seed0") == at and not Path("out/tiny_own/seed1").exists()
     assert f"python finetune.py tune.py {' '.join(args)}" in capsys.readouterr().out
@@ -193,7 +201,7 @@ def test_a_signal_saves_and_fine_tuning_goes_on(tuned, monkeypatch, capsys, at):
 
 
 def test_seeds_of_a_folder_have_one_recipe_and_one_start(tuned, capsys):
-    """A resumed run has the same data, too. A path to the same weights is no difference."""
+    """Accept another path to the same weights, but no other weights, settings or data."""
     newest = Run("out/tiny").newest_checkpoint()
 
     def refused(*args, words):
@@ -212,7 +220,7 @@ def test_seeds_of_a_folder_have_one_recipe_and_one_start(tuned, capsys):
 
 
 def test_the_weights_become_those_of_transformers(tuned):
-    """BERT of transformers, trained by hand on the same batches, from the same weights."""
+    """Train BERT of transformers by hand on the same batches, from the same weights."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.BertForSequenceClassification(transformers.BertConfig(
         vocab_size=25, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
@@ -230,7 +238,7 @@ def test_the_weights_become_those_of_transformers(tuned):
     theirs.classifier.load_state_dict(start.head.state_dict())
     config = load_settings(finetune.Config, ["tune.py", *args])
     examples = load_examples(find_task("own"), "train", text_tokenizer("tiny.txt"), 32, 128)
-    batches = TrainingBatches(examples, config)
+    batches = finetune.TrainingBatches(examples, config)
     optimizer = torch.optim.Adam(theirs.parameters(), lr=5e-3, eps=1e-6)
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 12)
     for step in range(12):

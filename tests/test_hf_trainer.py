@@ -5,21 +5,20 @@ import os
 import shutil
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
-
-from for_transformers.add_memory import add_memory
-from lib.errors import UserError
-from tests.helpers import assert_near, assert_same
-from tests.on_ranks import finish, start
-from tests.small_models import MEMORY, transformers
-from tests.test_adapter import base, lora
-from values import LazyAdam
-
-accelerate = pytest.importorskip("accelerate")
+import transformers
 
 from for_transformers.adapter import find_memories, load_memory, train_memory
+from for_transformers.add_memory import add_memory
 from for_transformers.trainer import StepValues
+from lib.settings import UserError
+from pkm import LazyAdam
+from tests.helpers import assert_near, assert_same
+from tests.on_ranks import finish, start
+from tests.small_models import MEMORY
+from tests.test_adapter import base, lora
 
 EPS = 1e-3  # not so small that Adam makes updates of gradients that are rounding
 
@@ -99,7 +98,7 @@ def test_wrong_tables_and_checkpoints_are_refused(tmp_path):
 
 
 class Overflows(transformers.Trainer):
-    """One gradient of its second step is infinite, and none of a read."""
+    """Make one gradient of the second step infinite, and none of a read."""
 
     def training_step(self, model, *args, **kwargs):
         loss = super().training_step(model, *args, **kwargs)
@@ -133,8 +132,10 @@ BATCH, STEPS = 8, 4
 
 
 def make():
-    """Make a model in float64 without dropout, and rows without padding. Its batch norms have the
-    statistics of evaluation: those of a batch would be those of each rank's own."""
+    """Make a model in float64 without dropout, and rows without padding.
+
+    Its batch norms have the statistics of evaluation: those of a batch would be each rank's own.
+    """
     model, _ = model_with_memory(dropout=0.0)
     model = model.double()
     for module in model.modules():

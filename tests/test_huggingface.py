@@ -1,5 +1,5 @@
 """
-Hugging Face's folders, read: side by side with transformers.
+Read Hugging Face's folders, side by side with transformers.
 """
 import json
 import shutil
@@ -13,8 +13,8 @@ from torch import nn
 import measure
 from lib.corpus import Corpus, masked_heldout
 from lib.device import to_device
-from lib.errors import UserError
 from lib.huggingface import from_huggingface, to_huggingface
+from lib.settings import UserError
 from lib.tokenizer import SPECIALS, load_tokenizer
 from lib.weights import init_from, load_model, read_weights
 from model import Classifier, LanguageModel, SpanReader
@@ -112,7 +112,7 @@ def test_an_encoder_without_a_head_is_a_start(tmp_path, capsys, prefix):
     save(theirs, tmp_path)
     torch.save({prefix + n: w for n, w in theirs.state_dict().items()},
                tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="weights of another model: Missing key"):
+    with pytest.raises(UserError, match=str(tmp_path)):
         load_model(tmp_path)
     sizes = {"n_head": 4, "d_model": 32, "d_ff": 64, "max_len": 24}
     for model in (tiny_bert(**sizes), Classifier(tiny_bert(**sizes).bert.config, 2)):
@@ -136,11 +136,11 @@ def test_a_vocabulary_with_capitals_is_of_a_cased_bert(tmp_path):
 
 
 @pytest.mark.parametrize("key, value, words", [
-    ("hidden_act", "relu", "hidden_act = 'relu': expected 'gelu'"),
+    ("hidden_act", "relu", "hidden_act = 'relu'"),
     ("position_embedding_type", "relative_key", "'relative_key'"),
-    ("model_type", "roberta", "model_type = 'roberta': expected 'bert'"),
+    ("model_type", "roberta", "model_type = 'roberta'"),
     ("problem_type", "multi_label_classification", "multi_label_classification"),
-    ("num_hidden_layers", 4, r"pytorch_model.bin: it has no encoder\.layer\.3")])
+    ("num_hidden_layers", 4, r"pytorch_model.bin: .* encoder\.layer\.3")])
 def test_a_folder_of_another_model_is_refused(tmp_path, key, value, words):
     theirs = hugging_face("BertForMaskedLM")
     save(theirs, tmp_path)
@@ -151,7 +151,7 @@ def test_a_folder_of_another_model_is_refused(tmp_path, key, value, words):
 
 
 def test_a_run_starts_from_hugging_faces_weights(place, capsys):
-    """It finds them by name in data/weights, and its first evaluation is their loss."""
+    """Find them by name in data/weights. The first evaluation is their loss."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     theirs = transformers.BertForMaskedLM(transformers.BertConfig(

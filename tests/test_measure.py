@@ -1,31 +1,36 @@
 """
-measure.py's commands, from runs to tables, figures and texts.
+measure.py's commands, from runs to tables, figures and predictions; test_look.py has the others.
 """
-import collections
+import itertools
 import json
+import math
 import shutil
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from matplotlib import pyplot
 
 import measure
-from lib.browse import class_distances, draw_parts, task_examples, whole_distances
-from lib.corpus import Corpus, cut_split, masked_heldout
-from lib.errors import UserError
+from lib.corpus import Corpus, masked_heldout
+from lib.files import markdown
 from lib.run import Run
-from lib.tokenizer import load_tokenizer
+from lib.settings import UserError
+from lib.tasks import encode_examples, find_task, read_split
+from lib.tokenizer import text_tokenizer
 from lib.usage import evaluate_language_model, watch_reads
 from lib.weights import load_model
-from tests.helpers import PIECES, prepare, save_model, tiny_bert, train, tune
+from model import Classifier
+from tests.helpers import PIECES, prepare, save_model, squad_file, tiny_bert, train, tune
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def trained(prepared, tmp_path_factory):
-    """A folder with out/plain, out/tiny with memories in layers 2 and 3, and out/more."""
+    """Train out/plain, out/tiny with memories in layers 2 and 3, and out/more."""
     folder = tmp_path_factory.mktemp("trained")
     shutil.copytree(prepared, folder, dirs_exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -38,14 +43,20 @@ def trained(prepared, tmp_path_factory):
 
 @pytest.fixture
 def runs(trained, tmp_path, monkeypatch):
-    """The working directory: a copy of `trained`."""
+    """Make the working directory, a copy of `trained`."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def no_window(monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "agg")
+    yield
+    pyplot.close("all")
 
 
 def rows_of(text):
-    """The rows of a Markdown table, dicts by column."""
+    """Read the rows of a Markdown table, dicts by column."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]]
              for line in text.splitlines() if line.startswith("|")]
     return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
@@ -55,30 +66,103 @@ def read(name):
     return json.loads(Path(name).read_text())
 
 
+def test_a_table_in_markdown():
+    assert markdown(["name", "x|y"], [["a", 1.234], ["long one", None]]) == (
+        "| name     | x\\|y |\n| -------- | ---- |\n| a        | 1.23 |\n| long one |      |\n")
+
+
 def test_table_2(runs, capsys):
     """Cells are the results of evaluate_language_model; usage is of the longest text."""
     text = Path("text.txt").read_text()
     Path("short.txt").write_text(text[:len(text) // 2])
     prepare("text", "short", "short.txt", "--vocab", "tiny.txt", "--val_every", "10")
-    measure.main(["table", "out/plain", "out/tiny", "out/more", "--data", "short", "tiny",
-                  "--device", "cpu", "--out", "t"])
-    rows = rows_of(capsys.readouterr().out)
+    capsys.readouterr()
+    measure.main(["table", "out/plain", "out/tiny", "out/more", "--data", "tiny", "short",
+                  "--device", "cpu", "--out", "new/t"])
+    said = capsys.readouterr().out
+    assert said.endswith(Path("new/t.md").read_text())
+    rows = rows_of(said)
     assert [(row["run"], row["steps"], row["seed"], row["layers"]) for row in rows] == [
         ("out/plain", "2", "0", "-"), ("out/tiny", "4", "0", "2/3"),
         ("out/more", "4 + 2", "7", "2/3")]
-    found = read("t.json")["runs"][1]["results"]
+    found = read("new/t.json")["runs"][1]["results"]
     for name in ("short", "tiny"):
         batches = masked_heldout(Corpus(name), "test", 16, 8)
         expected, _ = evaluate_language_model(load_model("out/tiny"), batches, CPU)
         assert found[name] == [json.loads(json.dumps(expected))]
         assert rows[1][f"{name} ppl"] == f"{expected['perplexity']:.2f}"
-    assert rows[1]["accesses"].split("/")[0] == f"{expected['layers'][2]['accesses']:,}"
+    first, second = expected["layers"].values()
+    for column, name, form in (
+            ("MU", "mu", ".1%"), ("uniform MU", "mu_uniform", ".1%"), ("KL_u", "kl_u", ".2f"),
+            ("top-1 MU", "top1_mu", ".1%"), ("uniform top-1", "top1_mu_uniform", ".1%"),
+            ("KL_w", "kl_w", ".2f"), ("effective k", "effective_k", ".1f"),
+            ("accesses", "accesses", ",.0f")):
+        assert rows[1][column] == f"{first[name]:{form}}/{second[name]:{form}}"
+        assert rows[0][column] == "-"
 
 
-def test_table_6_and_figure_4(tuned, monkeypatch, capsys):
-    """Both count what the real tokens of each text read, and no more."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.setenv("MPLBACKEND", "agg")
+def write_split(split, texts):
+    lines = ["sentence\tlabel", *(f"{text}\tx" for text in texts[1:]), f"{texts[0]}\ty"]
+    Path(f"own/{split}.tsv").write_text("\n".join(lines))
+
+
+@pytest.fixture
+def own_task(workdir):
+    """Write a fine-tuned run of a task in own/, with 16 slots and 2 heads."""
+    bert = tiny_bert(vocab_size=len(PIECES), memory_layers=(2,), dropout=0.5).bert
+    save_model("out/run/seed0", Classifier(bert.config, 2), ["x", "y"])
+    shutil.copy("vocab.txt", "out/run/seed0")
+    settings = {"task": "own", "max_len": 8, "doc_stride": 4}
+    Path("out/run/seed0/config.json").write_text(json.dumps(settings))
+    Path("own").mkdir()
+    write_split("train", ["cat [SEP]", "mat", "cat " * 20, "the", "sat"])
+
+
+def table_6(capsys):
+    measure.main(["table", "out/run", "--device", "cpu", "--out", "table6"])
+    [record] = read("table6.json")
+    return [record[key] for key in ("task", "split", "examples")], record["layers"]["2"]
+
+
+@pytest.mark.parametrize(("texts", "split", "examples", "accesses"), [
+    (7, "train", 5, (3 + 8 + 3 + 3 + 6) * 2), (8, "dev", 8, 8 * 3 * 2)])
+def test_table_6_is_of_dev_if_it_has_three_accesses_a_slot(own_task, capsys, texts, split,
+                                                           examples, accesses):
+    """1 - (15/16)^n reaches 95% at n = 47 (47 = ceil(log 0.05 / log 15/16)).
+
+    Examples have the run's max_len, and a "[SEP]" in a text is three tokens of text.
+    """
+    write_split("dev", ["mat"] * texts)  # 3 tokens x 2 heads each
+    facts, usage = table_6(capsys)
+    assert facts == ["own", split, examples]
+    assert usage["accesses"] == accesses
+    assert table_6(capsys)[1] == usage  # dropout is off
+
+
+def test_table_6_of_squad_is_that_of_all_windows(own_task, capsys):
+    """Of 36 tokens: 8 windows with 5 tokens of the question, 10 or in the last 8, and [SEP]."""
+    settings = {"task": "squad", "max_len": 16, "doc_stride": 4}
+    Path("out/run/seed0/config.json").write_text(json.dumps(settings))
+    Path("data/squad").mkdir(parents=True)
+    squad_file(Path("data/squad/dev-v1.1.json"))  # two questions
+    facts, usage = table_6(capsys)
+    assert facts == ["squad", "dev", 16]
+    assert usage["accesses"] == 2 * 2 * (7 * 16 + 14)
+
+
+def shares(counts):
+    return [count / sum(counts) for count in counts]
+
+
+def kl(a, b):
+    return sum(p * math.log(p / q) for p, q in zip(a, b, strict=True) if p)
+
+
+def test_figure_4_and_table_6_slot_by_slot(tuned, capsys):
+    """Both count what the real tokens of each text read, and no more.
+
+    KL is over the slots that both classes read.
+    """
     assert tune("--epochs=1") == 0
     capsys.readouterr()
     measure.main(["table", "out/tiny_own", "--out", "table6"])
@@ -88,125 +172,182 @@ def test_table_6_and_figure_4(tuned, monkeypatch, capsys):
     measure.main(["by_class", "out/tiny_own", "--out", "figure4", "--device", "cpu"])
     assert Path("figure4.png").read_bytes()[1:4] == b"PNG"
 
-    def count(path, examples):
-        """The top-1 counts of layer 2, text by text, which needs no padding."""
-        model, counts = load_model(path).eval(), np.zeros(64, int)
+    examples = {split: encode_examples(text_tokenizer("tiny.txt"),
+                                       *read_split(find_task("own"), split), 32)
+                for split in ("train", "dev")}
 
-        def see(layer, slots, weights):
-            if layer == 2:
-                np.add.at(counts, slots[..., 0].numpy(), 1)
-
-        with watch_reads(model, see), torch.no_grad():
-            for example in examples:
+    def count(path, split):
+        """Count layer 2's top-1 reads by class, text by text, which needs no padding."""
+        model, counts, reads = load_model(path).eval(), np.zeros((2, 64), int), {}
+        with watch_reads(model, lambda layer, *read: reads.update({layer: read})), torch.no_grad():
+            for example in examples[split]:
                 model.bert(torch.from_numpy(example.ids.astype(int))[None])
+                slots, _ = reads[2]
+                np.add.at(counts[example.label], slots[..., 0].numpy(), 1)
         return counts
 
-    counts = count("out/tiny_own", task_examples("out/tiny_own", "dev")[1])
+    counts = count("out/tiny_own", "dev").sum(0)
     usage = read("table6.json")[0]["layers"]["2"]
     assert (usage["accesses"], usage["top1_mu"]) == (counts.sum(), (counts > 0).mean())
-    parts = draw_parts(task_examples("out/tiny_own", "train")[1])
     for record, path in zip(read("figure4.json")[::2], ("out/tiny", "out/tiny_own"), strict=True):
         assert (record["classes"], record["layer"]) == ("none against animal", 2)
-        top1 = np.array([count(path, part) for part in parts])
-        expected = class_distances(top1[3:5], top1[:2])  # class 1 is the positive one
-        expected |= whole_distances(top1[3:].sum(0), top1[:3].sum(0))
-        assert {key: record[key] for key in expected} == pytest.approx(expected, abs=0.01)
-        assert record["accesses"] == (top1.sum() - top1[2].sum() - top1[5].sum()) // 4
+        animal, none = count(path, "train").tolist()
+        both = [(x, y) for x, y in zip(none, animal, strict=True) if x and y]
+        assert 10 < len(both) < sum(map(any, zip(none, animal))) < 64
+        p, q = shares(none), shares(animal)
+        assert record["kl_whole"] == pytest.approx(kl(*map(shares, zip(*both))), abs=0.01)
+        iou = sum(map(min, p, q)) / sum(map(max, p, q))
+        assert record["iou_whole"] == pytest.approx(iou, abs=0.01)
 
 
-def test_staleness_slot_by_slot(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    (tmp_path / "config.json").write_text('{"memory_layers": [2]}')
+def test_parts_of_the_two_largest_classes():
+    examples = [types.SimpleNamespace(label=label) for label in [2] * 9 + [1] * 3 + [0] * 5]
+    parts = measure.draw_parts(examples)
+    assert [[example.label for example in part] for part in parts] == [
+        [0, 0], [0, 0], [0], [2, 2], [2, 2], [2] * 5]
+    assert len({id(example) for part in parts for example in part}) == 14
+
+
+def test_distances_of_halves_slot_by_slot():
+    """Figure 4: KL(p || 0.9 q + 0.1 p) and IOU, each beside its floor."""
+    positive, negative = np.random.default_rng(0).integers(0, 9, (2, 2, 50))
+    found = measure.class_distances(positive, 3 * negative)
+    a, b, c, d = map(shares, [*positive.tolist(), *negative.tolist()])
+    for kind, pairs in {"between": [(a, c), (a, d), (b, c), (b, d)],
+                        "floor": [(a, b), (b, a), (c, d), (d, c)]}.items():
+        bounded = [kl(p, [0.9 * y + 0.1 * x for x, y in zip(p, q)]) for p, q in pairs]
+        assert found[f"kl_{kind}"] == pytest.approx(sum(bounded) / 4)
+        common = sum(sum(map(min, p, q)) for p, q in pairs) / 4
+        assert found[f"iou_{kind}"] == pytest.approx(common / (2 - common))
+
+
+def test_figure_2_slot_by_slot(tmp_path, monkeypatch, capsys):
+    """A run with fewer snapshots has empty cells."""
+    monkeypatch.chdir(tmp_path)
     steps = [500_000, 1_000_000, 1_500_000]  # where names no longer sort by step
     top1 = np.array([[3, 0, 0, 1, 0], [0, 2, 0, 1, 0], [0, 0, 4, 1, 0]])
-    for step, counts in zip(steps, top1, strict=True):
-        Run(tmp_path).write_usage(step, {2: {"read": counts, "top1": counts}})
-    measure.main(["staleness", str(tmp_path), "--out", str(tmp_path / "two")])
-    [record] = read(tmp_path / "two.json")
+    for run, snapshots in (("long", 3), ("short", 1)):
+        Path(run).mkdir()
+        Path(run, "config.json").write_text('{"memory_layers": [2]}')
+        for step, counts in zip(steps[:snapshots], top1):
+            Run(run).write_usage(step, {2: {"read": counts, "top1": counts}})
+    measure.main(["staleness", "long", "short", "--out", "two"])
+    record, _ = read("two.json")
     assert record["slots"] == dict(zip(["never", *map(str, steps)], [0.2, 0.2, 0.2, 0.4]))
     assert (record["layer"], record["accesses"]) == (2, 5)
-    assert rows_of(capsys.readouterr().out)[0]["1500000"] == "40.0%"
+    assert [row["1500000"] for row in rows_of(capsys.readouterr().out)] == ["40.0%", ""]
+    bars = [[bar.get_height() for bar in axes.patches] for axes in pyplot.gcf().axes]
+    assert bars == [[20, 20, 20, 40], [60, 40]]
 
 
 def test_figure_3(runs, capsys):
-    pytest.importorskip("matplotlib")
-    measure.main(["curves", "out/tiny", "out/more", "--out", "new/three"])
+    """Lines of perplexity and usage. A run that diverged has no numbers."""
+    shutil.copytree("out/more", "out/nan")
+    records = Run("out/more").records()
+    diverged = [record | {"perplexity": None} for record in records if "perplexity" in record]
+    Path("out/nan/log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in diverged))
+    measure.main(["curves", "out/tiny", "out/more", "out/nan", "--out", "new/three"])
     rows, logs = rows_of(capsys.readouterr().out), read("new/three.json")
-    assert [(row["run"], row["steps"]) for row in rows] == [("out/tiny", "4"), ("out/more", "6")]
+    assert [(row["run"], row["steps"]) for row in rows] == [
+        ("out/tiny", "4"), ("out/more", "6"), ("out/nan", "6")]
     assert logs["out/more"] == json.loads(json.dumps(Run("out/more").evaluations()))
     assert {path.suffix for path in Path("new").iterdir()} == {".json", ".md", ".png", ".svg"}
+    upper, lower = pyplot.gcf().axes
+    expected = [[log["step"], log["perplexity"]] for log in logs["out/more"]]
+    assert upper.lines[1].get_xydata().tolist() == expected
+    last = max(logs[run][-1]["perplexity"] for run in ("out/tiny", "out/more"))
+    assert upper.get_ylim()[1] == pytest.approx(2 * last)
+    assert [line.get_label() for line in lower.lines][2:4] == ["more, layer 2", "more, layer 3"]
+    usage = [100 * log["layers"]["3"]["top1_mu"] for log in logs["out/more"]]
+    assert lower.lines[3].get_ydata().tolist() == usage
 
 
-def test_slots_are_those_that_contexts_read_most(runs):
-    """The table and the page, against reads of one sequence after the other."""
-    measure.main(["slots", "out/tiny", "--layer", "2", "--most", "2", "--contexts", "4",
-                  "--device", "cpu", "--out", "s"])
-    measure.main(["browse", "out/tiny", "--contexts", "4", "--out", "memory.html"])
-    page = Path("memory.html").read_text(encoding="utf-8")
-    page = json.loads(page.split('id="data">')[1].split("</script>")[0])
-    layer = page["layers"][0]
-    model, tokenizer = load_model("out/tiny").eval(), load_tokenizer("out/tiny")
-    counts, top1, reads = collections.Counter(), collections.Counter(), {}
-    strength = collections.defaultdict(dict)  # {slot: {context: weight}}
-    text = []
-    with watch_reads(model, lambda layer, *read: reads.update({layer: read})), torch.no_grad():
-        for ids in torch.from_numpy(cut_split(Corpus("tiny"), "test", 16, 512)):
-            model.bert(ids[None])
-            words = [tokenizer.id_to_token(i) for i in ids.tolist()]
-            for t, (slots, weights) in enumerate(zip(*reads[2], strict=True)):
-                context = "".join([*words[max(0, t - 8):t], f"«{words[t]}»", *words[t + 1:t + 9]])
-                text.append(context)
-                counts.update(slots.flatten().tolist())
-                top1.update(slots[:, 0].tolist())
-                for slot in slots.unique().tolist():
-                    weight = weights[slots == slot].sum().item()
-                    strength[slot][context] = max(strength[slot].get(context, 0), weight)
-    found = read("s.json")
-    assert [slot["reads"] for slot in found] == [n for _, n in counts.most_common(2)]
-    for slot in found:
-        assert (slot["reads"], slot["top1"]) == (counts[slot["slot"]], top1[slot["slot"]])
-        for (weight, context), (token, rounded) in zip(
-                slot["contexts"], layer["contexts"][slot["slot"]], strict=True):
-            assert context.replace(" ", "") == text[token] and rounded == round(weight, 2)
-            assert strength[slot["slot"]][text[token]] == pytest.approx(weight, rel=1e-5)
-    for slot, contexts in enumerate(layer["contexts"]):
-        best = sorted(strength[slot].values(), reverse=True)[:4]
-        assert [weight for _, weight in contexts] == pytest.approx(best, abs=0.006)
-        assert (layer["read"][slot], layer["top1"][slot]) == (counts[slot], top1[slot])
-    pieces = [page["pieces"][n].strip() for n in page["text"]]
-    assert all(f"«{piece}»" in context for piece, context in zip(pieces, text, strict=True))
+def finished(folder, task, scores, initial="L", updated=False, seeds=1):
+    """Write a run whose medians are `scores`."""
+    settings = {"task": task, "init_from": initial, "update_memory": updated}
+    Path(folder, "seed0").mkdir(parents=True)
+    Path(folder, "seed0/config.json").write_text(json.dumps(settings))
+    medians = {f"eval_{name}": score for name, score in scores.items()}
+    results = {**medians, "eval_epoch": 2.0, "seeds": dict.fromkeys(range(seeds), medians)}
+    Path(folder, "eval_results.json").write_text(json.dumps(results))
 
 
-def test_fill_guesses_from_the_text_between_cls_and_sep(workdir, capsys):
-    """A model without memory needs no corpus."""
-    model = tiny_bert(vocab_size=len(PIECES), init_std=0.5).eval()
-    save_model("out/run", model)
-    shutil.copy("vocab.txt", "out/run")
-    measure.main(["fill", "out/run", "the [MASK] sat", "--device", "cpu"])
-    with torch.no_grad():
-        best = model(torch.tensor([[2, 5, 4, 7, 3]]))[0, 2].softmax(0).topk(5)
-    pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-    lines = map(str.split, capsys.readouterr().out.splitlines())
-    assert [line for line in lines if line[0].endswith("%")] == [
-        [f"{p:.1%}", PIECES[i]] for p, i in pairs]
+def test_the_table_of_scores(tmp_path, monkeypatch, capsys):
+    """A row for a model and memory update, in the order of Table 4 and with its average."""
+    monkeypatch.chdir(tmp_path)
+    for task, scores in {
+            "MNLI": {"accuracy": 0.5, "accuracy_mm": 0.6}, "QQP": {"accuracy": 0.7, "f1": 0.1},
+            "QNLI": {"accuracy": 0.8}, "SST-2": {"accuracy": 0.9},
+            "CoLA": {"matthews_correlation": 0.4, "accuracy": 0.3},
+            "squad": {"exact_match": 50.0, "f1": 60.5}}.items():
+        finished(f"fixed_{task}", task, scores, seeds=5)
+    finished("sst2", "SST-2", {"accuracy": 0.95}, updated=True)
+    finished("own", "path/to/own", {"pearson": 0.25, "spearmanr": 0.5})
+    Path("unfinished/seed0").mkdir(parents=True)
+    paths = sorted(map(str, Path().iterdir()))
+    measure.main(["glue", *paths])
+    fixed, updated = rows_of(capsys.readouterr().out)
+    assert list(fixed.items()) == [
+        ("initial model", "L"), ("memory update", "N"), ("squad", "50.0/60.5 (5)"),
+        ("mnli", "50.0/60.0 (5)"), ("qqp", "70.0 (5)"), ("qnli", "80.0 (5)"),
+        ("sst2", "90.0 (5)"), ("cola", "40.0 (5)"), ("Avg", "65.0"), ("own", "25.0 (1)")]
+    assert (updated["memory update"], updated["sst2"], updated["Avg"]) == ("Y", "95.0 (1)", "")
+    finished("again", "SST-2", {"accuracy": 0.6})
+    with pytest.raises(UserError, match="again: .*sst2 from L"):
+        measure.main(["glue", *paths, "again"])
 
 
-def test_fill_shows_what_else_reads_a_slot(runs, capsys):
-    measure.main(["fill", "out/tiny", "the [MASK] cat", "--contexts", "2"])
-    text = capsys.readouterr().out
-    assert "[MASK] at token 2:" in text
-    slot = text.split("layer 2, head 1: slot ")[1].split()[0]
-    measure.main(["slots", "out/tiny", "--layer", "2", "--most", "64", "--contexts", "2"])
-    rows = [row for row in rows_of(capsys.readouterr().out) if row["slot"] == slot]
-    assert len(rows) == 2
-    for row in rows:
-        assert f"({row['weight']}) {row['context']}" in text
+def predict(run, file):
+    """Predict for a file. Returns the rows, dicts by column."""
+    measure.main(["predict", str(run), file, "--out", "said", "--device", "cpu"])
+    header, *rows = Path("said.tsv").read_text().removesuffix("\n").split("\n")
+    return [dict(zip(header.split("\t"), row.split("\t"), strict=True)) for row in rows]
 
 
-@pytest.mark.parametrize(("command", "message"), [
-    ("browse out/plain --out page", "out/plain: a model without memory"),
-    ("table out/tiny", "out/tiny: not a fine-tuned run")])
-def test_mistakes_get_a_line(runs, command, message):
-    with pytest.raises(UserError, match=message):
-        measure.main(command.split())
+@torch.no_grad()
+def say(run, *texts):
+    """Compute the logits of one example, alone and without padding."""
+    tokenizer, model = text_tokenizer(run / "vocab.txt"), load_model(run).eval()
+    parts = [[*tokenizer.encode(text, add_special_tokens=False).ids, 3] for text in texts]
+    ids = [2, *itertools.chain(*parts)]
+    types = [int(n > len(parts[0])) for n in range(len(ids))]
+    return model(torch.tensor([ids]), token_types=torch.tensor([types]))[0]
+
+
+def test_predicted_classes_with_probabilities(tuned):
+    """Other columns of the file stay."""
+    assert tune("--epochs=1") == 0
+    run, vocab = Path("out/tiny_own/seed0"), Path("tiny.txt").read_text().split()[5:]
+    texts = [" ".join(np.random.default_rng(n).choice(vocab, n)) for n in (5, 1, 30)]
+    texts += ["", "a [SEP] cat", "cat " * 30 + "dog " * 30]  # max_len is 32
+    Path("new.tsv").write_text("\n".join(["id\tsentence", *(f"7\t{text}" for text in texts)]))
+    rows = predict("out/tiny_own", "new.tsv")
+    assert list(rows[0]) == ["id", "sentence", "prediction", "probability"]
+    for text, row in zip(texts, rows, strict=True):
+        label = int(row["prediction"] == "none")
+        expected = say(run, " ".join(text.split()[:30])).softmax(0)[label].item()
+        assert row["sentence"] == text
+        assert expected > 0.4999
+        assert float(row["probability"]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_predicted_answers_with_scores(tuned):
+    """Learned by heart, from windows of 24 tokens. Each answer is the best span of all."""
+    args = ["--task=squad", "--max_len=24", "--doc_stride=8", "--dropout=0", "--max_steps=60"]
+    assert tune(*args) == 0
+    run = Path("out/tiny_squad/seed0")
+    result = read(run / "eval_results.json")
+    assert (result["eval_f1"], result["eval_exact_match"]) == (100, 100)
+    assert read(run / "predictions_dev.json") == {"q0": "cat", "q1": "cat"}
+    contexts = ["the cat saw", "the dog saw the cat .", ""]
+    paragraphs = [{"context": context, "qas": [{"id": context, "question": "no cat ?"}]}
+                  for context in contexts]  # questions without answers
+    Path("new.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    rows = predict("out/tiny_squad", "new.json")
+    assert [row["id"] for row in rows] == contexts
+    assert list(rows[2].values()) == ["", "no cat ?", "", "-inf"]
+    for context, row in zip(contexts[:2], rows):
+        words, (first, *_, last) = context.split(), row["prediction"].split() * 2
+        start, end = say(run, "no cat ?", context)[5:-1].T
+        best = start[words.index(first)] + end[words.index(last)]
+        assert float(row["score"]) == pytest.approx(best.item(), abs=2e-3)

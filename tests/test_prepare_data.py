@@ -1,19 +1,207 @@
 """
-Commands of prepare_data.py, from files on disk.
+Commands of prepare_data.py, from files on disk to token files, by hand.
 """
+import ast
+import hashlib
+import os
+import random
+import re
 import shutil
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from lib.corpus import Corpus
-from lib.errors import UserError
+from lib.settings import UserError
 from lib.tokenizer import load_tokenizer
-from tests.helpers import SHARED, WIKITEXT, prepare, texts_of, write_parquet
+from tests.helpers import (
+    PIECES,
+    SHARED,
+    WIKITEXT,
+    files,
+    prepare,
+    prepare_sample,
+    texts_of,
+    write_parquet,
+)
 
 
-def test_wikitext_from_disk(workdir):
+def random_lines(number):
+    """Draw lines that are all different: two words and [UNK]."""
+    rng = random.Random(3)
+    return [" ".join(rng.choices(["the", "cat", "sat", "mat"], k=2)) + f" {n}\n"
+            for n in range(number)]
+
+
+def test_a_corpus_by_hand(workdir):
+    """Four documents: the first two are for train, then one for val and one for test."""
+    prepare_sample()
+    corpus = Corpus("sample")
+    assert texts_of(corpus, "train") == ["the cat sat . the mat ##s", "[UNK] cat ."]
+    # [SEP] in a text is text: "[", "sep", "]"
+    assert texts_of(corpus, "val") == ["the mat . [UNK] [UNK] [UNK]"]
+    content = Path("data/sample/test.bin").read_bytes()
+    assert content == bytes([7, 0, 7, 0, 3, 0])
+    assert corpus.split("test").dtype == np.uint16
+    assert corpus.special_ids == (0, 1, 2, 3, 4)
+    assert corpus.vocab_size == len(PIECES)
+    meta = corpus.meta
+    assert meta["tokenizer_hash"] == hashlib.sha256("\n".join(PIECES).encode()).hexdigest()
+    assert meta["documents"] == {"train": 2, "val": 1, "test": 1}
+    assert meta["unknown"] == {"train": 1, "val": 3, "test": 0}
+    assert meta["tokens"] == {"train": 12, "val": 7, "test": 3}
+    assert meta["sha256"]["test"] == hashlib.sha256(content).hexdigest()
+    # train has 1 + 1 [UNK], 2 + 1 "the", "cat" and ".", 1 + 1 "sat", "mat" and "##s": 17 in all;
+    # val has "the", ".", "mat" and three [UNK]; [SEP] counts in neither
+    expected = (17 / 3) ** (2 / 6) * (17 / 2) ** (4 / 6)
+    assert meta["unigram_perplexity"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("split, documents", [
+    ("blank", ["the cat sat", "mat", "cat sat mat", "cat cat", "the mat"]),
+    ("file", ["the cat sat mat", "cat sat mat cat cat", "the mat"])])
+def test_documents_of_a_folder(workdir, split, documents):
+    """They come from its *.txt in order, whatever the ends of lines and the blank lines."""
+    Path("books/more").mkdir(parents=True)
+    for name, text in {"a.TXT": "\r\nthe cat\r\nsat\r\n\r\nmat", "more/c.txt": "the\nmat",
+                       "b.txt": "cat sat\nmat\n\n \ncat cat\n\n", "notes.md": "cat", "d.txt": " \n"
+                       }.items():
+        Path("books", name).write_bytes(text.encode())
+    prepare("text", "new", "books", "--split", split, "--vocab", "vocab.txt")
+    corpus = Corpus("new")
+    found = [texts_of(corpus, which) for which in ("train", "val", "test")]
+    assert found == [documents[:-2], documents[-2:-1], documents[-1:]]
+
+
+def test_the_first_of_equal_documents_stays(workdir):
+    """Whatever file it is in; the held-out ones are of what stays."""
+    Path("a.txt").write_text("cat\n\nmat\nsat\n\ncat\n\n")
+    Path("b.txt").write_text("mat sat\n\nsat\n\nmat\nsat\n\nthe\n")
+    prepare("text", "one", "a.txt", "b.txt", "a.txt", "--vocab", "vocab.txt")
+    corpus = Corpus("one")
+    assert texts_of(corpus, "train") == ["cat", "mat sat", "mat sat"]  # "mat\nsat" and "mat sat"
+    assert texts_of(corpus, "val") == ["sat"]
+    assert texts_of(corpus, "test") == ["the"]
+    assert corpus.meta["duplicates"] == 2
+
+
+def test_one_document_in_val_every_is_held_out(workdir):
+    Path("books").mkdir()
+    for number in range(1, 21):
+        Path(f"books/{number:02}.txt").write_text("cat\n\n" * number)
+    prepare("text", "books", "books", "--split", "file", "--val_every", 10, "--vocab", "vocab.txt")
+    corpus = Corpus("books")
+    assert texts_of(corpus, "val") == [" ".join(["cat"] * number) for number in (9, 19)]
+    assert texts_of(corpus, "test") == [" ".join(["cat"] * number) for number in (10, 20)]
+    assert corpus.meta["documents"]["train"] == 16
+
+
+def test_text_that_is_not_utf8_is_named(workdir):
+    Path("books").mkdir()
+    Path("books/1.txt").write_text("cat\n\nmat\n\nsat\n")
+    Path("books/2.txt").write_bytes("caf\u00e9".encode("cp1252"))
+    with pytest.raises(UserError, match="^books/2.txt"):
+        prepare("text", "new", "books", "--vocab", "vocab.txt")
+    assert not Path("data/new").exists()
+
+
+def test_a_vocabulary_that_is_too_large(workdir):
+    with pytest.raises(UserError, match="70,000"):
+        prepare("text", "new", "sample.txt", "--vocab_size=70000")
+
+
+def test_a_corpus_is_whole_or_absent(workdir, monkeypatch):
+    """A preparation that stops leaves what was there before, and the next one starts anew."""
+    prepare_sample()
+    old = files("data/sample")
+    Path("sample.txt").write_text("mat\n\ncat\n\nsat\n\nmat cat\n\nmat sat\n")
+
+    def stop(*args, **settings):
+        assert list(Path("data").glob(".*/test.bin"))  # the token files are written
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("json.dumps", stop)  # of meta.json
+        with pytest.raises(KeyboardInterrupt):
+            prepare_sample("--force")
+    assert files("data/sample") == old
+    assert [name for name in os.listdir("data") if not name.startswith(".lock")] == ["sample"]
+    prepare_sample("--force")
+    assert Corpus("sample").meta["documents"] == {"train": 3, "val": 1, "test": 1}
+
+
+@pytest.fixture
+def library(workdir, monkeypatch):
+    """Put a library of 40 files in place of Python's. One docstring of each is the same."""
+    library = workdir / "library"
+    (library / "tests").mkdir(parents=True)
+    for number in range(40):
+        text = f'"""{number}.\n\nMore."""\ndef f():\n    "Same."'
+        (library / f"m{number:02}.py").write_text(text)
+    (library / "tests/m.py").write_text('"""A test."""')
+    (library / "bad.py").write_text('"""Bad."""\ndef')
+    monkeypatch.setattr(ast, "__file__", str(library / "ast.py"))
+    for package in (torch, np):
+        monkeypatch.setattr(package, "__file__", "nowhere/__init__.py")
+    return library
+
+
+def test_docs(library):
+    """A docstring comes once, and a source file is a document."""
+    prepare("docs", "--vocab_size", 400)
+    corpus = Corpus("docs")
+    assert corpus.meta["documents"] == {"train": 36, "val": 2, "test": 2}
+    tokenizer = load_tokenizer(corpus.folder)
+    assert tokenizer.decode(corpus.split("val")) == "18. more. 38. more."
+    assert tokenizer.decode(corpus.split("train")).count("same.") == 1
+
+
+SOURCE = '''
+"""Module
+    of   two lines.
+
+    More."""
+import nothing_like_it
+class A:
+    "Class."
+try:
+    pass
+except E:
+    def f():
+        """Function."""
+abs = _C._add_docstr(torch.abs, r"""
+abs(x)
+
+    more {x}""".format(x=1))
+add_newdoc("A", ("b", """
+    b()"""))
+call("""not
+a docstring""")
+async def g():
+    "Last."
+'''
+
+
+def test_docs_task(library):
+    """Rows are docstrings in the order of the source, those that calls attach included.
+
+    Dev has the files of the corpus's val. What train has is in no other split.
+    """
+    (library / "m00.py").write_text(SOURCE.strip())
+    (library / "m39.py").write_text('"1.\\n\\nAgain."')
+    prepare("docs_task")
+    rows = {split: Path(f"data/docs_task/{split}.tsv").read_text().splitlines()
+            for split in ("train", "dev", "test")}
+    assert rows["train"][:8] == ["sentence\tlabel", *(f"{text}\tPython" for text in (
+        "Module of two lines.", "Class.", "Function.", "abs(x)", "b()", "Last.", "1."))]
+    assert rows["dev"] == ["sentence\tlabel", "18.\tPython", "38.\tPython"]
+    assert rows["test"] == ["index\tsentence", "0\t19."]
+
+
+def test_wikitext(workdir):
     """A folder or a zip of it, with <unk> or raw, in official splits."""
     Path("wiki").mkdir()
     for name, word in (("train", "the"), ("valid", "mat"), ("test", "cat")):
@@ -47,26 +235,39 @@ def test_wikitext2_has_the_articles_that_were_published(workdir):
     assert train[train != corpus.special_ids.sep].tolist() == whole
 
 
-def test_wikibooks_from_disk(workdir, monkeypatch):
-    """Parquet and text, Wikipedia by article and BookCorpus by lines, give the same ids."""
-    monkeypatch.setattr("lib.text.SENTENCES", 2)
-    articles = ["the cat\n\nsat .", "the mat", "", None, "the cat\n\nsat .", "cats"]
-    sentences = ["cat", "sat", "mat", "the", "cats"]
+def test_wikibooks(workdir):
+    """Wikipedia by article, BookCorpus by lines; what kind of file they are in does not matter.
+
+    The text is long: lines are encoded some thousands at a time.
+    """
+    articles = ["the cat\r\n\r\nsat .", "the mat", "", None, "the cat\n\nsat .", "cats"]
+    lines = random_lines(6000)
     write_parquet("wiki/train-0.parquet", articles[:2])
     write_parquet("wiki/train-1.parquet", articles[2:])
-    write_parquet("books.parquet", sentences)
-    Path("books.txt").write_text("\n".join(sentences) + "\n")
+    write_parquet("books.parquet", list(map(str.strip, lines)))
+    Path("books.txt").write_text("".join(lines))
     with tarfile.open("bookcorpus.tar.bz2", "w:bz2") as archive:
         archive.add("books.txt")
     for place in ("books.parquet", "books.txt", "bookcorpus.tar.bz2"):
         prepare("wikibooks", "--from", "wiki", place, "--vocab", "vocab.txt", "--force")
         corpus = Corpus("wikibooks")
-        assert texts_of(corpus, "train") == ["the cat sat .", "the mat", "cat ##s", "cat"]
-        assert texts_of(corpus, "val") == ["sat mat"]  # cut where two lines hash to 0, modulo 2
-        assert texts_of(corpus, "test") == ["the cat ##s"]
+        first, second, third, *books = texts_of(corpus, "train")
+        assert [first, second, third] == ["the cat sat .", "the mat", "cat ##s"]
+        books += texts_of(corpus, "val") + texts_of(corpus, "test")
+        assert " ".join(books) == re.sub(r"\d+", "[UNK]", " ".join("".join(lines).split()))
+        assert 3 <= len(books) <= 12  # of about 1,000 lines
     assert corpus.meta["duplicates"] == 1  # an article
-    with pytest.raises(UserError, match="--from: expected 2 arguments"):
-        prepare("wikibooks", "--from", "wiki")
+
+
+def test_a_book_that_is_there_twice_is_found_at_any_offset(workdir):
+    """All its documents but the first and the last are duplicates."""
+    lines = random_lines(30000)
+    Path("books.txt").write_text("".join([*lines, *lines[5070:25000], *lines[:1000]]))
+    prepare("bookcorpus", "--from", "books.txt", "--vocab", "vocab.txt")
+    meta = Corpus("bookcorpus").meta
+    kept = sum(meta["tokens"].values()) - sum(meta["documents"].values())  # without [SEP]
+    assert meta["duplicates"] > 10
+    assert 0 < kept / 3 - 30000 < 6000
 
 
 def test_gpt2(workdir, gpt2_files):
@@ -77,16 +278,8 @@ def test_gpt2(workdir, gpt2_files):
     for file in ("tokenizer.json", "train.bin", "vocab.txt"):
         assert Path("data/again", file).read_bytes() == Path("data/bytes", file).read_bytes()
     corpus = Corpus("bytes")
-    assert corpus.vocab_size == 50261 and corpus.special_ids == (50259, 50256, 50257, 50258, 50260)
+    assert corpus.vocab_size == 50261
+    assert corpus.special_ids == (50259, 50256, 50257, 50258, 50260)
     text = load_tokenizer(corpus.folder).decode(corpus.split("test"), skip_special_tokens=False)
-    assert text == "six </s>\n</s>" and corpus.split("test")[-1] == 50258
-
-
-def test_options_that_a_command_lacks(workdir):
-    with pytest.raises(UserError, match="unrecognized arguments: --raw"):
-        prepare("docs", "--raw")
-
-
-def test_a_vocabulary_that_is_too_large(workdir):
-    with pytest.raises(UserError, match="ids of 16 bits"):
-        prepare("docs", "--vocab_size=70000")
+    assert text == "six </s>\n</s>"
+    assert corpus.split("test")[-1] == 50258

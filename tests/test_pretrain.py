@@ -1,17 +1,15 @@
 """
-Pretraining: each step by the formulas, where a run starts, what it leaves, and what stops it.
+Pretrain: each step by the formulas, where a run starts, what it leaves, and what stops it.
 
-$ PKM_TEST_KILLS=20 python -m pytest -k killed      # more SIGKILLs than 2
+$ PKM_TEST_KILLS=20 PKM_TEST_SEED=1 python -m pytest -k killed      # 20 SIGKILLs, not 2
 """
 import itertools
 import json
 import math
 import os
-import random
 import shutil
 import signal
 import time
-import types
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +19,10 @@ import torch
 import torch.nn.functional as F
 
 import pretrain
-from lib.corpus import Corpus, MaskedBatches, masked_heldout
-from lib.errors import Failure, UserError
+from lib.corpus import Corpus, masked_heldout
 from lib.run import Run
+from lib.settings import Failure, UserError
+from lib.training import seed_dropout
 from lib.usage import evaluate_language_model
 from lib.weights import init_from, load_model
 from model import BertConfig, Classifier, LanguageModel, value_tables
@@ -31,9 +30,12 @@ from tests.helpers import (
     KILLS,
     TINY,
     assert_same,
+    before_update,
     files,
+    interrupt,
     log,
     save_model,
+    seeded_kills,
     steps_saved,
     tiny_bert,
     train,
@@ -81,9 +83,8 @@ def test_three_steps_equal_the_formulas(place, float64):
     config = pretrain.Config(**{**TINY, **settings})
     corpus = Corpus("tiny")
     torch.manual_seed(0)
-    model = LanguageModel(BertConfig(**pretrain.model_sizes(config),
-                                     vocab_size=corpus.vocab_size))
-    batches = MaskedBatches(corpus, config)
+    model = LanguageModel(pretrain.bert_config(config, corpus.vocab_size))
+    batches = pretrain.MaskedBatches(corpus, config)
     table = value_tables(model)[2]
     values = table.weight.clone().requires_grad_()
     read, moments = [], {}
@@ -124,9 +125,9 @@ def test_three_steps_equal_the_formulas(place, float64):
                 moments[name] = m, v
 
     args = [f"--{key}={value}" for key, value in settings.items() if key != "memory_layers"]
-    monkey = ["--memory_layers=2", "--log_interval=1", "--checkpoint_interval=3",
-              "--eval_interval=99", "--usage_interval=0"]
-    assert train(*args, *monkey, "--max_steps=8", "--keep_checkpoints=9") == 0
+    more = ["--memory_layers=2", "--log_interval=1", "--checkpoint_interval=3",
+            "--eval_interval=99", "--usage_interval=0"]
+    assert train(*args, *more, "--max_steps=8", "--keep_checkpoints=9") == 0
     records = [r for r in log() if "grad_norm" in r][:3]
     assert [r["loss"] for r in records] == pytest.approx(expected_losses, rel=1e-12)
     assert [r["grad_norm"] for r in records] == pytest.approx(norms, rel=1e-9)
@@ -162,7 +163,7 @@ def test_init_from(tmp_path, capsys, alpha, reinit_ffn):
 
 
 def test_seeds_share_no_random_pooler(tmp_path):
-    """Masked-LM pretraining leaves the pooler as it was drawn. A Classifier trains it."""
+    """Draw a pooler that masked language modelling did not train. A Classifier trains it."""
     initial = save_model(tmp_path / "run", tiny_bert(seed=1))
 
     def pooler(seed, start=initial):
@@ -181,7 +182,7 @@ def test_seeds_share_no_random_pooler(tmp_path):
 
 
 def test_values_that_start_at_0_change_no_output(place):
-    """At the start of a new memory; one that was trained before keeps its values."""
+    """Start a new memory at 0, but keep the values of one that was trained before."""
     for initial, layers in (("plain", ""), ("with", "2,3")):
         out = f"out/{initial}"
         assert train(f"--out={out}", f"--memory_layers={layers}", "--max_steps=3") == 0
@@ -223,12 +224,13 @@ def test_a_run_leaves_what_it_promises(place):
 
 
 def test_a_logged_loss_is_the_mean_since_the_last(place, monkeypatch):
-    """The time is that of the steps. This clock moves by 1 whenever the loop reads it twice: at
-    steps 1, 2, 3, 4, 5 (saved), 6 and 9."""
+    """Log the time of the steps alone.
+
+    This clock moves by 1 whenever the loop reads it twice: at steps 1 to 5 (saved), 6 and 9.
+    """
     args = "--max_steps=9", "--warmup_steps=4"
     every = losses(*args)
-    clock = types.SimpleNamespace(perf_counter=itertools.count().__next__)
-    monkeypatch.setattr(pretrain, "time", clock)
+    monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)
     train(*args)
     records = [r for r in log() if "grad_norm" in r]
     assert [r["loss"] for r in records] == pytest.approx(every.reshape(3, 3).mean(1))
@@ -237,7 +239,7 @@ def test_a_logged_loss_is_the_mean_since_the_last(place, monkeypatch):
 
 
 def test_compiled_training_equals_eager(place, monkeypatch):
-    """The value_lr is so high that values which compiled code forgot to train would show."""
+    """Train at a value_lr so high that values which compiled code forgot to train would show."""
     torch.compiler.reset()
     graphs, compile_model = [], torch.compile
 
@@ -263,31 +265,20 @@ def test_bfloat16_follows_float32(place):
 
 
 def test_float16_leaves_out_a_step_that_overflows(place, monkeypatch):
-    """Nothing moves in that step, whose values had no inf. The scale halves, and the next gradients
-    are unscaled, by the scale of their own step."""
-    monkeypatch.setattr(pretrain, "use_device",
-                        lambda *names: (torch.device("cpu"), torch.float16))
-    sum_gradients, scaler, calls = pretrain.distributed.sum_gradients, torch.amp.GradScaler, []
-
-    def overflows(model, *args):
-        calls.append(model)
-        if len(calls) == 1:
-            model.transform.weight.grad[0, 0] = math.inf
-        return sum_gradients(model, *args)
-
-    monkeypatch.setattr(pretrain.distributed, "sum_gradients", overflows)
+    """Move nothing in step 1, at a scale of 2^30, and unscale step 2 by its own scale, 2^15."""
+    overflowing = partial(torch.amp.GradScaler, init_scale=2.0**30, backoff_factor=2.0**-15)
     args = ["--max_steps=2", "--warmup_steps=0", "--checkpoint_interval=1", "--dropout=0",
             "--log_interval=1", "--dtype=float16"]
+    monkeypatch.setattr(torch.amp, "GradScaler", overflowing)
     assert train("--out=out/half", *args) == 0
-    calls.clear()
-    monkeypatch.setattr(torch.amp, "GradScaler", partial(scaler, growth_interval=1))
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(overflowing, growth_interval=1))
     assert train("--out=out/grows", *args) == 0  # doubles the scale after step 2
     assert_same(weights_of("out/grows"), weights_of("out/half"))
     assert 0 < [r["grad_norm"] for r in log("out/half") if "grad_norm" in r][1] < 100
     start, end = (weights_of(f"out/half/step_00000{n}") for n in (1, 2))
     torch.manual_seed(0)
     config = pretrain.Config(**TINY)
-    fresh = LanguageModel(BertConfig(**pretrain.model_sizes(config), vocab_size=25)).state_dict()
+    fresh = LanguageModel(pretrain.bert_config(config, 25)).state_dict()
     for name, w in start.items():
         if "running" not in name and "tracked" not in name:
             assert torch.equal(w, fresh[name]), name
@@ -303,7 +294,7 @@ def test_float16_leaves_out_a_step_that_overflows(place, monkeypatch):
 
 
 def assert_same_run(out, reference):
-    """The logs are the same but for speed; weights and moments are the same at the end."""
+    """Compare logs but for speed, and weights and moments at the end."""
     def timeless(run):
         return [{k: v for k, v in r.items() if k not in ("tokens_per_s", "elapsed")}
                 for r in log(run)]
@@ -324,9 +315,9 @@ def saving(run):
 
 
 def test_a_killed_run_ends_as_if_it_had_not_been(place):
-    """Half of the kills come during a step, the others while a checkpoint is written."""
+    """Kill it during a step, and every other time while a checkpoint is written."""
     args = ["--eval_interval=4", f"--max_steps={20 + 6 * KILLS}"]
-    rng, run, seen = random.Random(), Path("out/killed"), 0  # other moments every time
+    rng, run, seen = seeded_kills(), Path("out/killed"), 0
     for number in range(KILLS):
         [process] = start(0, train, *args, "--out=out/killed", "--checkpoint_interval=1")
         first = wait_for(lambda seen=seen: max(0, steps_saved(run) - seen), process) + seen
@@ -349,17 +340,8 @@ def test_a_killed_run_ends_as_if_it_had_not_been(place):
 
 @pytest.mark.parametrize("number, at, objective", [
     (signal.SIGINT, 1, "masked"), (signal.SIGTERM, 8, "causal"), (signal.SIGTERM, 12, "masked")])
-def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, at, objective):
-    set_rate, calls = pretrain.training.set_rate, []
-
-    def interrupted(*args):
-        calls.append(args)
-        if len(calls) == at:
-            os.kill(os.getpid(), number)
-        set_rate(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pretrain.training, "set_rate", interrupted)
+def test_a_signal_saves_and_the_run_goes_on(place, capsys, number, at, objective):
+    with before_update(at, interrupt(number)):
         status = train("--out=out/a b", f"--objective={objective}")
     assert status == (128 + number if at < 12 else 0)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # a second Ctrl-C ends the process
@@ -371,27 +353,28 @@ def test_a_signal_saves_and_the_run_goes_on(place, monkeypatch, capsys, number, 
     assert_same_run("out/a b", "out/whole")
 
 
-def test_a_loss_that_is_no_number_is_not_saved(place, monkeypatch):
+def test_a_loss_that_is_no_number_is_not_saved(place):
+    def leap(optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e30
+
     assert train("--max_steps=4", "--checkpoint_interval=2") == 0
     before = files("out/tiny/step_000004")
-    rate = pretrain.training.learning_rate
-    monkeypatch.setattr(pretrain.training, "learning_rate",
-                        lambda config, step: 1e30 if step == 5 else rate(config, step))
-    with pytest.raises(Failure, match="^step 7: the loss is (nan|inf)"):
+    with before_update(2, leap), pytest.raises(Failure, match="^step 7: "):  # 2 after step 4
         train("--checkpoint_interval=100")
     assert files("out/tiny/step_000004") == before and steps_saved("out/tiny") == 4
 
 
 def test_settings_reach_the_model():
-    """Also where they are not the named model's. A new width has its own spread of weights."""
+    """Override the named model's sizes. A new width has its own spread of weights."""
     sizes = {"n_layer": 2, "n_head": 3, "d_model": 192, "d_ff": 48, "dropout": 0.3,
              "memory_layers": (2,), "alpha": 0.5, "beta": 2.0, "n_keys": 8, "memory_heads": 2,
              "topk": 4, "key_dim": 6}
     expected = sizes | {"causal": False, "init_std": 0.04}  # 0.02 x (768 / 192)^0.5
-    assert pretrain.model_sizes(pretrain.Config(model="base", **sizes)) == expected
-    named = pretrain.model_sizes(pretrain.Config(model="large"))
-    assert [named[key] for key in ("n_layer", "n_head", "d_model", "d_ff")] == [24, 16, 1024, 4096]
-    assert "init_std" not in named
+    found = pretrain.bert_config(pretrain.Config(model="base", **sizes), 99)
+    assert found == BertConfig(vocab_size=99, **expected)
+    named = pretrain.bert_config(pretrain.Config(model="large", objective="causal"))
+    assert named == BertConfig(n_layer=24, n_head=16, d_model=1024, d_ff=4096, causal=True)
 
 
 def test_a_seed_draws_its_own_weights_and_no_snapshot_is_left_out(place, monkeypatch):
@@ -401,32 +384,14 @@ def test_a_seed_draws_its_own_weights_and_no_snapshot_is_left_out(place, monkeyp
         first.append(log(f"out/{number}")[0]["perplexity"])
     assert first[0] != first[1] == first[2]
     seeds = []
-    monkeypatch.setattr(pretrain.training, "seed_dropout", lambda *key: seeds.append(key))
-    assert train("--seed=3", "--max_steps=2", "--out=out/3") == 0
-    assert seeds == [(3, 0, 0), (3, 0, 1), (3, 1, 0), (3, 1, 1)]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "manual_seed", seeds.append)
+        assert train("--seed=3", "--max_steps=2", "--out=out/3") == 0
+    for number, key in enumerate(itertools.product([3], range(2), range(2)), 1):
+        seed_dropout(*key)
+        assert seeds[number] == torch.initial_seed()
+    assert seeds[0] == 3 and len(seeds) == 5  # of the weights, and of 2 x 2 micro-batches
     long = [f"--{name}_interval=100" for name in ("log", "eval", "checkpoint")]
     assert train("--max_steps=7", "--usage_interval=3", *long) == 0
     assert [r["step"] for r in log() if "perplexity" in r] == [0, 1, 2, 3, 4, 6, 7]
     assert sorted(os.listdir("out/tiny/usage")) == [f"step_00000{n}.npz" for n in (3, 6, 7)]
-
-
-def test_a_run_warns_once_of_a_layer_whose_usage_falls(place, monkeypatch, capsys):
-    """From scratch the first quarter does not count."""
-    evaluate, falls = pretrain.evaluate_language_model, [0.9, 0.5, 0.5, 0.4, 0.4, 0.4]
-    shares = iter([*falls, *falls])
-
-    def falling(*args):
-        results, counts = evaluate(*args)
-        for layer in results["layers"].values():
-            layer["top1_mu"] = 0.5
-        results["layers"][2]["top1_mu"] = next(shares)
-        return results, counts
-
-    assert train("--max_steps=2", "--out=out/first") == 0
-    monkeypatch.setattr(pretrain, "evaluate_language_model", falling)
-    assert train("--init_from=out/first", "--eval_interval=2", "--max_steps=8") == 0
-    assert capsys.readouterr().out.count("warning: top-1 usage of layer 2 fell from 90.0%") == 1
-    [record] = [record for record in log() if "warning" in record]
-    assert record["about"] == "2" and record["step"] == 1
-    assert train("--out=out/scratch", "--eval_interval=2", "--max_steps=8") == 0
-    assert not [record for record in log("out/scratch") if "warning" in record]

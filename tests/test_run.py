@@ -1,5 +1,5 @@
 """
-The folder of a run: what goes on, what is refused, what a killed process leaves.
+Go on with a run, refuse what does not fit it, and forget what a killed process did.
 """
 import json
 import os
@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from lib import run as run_module
-from lib.browse import steps_and_seed
-from lib.errors import UserError
 from lib.run import Run, git_commit
+from lib.settings import UserError
 from lib.weights import find_weights, init_from, load_model
+from measure import steps_and_seed
 from pretrain import Config
 from tests.helpers import log, save_model, tiny_bert, train
 
@@ -26,9 +25,9 @@ DATA = {"train.bin": "a" * 64, "labels": ["x", "y"]}
 
 @pytest.fixture
 def begun(workdir):
-    """A run that has begun, and its config."""
+    """Begin a run. Returns it and its config."""
     run, config = Run("run"), Config(max_steps=5, memory_layers=(2,))
-    run.start(config, Path("vocab.txt"), ORIGIN, DATA, 0)
+    run.open(config, Path("vocab.txt"), ORIGIN, DATA, 0)
     return run, config
 
 
@@ -54,32 +53,21 @@ def test_a_run_goes_on_with_the_same_data(begun):
             run.check_settings(config, data)
 
 
-def test_another_machine_is_a_line(begun, capsys, monkeypatch):
-    run, config = begun
-    assert run.settings()["torch"] == torch.__version__
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    run.check_settings(config, DATA)
-    said = capsys.readouterr().out
-    assert said.startswith("threads was ") and ", is now 7: results may differ" in said
-
-
 def test_what_a_killed_process_wrote_after_its_checkpoint_goes(begun):
     run, config = begun
     counts = {2: {"read": np.ones(4), "top1": np.arange(4)}}
     for step in (3, 6):
         run.log({"step": step, "loss": 1.0})
         run.write_usage(step, counts)
-    for name in (".tmp_step_000009", "usage/.tmp_step_000009.npz", "best/.tmp_model.pt"):
-        Path(run.folder, name).mkdir(parents=True)
     with Path("run/log.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
     again = Run("run")
-    again.start(config, Path("vocab.txt"), run.settings(), DATA, 3)
+    again.open(config, Path("vocab.txt"), run.settings(), DATA, 3)
     assert again.records() == [{"step": 3, "loss": 1.0}]
     assert list(again.usage_snapshots()) == [3]
     assert again.usage_snapshots()[3]["layer2_top1"].tolist() == [0, 1, 2, 3]
-    assert again.settings()["max_steps"] == 5
-    assert not list(run.folder.rglob(".tmp_*"))
+    settings = again.settings()
+    assert settings["max_steps"] == 5 and settings["torch"] == torch.__version__
 
 
 def test_the_newest_checkpoints_stay_by_number(tmp_path):
@@ -93,20 +81,21 @@ def test_the_newest_checkpoints_stay_by_number(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's disk that is always full")
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     save_model(tmp_path, tiny_bert(), step=5)
-    save_tensors = run_module.save_tensors
+    save = torch.save
 
-    def full(content, path):
-        path.symlink_to("/dev/full")
-        save_tensors(content, path)
+    def full(content, file):
+        with open("/dev/full", "wb") as device:
+            os.dup2(device.fileno(), file.fileno())
+        save(content, file)
 
-    monkeypatch.setattr(run_module, "save_tensors", full)
+    monkeypatch.setattr(torch, "save", full)
     with pytest.raises(OSError, match="No space left on device"):
         save_model(tmp_path, tiny_bert(), step=6)
     assert sorted(os.listdir(tmp_path)) == ["config.json", "step_000005"]
 
 
 def test_the_weights_that_a_folder_stands_for(tmp_path):
-    """A seed's are its best epoch's, or its newest checkpoint's; a run's are its first seed's."""
+    """Find a seed's best epoch, else its newest checkpoint, and a run's first seed."""
     run = Run(tmp_path)
     assert run.seeds() == []
     for seed in (10, 2):
@@ -124,7 +113,7 @@ def test_the_weights_that_a_folder_stands_for(tmp_path):
 
 
 def test_how_a_checkpoint_was_trained(place):
-    """The initial model's steps and its own; the evaluation that its weights had."""
+    """Tell the initial model's steps and its own, and the evaluation that its weights had."""
     assert train("--max_steps=4", "--checkpoint_interval=2", "--eval_interval=2") == 0
     assert train("--max_steps=3", "--out=out/more", "--init_from=out/tiny", "--seed=1") == 0
     run, more, middle = Run("out/tiny"), Run("out/more"), Path("out/tiny/step_000002")
@@ -138,7 +127,7 @@ def test_how_a_checkpoint_was_trained(place):
 
 
 def read_curves(run):
-    """{tag: [(step, value), ...]} of all event files of a folder."""
+    """Read all event files of a folder. Returns {tag: [(step, value), ...]}."""
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     accumulator = events.EventAccumulator(str(run), size_guidance={events.SCALARS: 0}).Reload()
     return {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
@@ -146,7 +135,7 @@ def read_curves(run):
 
 
 def test_curves_are_the_log(place):
-    """Every number of the log is a point, and a resumed run has no point twice."""
+    """Draw every number of the log as a point, and none twice in a resumed run."""
     settings = "--tensorboard=True", "--log_interval=1", "--eval_interval=2", "--keep_checkpoints=9"
     assert train(*settings) == 0
     shutil.rmtree("out/tiny/step_000010")
@@ -176,7 +165,7 @@ def test_a_score_that_is_no_number_is_null(begun):
 
 
 def test_the_commit_is_this_checkouts(tmp_path, monkeypatch):
-    """Without git it is unknown."""
+    """Tell it with changes, and that it is unknown without git."""
     if not shutil.which("git"):
         pytest.skip("no git on this machine")
 

@@ -1,15 +1,15 @@
 """
-Settings from config files and the command line.
+Read settings from config files and the command line, and end a script.
 """
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import finetune
 import pretrain
-from lib.errors import UserError
-from lib.settings import load_settings
+from lib.settings import Failure, UserError, load_settings, run_main, run_script
 from tests.helpers import ROOT, Settings
 
 
@@ -28,7 +28,7 @@ from tests.helpers import ROOT, Settings
     (["--steps=7", "c.py", "--steps=8"], {"lr": 2.0, "layers": (1, 2), "steps": 8}),
 ])
 def test_load(tmp_path, monkeypatch, capsys, args, expected):
-    """A setting keeps the type of its default. The command line comes after the file."""
+    """Keep the type of a setting's default. The command line comes after the file."""
     monkeypatch.chdir(tmp_path)
     Path("c.py").write_text("import math\n_half = 3\nlr = 2\nlayers = [1, 2]\nsteps = 2 * _half\n")
     config = load_settings(Settings, args)
@@ -39,15 +39,15 @@ def test_load(tmp_path, monkeypatch, capsys, args, expected):
 
 
 @pytest.mark.parametrize("args, words", [
-    (["--step=4"], r"unknown key 'step' \(did you mean steps\?\)"),
-    (["--colour=4"], r"unknown key 'colour' \(--help lists the keys\)"),
-    (["c.py"], r"c\.py: unknown key 'stepz' \(did you mean steps\?\)"),
-    (["--steps=2.5"], r"steps = '2\.5': expected int"),
-    (["--lr=high"], "lr = 'high': expected float"),
-    (["--flag=yes"], "flag = 'yes': expected bool"),
-    (["--flag"], "flag = '': expected bool"),
-    (["--steps=True"], "steps = 'True': expected int"),
-    (["--layers=4.5"], r"layers = '4\.5': expected tuple"),
+    (["--step=4"], "'step'.* steps"),
+    (["--colour=4"], "'colour'.*--help"),
+    (["c.py"], "c.py.* 'stepz'.* steps"),
+    (["--steps=2.5"], "steps = '2.5'.* int"),
+    (["--lr=high"], "lr = 'high'.* float"),
+    (["--flag=yes"], "flag = 'yes'.* bool"),
+    (["--flag"], "flag = ''.* bool"),
+    (["--steps=True"], "steps = 'True'.* int"),
+    (["--layers=4.5"], "layers = '4.5'.* tuple"),
 ])
 def test_a_mistake_is_named(tmp_path, monkeypatch, args, words):
     monkeypatch.chdir(tmp_path)
@@ -58,9 +58,8 @@ def test_a_mistake_is_named(tmp_path, monkeypatch, args, words):
 
 def test_a_config_that_is_not_there(monkeypatch):
     monkeypatch.chdir(ROOT)
-    for name, hint in (("none.py", ""),
-                       ("configs/base_rsm.py", r" \(did you mean configs/base_resm\.py\?\)")):
-        with pytest.raises(UserError, match=f"^{name}: no such config file{hint}$"):
+    for name, hint in (("none.py", ""), ("configs/base_rsm.py", "configs/base_resm.py")):
+        with pytest.raises(UserError, match=f"{name}.*{hint}"):
             load_settings(Settings, [name])
 
 
@@ -82,3 +81,46 @@ def test_every_config_loads(monkeypatch):
     for path in sorted(Path("configs").glob("*.py")):
         script = finetune if "finetune" in path.name else pretrain
         load_settings(script.Config, [str(path)])
+
+
+def fail(error):
+    raise error
+
+
+def end(capsys, main):
+    """Run main() as a script does. Returns (exit status, stderr)."""
+    with pytest.raises(SystemExit) as ended:
+        run_main(main)
+    return ended.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error, status, words", [
+    (UserError("x"), 2, "error: x\n"), (Failure("x"), 1, "error: x\n"),
+    (OSError(28, "No space left on device"), 1, "No space left"),
+    (KeyboardInterrupt(), 130, "interrupted\n"), (MemoryError(), 1, "smaller batch_size"),
+    (RuntimeError("CUDA error: out of memory\nCUDA kernel errors"), 1, "smaller batch_size"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 1, "smaller batch")])
+def test_an_error_is_one_line_and_a_status(capsys, error, status, words):
+    code, said = end(capsys, partial(fail, error))
+    assert code == status and said.count("\n") == 1 and words in said
+
+
+@pytest.mark.parametrize("error", [
+    RuntimeError("x"), OSError(5, "Input/output error"), FileNotFoundError(2, "x"),
+    ModuleNotFoundError("No module named 'x'")])
+def test_an_error_that_nobody_expected_keeps_its_traceback(error):
+    with pytest.raises(type(error)) as raised:
+        run_main(partial(fail, error))
+    assert raised.value is error
+
+
+def test_the_status_is_mains(capsys):
+    for status in (None, 0, 143):
+        assert end(capsys, lambda returned=status: returned) == (status, "")
+
+
+def test_a_script_that_fails_fails_its_caller(tmp_path, capsys):
+    script = tmp_path / "no.py"
+    script.write_text("raise SystemExit(2)")
+    code, said = end(capsys, lambda: run_script(script))
+    assert code == 1 and "no.py" in said

@@ -6,9 +6,18 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
-from lib.errors import UserError
-from lib.squad import Question, best_answers, make_windows, read_squad, score_squad
+from lib.settings import UserError
+from lib.squad import (
+    Question,
+    Window,
+    best_answers,
+    best_spans,
+    make_windows,
+    read_squad,
+    score_squad,
+)
 from lib.tokenizer import SPECIALS, load_tokenizer, wordpiece_tokenizer
 from tests.helpers import SHARED, squad_file
 
@@ -57,7 +66,7 @@ def test_a_window_steps_over_nothing_and_a_long_question_is_cut(fox):
 
 
 def most_context_by_hand(spans, position):
-    """As run_squad.py has it, token by token; spans: (start, length)."""
+    """Choose a window as run_squad.py does, token by token; spans: (start, length)."""
     best, window = None, None
     for n, (start, length) in enumerate(spans):
         end = start + length - 1
@@ -83,6 +92,24 @@ def test_an_answer_starts_where_it_has_most_context(fox, room, stride):
         found = [(n, start + at - 3) for n, (start, _) in enumerate(spans)
                  for at in range(*windows[n].starts)]
         assert found == [(most_context_by_hand(spans, t), t) for t in range(total)]
+
+
+@pytest.mark.parametrize("longest", [30, 2, 1])
+def test_best_spans(longest):
+    """Against all pairs, one by one. The last two windows have no place for a start."""
+    torch.manual_seed(longest)
+    windows = [Window(Question("q", "", "", []), np.zeros(length), first, None, starts, (0, 0))
+               for length, first, starts in [(40, 5, (5, 39)), (31, 3, (7, 29)), (12, 9, (9, 10)),
+                                             (7, 5, (6, 6)), (6, 5, (5, 5))]]
+    logits = torch.randn(5, 40, 2)
+    logits[0, 2] = logits[1, 30] = logits[2, 20] = 99  # in the question, its [SEP], the padding
+    for window, scores, row in zip(windows, logits.tolist(),
+                                   best_spans(logits, windows, longest)):
+        spans = [(scores[start][0] + scores[end][1], start, end) for start in range(*window.starts)
+                 for end in range(start, min(start + longest, len(window.ids) - 1))]
+        if spans:
+            assert row.tolist() == pytest.approx(max(spans))
+        assert (row[0] == -math.inf) == (not spans)
 
 
 def test_the_best_window_answers(fox):
@@ -156,5 +183,5 @@ def test_a_file_of_squad(tmp_path):
     assert (second.context, second.answers) == ("the cat saw the dog . " * 6, [(4, "cat")])
     for text in ('{"data": [{"title": "t"}]}', "[1]"):
         path.write_text(text)
-        with pytest.raises(UserError, match="not a file of SQuAD 1.1"):
+        with pytest.raises(UserError, match="train-v1.1.json"):
             read_squad(path)

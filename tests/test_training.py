@@ -1,4 +1,6 @@
-"""The parts of a training step against their definitions, FLOPs against torch's own count."""
+"""
+Compare the parts of a training step with their definitions, and FLOPs with torch's own count.
+"""
 import collections
 import contextlib
 import math
@@ -9,12 +11,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import pretrain
-from lib import training
-from lib.errors import Failure
 from lib.run import Run
+from lib.settings import Failure
 from lib.training import (
     check_finite,
     checkpoint_files,
+    duration,
     flops_per_token,
     learning_rate,
     log_training,
@@ -24,14 +26,14 @@ from lib.training import (
     set_rate,
     share_of_peak,
     status_after,
-    usage_warning,
+    update,
 )
 from tests.helpers import tiny_bert
 
 
 def test_what_the_optimizers_have():
     model = tiny_bert(memory_layers=(2, 3))
-    config = pretrain.Config(weight_decay=0.3, keys_lr=0.5)
+    config = pretrain.Config(weight_decay=0.3, keys_lr=0.5, lr=0.02, warmup_steps=0, max_steps=4)
     dense, values = make_optimizers(model, config, torch.device("cpu"))
     decayed, others, keys = dense.param_groups
     assert (decayed["weight_decay"], others["weight_decay"], keys["weight_decay"]) == (0.3, 0, 0)
@@ -43,8 +45,8 @@ def test_what_the_optimizers_have():
         decays = not ("norm" in name or name.endswith("bias") or ".memory." in name)
         assert any(p is q for q in decayed["params"]) == decays, name
         assert any(p is q for q in keys["params"]) == name.endswith("memory.keys"), name
-    set_rate(dense, 0.02)
-    assert [group["lr"] for group in dense.param_groups] == [0.02, 0.02, 0.01]
+    set_rate(dense, config, 2)
+    assert [group["lr"] for group in dense.param_groups] == pytest.approx([0.01, 0.01, 0.005])
     assert len(values.tables) == 2
     model.bert.layers[1].memory.values.learns = False
     assert len(make_optimizers(model, config, torch.device("cpu"))[1].tables) == 1
@@ -73,10 +75,37 @@ def test_dropout_is_a_function_of_seed_step_and_micro_batch():
     (1.0, math.inf, "bfloat16", True), (1.0, math.inf, "float16", False),
     (math.inf, 1.0, "float16", True)])
 def test_a_loss_or_norm_that_is_no_number_stops(loss, norm, dtype, stops):
-    """In float16 a norm may overflow: the scaler leaves that step out. A loss may not overflow."""
+    """Accept an infinite norm in float16, whose step the scaler leaves out, but no such loss."""
     config = pretrain.Config(dtype=dtype)
     with pytest.raises(Failure, match="step 8") if stops else contextlib.nullcontext():
         check_finite([(1.0, 0.5), (loss, norm), (1.0, 0.5)], config, 9)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_update(overflows):
+    """Clip, move weights and values, drop gradients and reads. An overflow moves nothing."""
+    model = tiny_bert(memory_layers=(2,))
+    dense, sparse = make_optimizers(model, pretrain.Config(), torch.device("cpu"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    ids = torch.randint(40, (2, 9))
+    scaler.scale(model(ids, labels=ids)).backward()
+    grads = {p: p.grad / 4 for p in model.parameters() if p.grad is not None}
+    expected = sum(grad.square().sum() for grad in grads.values()).sqrt()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    if overflows:
+        model.bias.grad[0] = math.inf
+    norm = update(dense, sparse, scaler, expected / 2)
+    for name, p in model.named_parameters():
+        moves = not overflows and "pooler" not in name
+        assert torch.equal(p, before[name]) != moves, name
+        assert p.grad is None
+    assert not sparse.tables[0].pending
+    if overflows:
+        assert math.isinf(norm) and scaler.get_scale() == 2
+    else:
+        assert norm.item() == pytest.approx(expected.item())
+        for p, grad in grads.items():  # 0.1: 1 - beta1
+            torch.testing.assert_close(dense.state[p]["exp_avg"], 0.1 * grad / 2)
 
 
 def test_a_checkpoint_gives_back_state_moments_and_scale(tmp_path):
@@ -109,7 +138,8 @@ def test_a_checkpoint_gives_back_state_moments_and_scale(tmp_path):
 
 def test_under_torchrun_a_stopped_run_is_no_failure(monkeypatch):
     assert status_after([15]) == 143
-    monkeypatch.setattr(training, "under_torchrun", lambda: True)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
     assert status_after([15]) == 0  # else torchrun would start the ranks again
 
 
@@ -154,17 +184,5 @@ def test_share_of_a_cards_peak(monkeypatch, card, peak):
     assert share_of_peak(model, 16, torch.device("cpu"), torch.bfloat16) is None
 
 
-def test_a_fall_of_usage_is_a_warning_once():
-    def records(*usage):
-        return [{"step": 10 * n, "perplexity": 9.0, "layers": {"2": {"top1_mu": u}}}
-                for n, u in enumerate(usage)]
-
-    fallen = records(0.5, 0.9, 0.59)
-    assert usage_warning(records(0.5, 0.9, 0.61), "2") is None
-    line = usage_warning(fallen, "2")
-    assert "layer 2 fell from 90.0% at step 10 to 59.0% at step 20" in line
-    assert usage_warning(fallen, "2", first_step=10) == line
-    assert usage_warning(fallen, "2", first_step=11) is None
-    assert usage_warning(fallen, "2", first_step=21) is None
-    assert usage_warning([*fallen, {"step": 20, "warning": line, "about": "2"}], "2") is None
-    assert usage_warning([*fallen, {"step": 20, "warning": "", "about": "3"}], "2") == line
+def test_a_duration():
+    assert (duration(59.6), duration(90061)) == ("0:01:00", "1 day, 1:01:01")

@@ -2,7 +2,6 @@
 Slot usage and perplexity, against section 3.2 read by read and plain loops in float64.
 """
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,15 +9,8 @@ import torch
 from torch import nn
 
 from lib.corpus import Corpus, masked_heldout
-from lib.errors import UserError
-from lib.usage import (
-    count_reads,
-    evaluate_language_model,
-    open_corpus,
-    usage_metrics,
-    watch_reads,
-)
-from tests.helpers import save_model, tiny_bert
+from lib.usage import count_reads, evaluate_language_model, usage_metrics, watch_reads
+from tests.helpers import tiny_bert
 
 CPU = torch.device("cpu")
 
@@ -43,7 +35,7 @@ def search_all_slots(memory, hidden):
 
 
 def metrics_read_by_read(slots, weights, n_slots):
-    """Section 3.2 in plain Python. slots, weights: (tokens, heads, topk)."""
+    """Compute section 3.2 in plain Python. slots, weights: (tokens, heads, topk)."""
     slots, weights = slots.flatten(0, 1).tolist(), weights.flatten(0, 1).tolist()
     read, top1, weight, effective_k = [0] * n_slots, [0] * n_slots, [0.0] * n_slots, 0.0
     for access, shares in zip(slots, weights, strict=True):
@@ -92,7 +84,7 @@ def test_uniform_usage_is_that_of_random_slots():
 
 
 def plain_loss(model, batches):
-    """(loss in nats, accuracy, number) of all predicted positions, one by one in float64."""
+    """Return loss, accuracy and number of all predicted positions, one by one in float64."""
     losses, right = [], []
     for batch in batches:
         for ids, positions, labels in zip(batch["ids"], batch["positions"], batch["labels"],
@@ -157,11 +149,3 @@ def test_watching_ends_with_the_block():
     [(layer, slots, weights)] = seen
     assert layer == 2 and slots.shape == weights.shape == (24, 2, 3)
     assert (weights.diff(dim=2) <= 0).all() and weights.sum(2).allclose(torch.ones(24, 2))
-
-
-def test_a_corpus_must_have_the_models_vocabulary(place):
-    save_model("out/run", tiny_bert())
-    Path("out/run/vocab.txt").write_text(Path("tiny.txt").read_text())
-    assert open_corpus("tiny", "out/run").name == "tiny"
-    with pytest.raises(UserError, match="out/run was trained with another vocabulary"):
-        open_corpus("other", "out/run")

@@ -1,145 +1,33 @@
 """
-Run a script in the processes of torchrun (NCCL between CUDA cards, gloo between CPUs).
-
-$ torchrun --standalone --nproc_per_node=4 pretrain.py configs/base_resm_init.py
+Train one model on several ranks. Only scripts that torchrun started import this file.
 
 The ranks share the micro-batches of a step. A micro-batch and its dropout are a function of (seed,
 step, micro-batch), and any number of ranks makes the same step. Each rank has all dense weights and
 adds up their gradients with the others. Each has some columns of every value table.
 """
-import contextlib
-import os
-import sys
-import time
-from functools import partial
-
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from lib.errors import UserError, run_main
-from lib.files import under_torchrun
-from pkm import PKM
-from values import ValueTable
+from lib.ranks import get_rank, get_world_size
+from lib.settings import UserError
+from pkm import PKM, ValueTable
 
 
-def is_distributed():
-    """Tell whether this process shares its work with others."""
-    return dist.is_available() and dist.is_initialized()
+def shard(model):
+    """Cut the value tables of a model, which has its weights already, over the ranks.
 
-
-def get_world_size():
-    """Return the number of processes."""
-    return dist.get_world_size() if is_distributed() else 1
-
-
-def get_rank():
-    """Return the number of this process; the first one, 0, prints and writes files."""
-    return dist.get_rank() if is_distributed() else 0
-
-
-def run_ranks(main):
-    """Call main() as run_main does; under torchrun in a process group, where rank 0 prints."""
-    run_main(partial(run_as_rank, main) if under_torchrun() else main)
-
-
-def run_as_rank(main):
-    """Join the process group of torchrun and call main(). Returns its status."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    cards = torch.cuda.device_count()  # if CUDA_VISIBLE_DEVICES is empty, ranks run on CPUs
-    if cards and local_rank >= cards:
-        raise UserError(f"more ranks than cards: --nproc_per_node={cards}, or "
-                        "CUDA_VISIBLE_DEVICES= for ranks on CPUs")
-    if cards:
-        torch.cuda.set_device(local_rank)
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    # torchrun keeps the store after a restart, with the addresses of dead processes
-    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    # without a name, ranks with cards would have NCCL alone: no group for tensors on the CPU
-    backend = "cpu:gloo,cuda:nccl" if cards else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    if rank:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - to the end
-    try:
-        status = main()
-    except UserError:
-        if rank:
-            time.sleep(10)  # rank 0 prints the line, and torchrun ends this rank
-        raise
-    dist.destroy_process_group()
-    return status
-
-
-def sum_over_ranks(value):
-    """Sum a number or a numpy array over the ranks. Returns the same type."""
-    if not is_distributed():
-        return value
-    tensor = torch.from_numpy(np.array(value))
-    dist.all_reduce(tensor)
-    return tensor.numpy() if isinstance(value, np.ndarray) else tensor.item()
-
-
-def barrier():
-    """Wait for the other ranks."""
-    sum_over_ranks(0)
-
-
-@contextlib.contextmanager
-def first_rank_first():
-    """Let the other ranks enter the block after the first one has left it."""
-    if get_rank():
-        barrier()
-    yield
-    if not get_rank():
-        barrier()
-
-
-def any_signalled(signals):
-    """Tell whether any rank has a signal in its list."""
-    return sum_over_ranks(len(signals)) > 0
-
-
-def check_accumulation(config):
-    """Raise UserError if the ranks cannot share a step's micro-batches evenly."""
-    ranks = get_world_size()
-    if config.accumulation % ranks or config.accumulation < 1:
-        more = (config.accumulation // ranks + 1) * ranks
-        raise UserError(f"accumulation = {config.accumulation} is not a multiple of the {ranks} "
-                        f"ranks of torchrun: --accumulation={more}, or another --nproc_per_node")
-
-
-def my_micro_batches(accumulation):
-    """List this rank's micro-batches of a step."""
-    return range(get_rank(), accumulation, get_world_size())
-
-
-def deal_batches(batches):
-    """Yield this rank's batches: every world_size-th. They are arrays or dicts of arrays."""
-    rank, world_size, number = get_rank(), get_world_size(), -1
-    for number, batch in enumerate(batches):
-        if number % world_size == rank:
-            yield batch
-    if 0 <= number and number % world_size < rank:  # an empty one: lookups are collective
-        yield batch[:0] if isinstance(batch, np.ndarray) else {k: v[:0] for k, v in batch.items()}
-
-
-def distribute(model):
-    """Prepare a model, which has its weights already, for training on several ranks.
-
-    Each value table keeps only this rank's columns. A rank sees one of world_size micro-batches.
-    For the running statistics to fade as in one process, momentum m becomes 1 - (1 - m)^world_size.
+    A rank sees 1 / W of the micro-batches of W ranks. Momentum m becomes 1 - (1 - m)^W, and running
+    statistics fade as fast as in one process.
     """
-    if not is_distributed():
-        return
     world_size = get_world_size()
     later_ranks = world_size - 1 - get_rank()
     for memory in memories(model):
         memory.values = ShardedValueTable(memory.values)
         norm, momentum = memory.query_norm, memory.query_norm.momentum
         norm.momentum = 1 - (1 - momentum) ** world_size
-        # the weight of this rank's statistics in sum_gradients
+        # the weight of this rank's statistics in merge()
         norm.share = momentum * (1 - momentum) ** later_ranks / norm.momentum
 
 
@@ -148,14 +36,12 @@ def memories(model):
 
 
 @torch.no_grad()
-def sum_gradients(model, loss, count):
-    """Add up the dense gradients and the loss over the ranks. Returns the sum of the losses.
+def merge(model, loss, count):
+    """Merge what the ranks computed in a step: dense gradients, loss, running statistics.
 
-    Every rank calls it after its `count` micro-batches of a step. The running statistics of batch
-    norms become those of one process: a mean in which later ranks weigh more.
+    Every rank calls it after its `count` micro-batches. Returns the sum of the losses. The
+    statistics equal those of one process that saw the ranks' micro-batches in order.
     """
-    if not is_distributed():
-        return loss
     for memory in memories(model):
         norm = memory.query_norm
         if not norm.training:  # a frozen memory
@@ -246,7 +132,7 @@ def whole_weights(model):
 
 def whole_moments(state):
     """Return LazyAdam's state dict with moments that are whole on the first rank (see gather)."""
-    return map_moments(gather, state) if is_distributed() else state
+    return map_moments(gather, state)
 
 
 def cut_moments(state):

@@ -1,12 +1,12 @@
 """
-Several processes make the run that one makes, write the same files, and survive kills.
+Share one run among several processes, which make what one makes, and survive kills.
 
-$ PKM_TEST_KILLS=20 python -m pytest tests/test_distributed.py     # 20 kills, not 1
+$ PKM_TEST_KILLS=20 PKM_TEST_SEED=1 python -m pytest tests/test_ranks.py     # 20 kills, not 1
 """
 import collections
+import itertools
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -18,23 +18,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import tqdm
 
 import finetune
 import measure
 import pretrain
-from lib.distributed import (
-    ShardedValueTable,
-    any_signalled,
-    barrier,
-    columns,
-    cut_moments,
-    get_rank,
-    get_world_size,
-)
+from lib.ranks import Progress, any_signalled, barrier, get_rank, get_world_size
 from lib.run import Run
-from tests.helpers import ROOT, log, steps_saved, write_tasks
+from lib.sharding import ShardedValueTable, columns, cut_moments
+from pkm import LazyAdam, ValueTable
+from tests.helpers import ROOT, log, seeded_kills, steps_saved, write_tasks
 from tests.on_ranks import finish, start
-from values import LazyAdam, ValueTable
 
 KILLS = int(os.environ.get("PKM_TEST_KILLS", "1"))
 PRETRAIN = ["tiny.py", "--accumulation=4", "--max_steps=8", "--n_layer=2", "--d_model=16",
@@ -121,14 +115,14 @@ def assert_equal_runs(ours, reference, tolerance):
 
 @pytest.mark.parametrize("name, world", COMPARED)
 def test_any_number_of_ranks_makes_the_same_run(compared, monkeypatch, name, world):
-    """In float64, with dropout, 8 steps of 4 micro-batches."""
+    """Make 8 steps of 4 micro-batches, in float64, with dropout."""
     monkeypatch.chdir(compared)
     seed = "/seed0" if name == "tuned" else ""
     assert_equal_runs(f"out/{name}_{world}{seed}", f"out/{name}_0{seed}", 1e-12)
 
 
 def test_checkpoints_know_nothing_of_the_number_of_ranks(compared, monkeypatch):
-    """Steps of 1, 4, 2 and 1 processes equal 8 steps of one; file names and sizes are equal."""
+    """Make steps by 1, 4, 2 and 1 processes, and compare them with 8 steps of one."""
     monkeypatch.chdir(compared)
     shutil.copytree("out/resm_0", "out/mixed")
     for step, world in ((2, 4), (4, 2), (6, 0)):
@@ -224,7 +218,7 @@ def test_a_signal_of_one_rank_is_a_signal_of_all():
 
 
 def mistake():
-    """Make a mistake. The rank that sleeps is ended, as torchrun does."""
+    """Make a mistake. A rank that sleeps is ended, as torchrun does."""
     sys.stderr = Path(f"said_{get_rank()}").open("w")  # noqa: SIM115
     time.sleep = lambda seconds: os.kill(os.getpid(), signal.SIGTERM)
     barrier()  # the ranks are connected before the first one ends
@@ -236,8 +230,7 @@ def test_a_mistake_is_one_line_of_rank_0(place):
     for rank in ranks:
         rank.join()
     assert [rank.exitcode for rank in ranks] == [2, -signal.SIGTERM]
-    assert Path("said_0").read_text().startswith(
-        "error: accumulation = 1 is not a multiple of the 2 ranks")
+    assert Path("said_0").read_text().startswith("error: accumulation = 1 ")
     assert not Path("said_1").read_text() and not Path("out").exists()
 
 
@@ -253,10 +246,10 @@ def children(pid):
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads Linux's /proc")
 def test_kills_change_nothing(place):
-    """After kills the run is bit for bit the same as without kills.
+    """Kill random ranks, and compare the run with one without kills, bit for bit.
 
-    SIGKILL hits a random rank, every other time while a checkpoint is written. torchrun then starts
-    all ranks again. At last SIGTERM to torchrun lets the run save and end.
+    Every other kill comes while a checkpoint is written. torchrun then starts all ranks again. At
+    last SIGTERM to torchrun lets the run save and end.
     """
     def wait_for(condition):
         while not condition():
@@ -267,7 +260,7 @@ def test_kills_change_nothing(place):
     every = [*command, "--checkpoint_interval=1"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
                 f"--max-restarts={KILLS}", ROOT / "pretrain.py", *every]
-    rng, run, seen = random.Random(), Path("out/killed"), 0
+    rng, run, seen = seeded_kills(), Path("out/killed"), 0
     with Path("output").open("w") as file, subprocess.Popen(  # a pipe would fill up
             torchrun, stdout=file, stderr=subprocess.STDOUT) as process:
         for number in range(KILLS):
@@ -286,3 +279,15 @@ def test_kills_change_nothing(place):
            start(2, pretrain.main, [*command, "--checkpoint_interval=99", "--out=out/whole"]))
     assert_equal_runs(run, "out/whole", 0.0)
     assert not list(run.rglob(".tmp_*"))
+
+
+def test_progress_on_a_pipe_is_shown_now_and_then(capsys, monkeypatch):
+    """Show it on a terminal again and again."""
+    clock = itertools.count(step=4)
+    monkeypatch.setattr(tqdm.std, "time", lambda: float(next(clock)))
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
+    assert list(Progress(range(10), "reading")) == list(range(10))
+    assert 2 <= capsys.readouterr().err.count("\rreading: ") <= 5
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    list(Progress(range(10), "reading"))
+    assert capsys.readouterr().err.count("\rreading: ") > 5

@@ -1,0 +1,211 @@
+"""
+Read texts with a model to see which slots they read, and show what a slot knows.
+
+measure.py's commands slots, fill, sample and browse use it. page_data() gathers what the page of
+browse shows, and page_html() puts it into look.html as JSON. Larger memories want fewer --contexts.
+"""
+import collections
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lib.corpus import causal_heldout, cut_split
+from lib.device import use_device
+from lib.ranks import Progress
+from lib.run import Run
+from lib.settings import UserError
+from lib.tokenizer import full_tokenizer, load_tokenizer, special_ids
+from lib.usage import open_corpus, tally, watch_reads
+from lib.weights import find_weights, load_model, read_weights
+from model import value_tables
+
+SEQUENCES = 512  # read by CorpusReads
+WIDTH = 8  # tokens shown on either side; two contexts that agree there count as one
+
+
+def load_with_tokenizer(path):
+    """Load the model that `path` names (see find_weights), in evaluation mode, and its tokenizer.
+
+    Returns (model, tokenizers.Tokenizer). The tokenizer adds [CLS] and [SEP] and pads a batch.
+    """
+    return load_model(path).eval(), full_tokenizer(find_weights(path)[1])
+
+
+def training_text(path):
+    """Return (sequence length, corpus) that a model was trained on.
+
+    Weights in Hugging Face layout have (number of positions, None).
+    """
+    folder, _ = find_weights(path)
+    settings = Run(folder.parent).settings()
+    longest = read_weights(folder)["config"].max_len
+    return settings.get("seq_len", longest), settings.get("dataset")
+
+
+def open_model(path, data, device):
+    """Load the model at `path` with its tokenizer, and read a corpus with it.
+
+    Returns (model, tokenizer, CorpusReads of data/<data>). The last is None without a memory.
+    """
+    device, _ = use_device(device, "float32")
+    model, tokenizer = load_with_tokenizer(path)
+    model.to(device)
+    corpus = CorpusReads(model, path, data) if value_tables(model) else None
+    return model, tokenizer, corpus
+
+
+class CorpusReads:
+    """Read the test text of a corpus with a model, nothing masked, at most SEQUENCES of it.
+
+    path: the model's run. data: the corpus, None for the run's.
+    Attributes: name and tokenizer of the corpus; ids (sequences, time); counts {layer: tally()}.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model, path, data):
+        seq_len, trained_on = training_text(path)
+        self.name = data or trained_on
+        if not self.name:
+            raise UserError(f"{path}: its corpus is not known: --data NAME")
+        corpus = open_corpus(self.name, path)
+        self.tokenizer = load_tokenizer(corpus.folder)
+        if model.bert.config.causal:
+            [batch] = causal_heldout(corpus, "test", seq_len, SEQUENCES, SEQUENCES)
+            self.ids = batch["ids"]  # the last sequence may overlap the one before
+        else:
+            self.ids = cut_split(corpus, "test", seq_len, SEQUENCES)
+        device = model.bert.words.weight.device
+        reads = {layer: [] for layer in value_tables(model)}
+        with watch_reads(model, lambda layer, *read: reads[layer].append(read)):
+            for batch in Progress(torch.from_numpy(self.ids).split(8), f"data/{self.name}"):
+                model.bert(batch.to(device))
+        self.counts = {}
+        self.reads = {}  # {layer: (weights (tokens, heads * topk), places in them of each slot)}
+        for layer, batches in reads.items():
+            slots, weights = map(torch.cat, zip(*batches))
+            self.counts[layer] = tally(slots, weights, model.bert.config.n_keys**2)
+            places = np.argsort(slots.flatten().numpy(), kind="stable")
+            ends = self.counts[layer]["read"].cumsum()
+            self.reads[layer] = weights.flatten(1), np.split(places, ends[:-1])
+
+    def contexts(self, layer, slot, most):
+        """List the contexts that read a slot with the most weight, at most `most`.
+
+        Returns [(weight, text, token)]. weight is the sum over the heads. text has the token in «»
+        and is listed once. token is its place in ids.flat.
+        """
+        weights, places = self.reads[layer]
+        tokens = places[slot] // weights.shape[1]
+        sums = collections.Counter()
+        for token, weight in zip(tokens.tolist(), weights.flatten()[places[slot]].tolist()):
+            sums[token] += weight
+        found = {}
+        for token, weight in sums.most_common():
+            text = self.text(token)
+            found.setdefault(text, (weight, text, token))
+            if len(found) == most:
+                break
+        return list(found.values())
+
+    def text(self, token):
+        """Write a token in its context, with «» around it."""
+        sequence, at = divmod(token, self.ids.shape[1])
+        before, here, after = np.split(self.ids[sequence], [at, at + 1])
+        parts = [before[-WIDTH:], here, after[:WIDTH]]
+        left, middle, right = self.tokenizer.decode_batch(parts, skip_special_tokens=False)
+        return f"{left} «{middle.strip()}» {right}".strip()
+
+
+@torch.no_grad()
+def print_guess(model, tokenizer, ids, position, corpus, most):
+    """Print the likeliest tokens at a position of a text, and the slots read there.
+
+    ids: of the text. corpus: a CorpusReads, for `most` contexts of each slot; None for a model
+    without memory.
+    """
+    reads = {}
+    ids = torch.tensor([ids], device=model.bias.device)
+    with watch_reads(model, lambda layer, *read: reads.update({layer: read})):
+        chances = model(ids)[0, position].softmax(0)
+    for probability, token in zip(*(part.tolist() for part in chances.topk(5))):
+        print(f"  {probability:6.1%}  {tokenizer.id_to_token(token)}")
+    for layer, (slots, weights) in reads.items():
+        for head, (slot, *_) in enumerate(slots[position].tolist()):
+            share = weights[position, head, 0]
+            print(f"  layer {layer}, head {head + 1}: slot {slot} ({share:.2f}); its contexts:")
+            for weight, text, _ in corpus.contexts(layer, slot, most):
+                print(f"    ({weight:.2f}) {text}")
+
+
+def page_data(corpus, most):
+    """Gather what the page shows, as plain Python. corpus: a CorpusReads.
+
+    most: contexts for a slot.
+    """
+    layers = []
+    for layer, counts in corpus.counts.items():
+        contexts = []  # of each slot: [(token, weight)]
+        for slot in range(len(counts["read"])):
+            found = corpus.contexts(layer, slot, most)
+            contexts.append([(token, round(weight, 2)) for weight, _, token in found])
+        layers.append({"layer": layer, "read": counts["read"].tolist(),
+                       "top1": counts["top1"].tolist(), "contexts": contexts})
+    used, text = np.unique(corpus.ids, return_inverse=True)
+    mask = special_ids(corpus.tokenizer).mask  # in front, as a decoder drops the first space
+    start, *pieces = corpus.tokenizer.decode_batch(
+        [[mask], *([mask, token] for token in used)], skip_special_tokens=False)
+    return {"seq_len": corpus.ids.shape[1],
+            "text": text.ravel().tolist(),  # the number of each token in `pieces`
+            "pieces": [piece.removeprefix(start) for piece in pieces],
+            "layers": layers}
+
+
+def page_html(data):
+    """Make the page from its data.
+
+    No text of a corpus can end the element that holds it: `<` is escaped, and the page sets text
+    only, never HTML.
+    """
+    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return template.replace("DATA", text.replace("<", "\\u003c"), 1)
+
+
+@torch.no_grad()
+def continue_text(model, ids, tokens, window, temperature, generator):
+    """Continue the list `ids` by sampled tokens, with a causal language model.
+
+    Each is among the 50 likeliest after the last `window` tokens. Temperature 0 takes the
+    likeliest.
+    """
+    ids = list(ids)
+    for _ in range(tokens):
+        window_ids = torch.tensor([ids[-window:]], device=model.bias.device)
+        logits = model(window_ids)[0, -1].cpu()
+        best = logits.topk(min(50, len(logits)) if temperature else 1)
+        scores = (best.values - best.values[0]).double()  # at most 0, at any temperature
+        chances = (scores / (temperature or 1)).softmax(0).float()
+        ids.append(best.indices[chances.multinomial(1, generator=generator)].item())
+    return ids
+
+
+CELLS = {  # columns of a table; names are those of usage_metrics
+    "MU": "{mu:.1%}",
+    "uniform MU": "{mu_uniform:.1%}",
+    "top-1 MU": "{top1_mu:.1%}",
+    "uniform top-1": "{top1_mu_uniform:.1%}",
+    "KL_u": "{kl_u:.2f}",
+    "KL_w": "{kl_w:.2f}",
+    "effective k": "{effective_k:.1f}",
+    "accesses": "{accesses:,.0f}",
+}
+
+
+def usage_cells(layers):
+    """Make the columns CELLS of a table from {layer: usage_metrics}."""
+    cells = {"layers": "/".join(map(str, layers)) or "-"}
+    for column, form in CELLS.items():
+        cells[column] = "/".join(form.format(**metrics) for metrics in layers.values()) or "-"
+    return cells
