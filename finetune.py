@@ -185,7 +185,7 @@ def fine_tune(config, run, task, data, train, dev, signals):
     run.open(config, vocab, origin, data, state["step"])
 
     micro_batches = ranks.my_micro_batches(config.accumulation)
-    recent = []  # (loss, norm) of the steps since the last look, still on the device
+    recent = []  # (loss, norm) of the steps since the last log, still on the device
     start = time.perf_counter()
     for step in range(state["step"], config.max_steps):
         training.set_rate(dense, config, step)
@@ -290,8 +290,8 @@ def write_predictions(folder, task, dev, predictions):
         path = folder / f"predictions_{task.dev[suffix]}.tsv"
         if task.reads_spans:
             answers = best_answers(examples, predictions[suffix])
-            said = {question.id: text for question, (text, _) in answers.items()}
-            write_text(path.with_suffix(".json"), json.dumps(said, indent=1))
+            texts = {question.id: text for question, (text, _) in answers.items()}
+            write_text(path.with_suffix(".json"), json.dumps(texts, indent=1))
             continue
         header, cells = prediction_table(predictions[suffix], task.labels)
         columns = ["sentence"] if len(examples[0].texts) == 1 else ["sentence1", "sentence2"]

@@ -26,7 +26,10 @@ import torch
 from lib.corpus import causal_heldout, masked_heldout
 from lib.device import to_device, use_device
 from lib.files import markdown, to_json, write_text
-from lib.look import (
+from lib.ranks import Progress, deal_batches, run_ranks
+from lib.run import Run, read_state
+from lib.settings import Parser, UserError
+from lib.slots import (
     continue_text,
     load_with_tokenizer,
     open_model,
@@ -36,9 +39,6 @@ from lib.look import (
     training_text,
     usage_cells,
 )
-from lib.ranks import Progress, deal_batches, run_ranks
-from lib.run import Run, read_state
-from lib.settings import Parser, UserError
 from lib.squad import best_answers, make_windows, read_squad
 from lib.tasks import (
     TASKS,
@@ -521,21 +521,22 @@ def predict(args):
     tokenizer, max_len = text_tokenizer(vocab), settings["max_len"]
     if isinstance(model, SpanReader):
         windows = make_windows(tokenizer, read_squad(file), max_len, settings["doc_stride"])
-        table = [["id", "question", "prediction", "score"]]
+        rows = [["id", "question", "prediction", "score"]]
         for question, answer in best_answers(windows, predict_examples(model, windows)).items():
             text, score = answer
-            table.append([question.id, question.text, text, f"{score:.3f}"])
+            rows.append([question.id, question.text, text, f"{score:.3f}"])
     else:
-        rows = read_table(file)
-        examples = encode_examples(tokenizer, pick_texts(file, rows), [None] * len(rows), max_len)
+        given = read_table(file)
+        texts = pick_texts(file, given)
+        examples = encode_examples(tokenizer, texts, [None] * len(texts), max_len)
         header, cells = prediction_table(predict_examples(model, examples),
                                          read_weights(folder)["labels"])
-        table = [[*rows[0], *header]]
-        table += [[*row.values(), *new] for row, new in zip(rows, cells)]
+        rows = [[*given[0], *header]]
+        rows += [[*row.values(), *new] for row, new in zip(given, cells)]
     if args.out:
-        write_text(f"{args.out}.tsv", tsv_text(table))
+        write_text(f"{args.out}.tsv", tsv_text(rows))
     else:
-        print(tsv_text(table), end="")
+        print(tsv_text(rows), end="")
 
 
 def command_line():

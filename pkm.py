@@ -142,10 +142,13 @@ def candidates(topk, device):
 class ValueTable(nn.Module):
     """The values of a memory: (n_slots, dim) rows, read as weighted sums.
 
-    Row r's gradient is the sum, over the reads of r, of weight * grad_out[token]. We never build
-    the gradient of the whole table: .grad stays None, and optimizers, clipping and
-    DistributedDataParallel pass the table by. Backward keeps (slots, weights, grad_out) of each
-    read in `pending`, and LazyAdam uses them. `learns = False` freezes the table.
+    The table has no .grad: optimizers, clipping and DistributedDataParallel pass it by. It learns
+    in three steps:
+    1. forward() adds zeros to its output. They require a gradient (see recorder).
+    2. loss.backward() gives them grad_out. A hook keeps (slots, weights, grad_out) in `pending`.
+    3. LazyAdam.step() takes what is pending. The gradient of row r is the sum, over the reads of r,
+       of weight * grad_out[token].
+    `learns = False` freezes the table.
     """
     replicated = True  # under several ranks each rank has the whole table
 
@@ -167,15 +170,12 @@ class ValueTable(nn.Module):
         out = F.embedding_bag(slots, rows, mode="sum", per_sample_weights=weights.to(rows.dtype))
         out = out.to(dtype or rows.dtype)
         if self.learns and torch.is_grad_enabled():
-            out = out + self.zeros_that_keep(out, slots, weights.detach())
+            out = out + self.recorder(out, slots, weights.detach())
         return out
 
     @torch.compiler.disable  # a compiled graph reuses its buffers, and cannot keep a read
-    def zeros_that_keep(self, out, slots, weights):
-        """Make zeros like `out`, a leaf whose gradient, grad_out, joins the pending reads.
-
-        The zeros take no memory. Only loss.backward() reaches a leaf that is in nobody's hands.
-        """
+    def recorder(self, out, slots, weights):
+        """Make zeros that record the read when backward() reaches them. They take no memory."""
         def keep(zeros):
             self.pending.append((slots, weights, zeros.grad))
             zeros.grad = None

@@ -50,7 +50,7 @@ from lib.tokenizer import (
 
 PG19 = "https://storage.googleapis.com/deepmind-gutenberg/"
 ENDS = {"wikipedia": "blank", "bookcorpus": "sentences", "pg19": "file"}  # of documents
-TASKS = {Path(task.folder).name: task for task in GLUE}
+GLUE_TASKS = {Path(task.folder).name: task for task in GLUE}
 
 
 # ---- 1. corpora and tasks: a function for each command
@@ -207,10 +207,10 @@ def tokenizer_or_size(args, default):
 
 def glue(args):
     """Fetch GLUE's tasks to data/glue/TASK/."""
-    for name in args.tasks or TASKS:
-        if name not in TASKS:
-            raise UserError(f"{name}: no task of GLUE: expected {', '.join(TASKS)}")
-        fetch_task(TASKS[name], args.path and args.path[0] / name, args.force)
+    for name in args.tasks or GLUE_TASKS:
+        if name not in GLUE_TASKS:
+            raise UserError(f"{name}: no task of GLUE: expected {', '.join(GLUE_TASKS)}")
+        fetch_task(GLUE_TASKS[name], args.path and args.path[0] / name, args.force)
 
 
 def squad(args):
@@ -657,7 +657,7 @@ def main():
     add("pg19", paper, "100 books, only for measuring", disk, corpus)
     add("docs_task", docs_task, "a task without a network", force)
     tasks = add("glue", glue, "GLUE's official files; all tasks by default", disk, force)
-    tasks.add_argument("tasks", nargs="*", help=f"of {', '.join(TASKS)}")
+    tasks.add_argument("tasks", nargs="*", help=f"of {', '.join(GLUE_TASKS)}")
     add("squad", squad, "SQuAD 1.1's official files", disk, force)
     hub = add("weights", weights, "trained BERTs and DistilBERTs of the hub")
     hub.add_argument("names", nargs="+", help="bert-base-uncased, or ORG/NAME of the hub")

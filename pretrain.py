@@ -110,8 +110,8 @@ def train(config, run, argv):
         run.check_settings(config, corpus.meta["sha256"])
     causal = config.objective == "causal"
     batches = CausalBatches(corpus, config) if causal else MaskedBatches(corpus, config)
-    heldout = causal_heldout if causal else masked_heldout
-    held_out = heldout(corpus, "val", config.seq_len, config.batch_size, config.eval_sequences)
+    cut = causal_heldout if causal else masked_heldout
+    heldout = cut(corpus, "val", config.seq_len, config.batch_size, config.eval_sequences)
 
     # the model
     torch.manual_seed(config.seed)
@@ -156,10 +156,10 @@ def train(config, run, argv):
     micro_batches = ranks.my_micro_batches(config.accumulation)
     peak_share = training.share_of_peak(model, config.seq_len, device, dtype)
     if state["step"] == 0:
-        evaluate(0, model, held_out, device, dtype, run)
+        evaluate(0, model, heldout, device, dtype, run)
 
     model.train()
-    recent = []  # (loss, norm) of the steps since the last look, still on the device
+    recent = []  # (loss, norm) of the steps since the last log, still on the device
     start = time.perf_counter()
     for step in range(state["step"], config.max_steps):
         training.set_rate(dense, config, step)
@@ -181,9 +181,9 @@ def train(config, run, argv):
         log = training.is_due(done, config.log_interval, config)
         snapshot = config.usage_interval and training.is_due(done, config.usage_interval, config)
         early = done < config.eval_interval and done & (done - 1) == 0  # 1, 2, 4, 8, ...
-        look = early or snapshot or training.is_due(done, config.eval_interval, config)
+        assess = early or snapshot or training.is_due(done, config.eval_interval, config)
         save = stopped or training.is_due(done, config.checkpoint_interval, config)
-        if not (log or look or save):
+        if not (log or assess or save):
             continue
 
         recent = [(loss.item(), norm.item()) for loss, norm in recent]  # waits for the device
@@ -195,8 +195,8 @@ def train(config, run, argv):
             state["elapsed"] += state["seconds"]
             training.log_training(run, state, config, batches, recent[-1][1], peak_share)
             state["losses"], state["seconds"] = [], 0.0
-        if look:
-            counts = evaluate(done, model, held_out, device, dtype, run)
+        if assess:
+            counts = evaluate(done, model, heldout, device, dtype, run)
             if snapshot and counts:  # a model without memory has none
                 run.write_usage(done, counts)
         if save:
@@ -214,9 +214,9 @@ def train(config, run, argv):
     return 0
 
 
-def evaluate(step, model, held_out, device, dtype, run):
+def evaluate(step, model, heldout, device, dtype, run):
     """Evaluate, log and print. Returns the counts of the slots' reads."""
-    results, counts = evaluate_language_model(model, held_out, device, dtype)
+    results, counts = evaluate_language_model(model, heldout, device, dtype)
     run.log({"step": step, **results})
     print(f"step {step:,}: " + "\n  ".join(describe_evaluation(results)), flush=True)
     return counts

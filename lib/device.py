@@ -35,7 +35,7 @@ def use_device(device="auto", dtype="auto", file=None):
         if chosen.index is not None:
             torch.cuda.set_device(chosen)
         name += f" ({torch.cuda.get_device_name(chosen)})"
-        # seen on an H100: cuDNN's attention had a NaN gradient, with a mask and 128 n + 64 tokens
+        # pytorch #196678: with a mask and 128 n + 64 tokens cuDNN can give a NaN gradient
         torch.backends.cuda.enable_cudnn_sdp(False)
     if dtype == "auto":
         dtype, reason = "float32", "mixed precision is for CUDA"

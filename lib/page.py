@@ -14,12 +14,12 @@ from pathlib import Path
 from statistics import mean, median
 
 from lib.files import markdown, null_to_nan, write_text
-from lib.look import usage_cells
 from lib.settings import ROOT
+from lib.slots import usage_cells
 
 PAPER = json.loads((ROOT / "results" / "paper.json").read_text(encoding="utf-8"))
 SYSTEMS = {run: name for name, runs in PAPER["systems"].items() for run in runs}
-A, B, C, D, E, F, _, H = list(PAPER["systems"])[:8]
+A, B, C, D, E, F, _, H = list(PAPER["systems"])[:8]  # the paper's (a) to (h)
 
 
 def main(folder):

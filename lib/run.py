@@ -43,7 +43,7 @@ class Run:
         before = self.settings()
         now = json.loads(to_json(asdict(config)))
         for key in sorted(now):
-            old, new = before[key], now[key]
+            old, new = before.get(key, getattr(type(config), key)), now[key]
             if old == new:
                 continue
             if key in config.MAY_CHANGE:
@@ -101,7 +101,7 @@ class Run:
         """Read log.jsonl, a list of dicts. A last line that is half written does not count."""
         path = self.folder / "log.jsonl"
         if not path.is_file():
-            raise UserError(f"{path}: no such file: is {self.folder} a run?")
+            raise UserError(f"{path}: no such file")
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         return [json.loads(line, object_hook=null_to_nan) for line in lines]
 

@@ -24,8 +24,8 @@ from model import value_tables
 
 
 @contextlib.contextmanager
-def watch_reads(model, see):
-    """Call see(layer, slots, weights) at every memory lookup inside the block.
+def watch_reads(model, on_read):
+    """Call on_read(layer, slots, weights) at every memory lookup inside the block.
 
     Both tensors are on the CPU: (tokens, heads, topk), best first, without padded tokens. Call the
     model itself inside, not what torch.compile returned: its graphs call no hooks.
@@ -34,7 +34,7 @@ def watch_reads(model, see):
         slots = args[0].detach().cpu()
         weights = args[1].detach().cpu()
         real = weights.any(2).any(1)  # the weights of a padded token are 0
-        see(layer, slots[real], weights[real])
+        on_read(layer, slots[real], weights[real])
 
     hooks = [table.register_forward_hook(partial(hook, layer))
              for layer, table in value_tables(model).items()]

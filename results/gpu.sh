@@ -27,6 +27,7 @@ try() {  # name, command: run it, and put its tables and results on the page
     python -c 'import torch; print("\ntorch", torch.__version__, "CUDA", torch.version.cuda)'
 } > $page
 try tests python -m pytest -q
+try card env CUDA_VISIBLE_DEVICES=0 python -m pytest -q tests/test_device.py
 try demo python pretrain.py configs/demo.py --out=out/gpu/demo
 try resm python pretrain.py configs/demo_resm_init.py --init_from=out/gpu/demo --out=out/gpu/resm
 try table python measure.py table out/gpu/demo out/gpu/resm --data docs

@@ -18,7 +18,7 @@ from tests.on_ranks import SERVER
 
 torch.set_num_threads(1)  # at these sizes threads mostly wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"  # and in the processes that a test starts
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks would need a card each; results/gpu.sh tries cards
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # a card is tried if it is named
 os.environ["PYTHONPATH"] = str(ROOT)
 
 

@@ -29,7 +29,8 @@ def start(world, function, *args, float64=False):
 
     Everything is double if float64. Returns the processes.
     """
-    group = {"WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": store().port,
+    group = {"CUDA_VISIBLE_DEVICES": "",  # ranks would need a card each
+             "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": store().port,
              "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": next(NUMBERS)}
     ranks = [{**group, "RANK": rank, "LOCAL_RANK": rank} for rank in range(world)]
     processes = [SERVER.Process(target=call, args=(environment, float64, function, args))

@@ -3,11 +3,13 @@ Small random models of transformers with a memory, and models that compute it by
 """
 import copy
 
+import pytest
 import torch
-import transformers
 from torch import nn
 
 from for_transformers.add_memory import add_memory, find_layers
+
+transformers = pytest.importorskip("transformers")
 
 NO_DROPOUT = "hidden_dropout_prob", "attention_probs_dropout_prob", "embd_pdrop", "attn_pdrop", \
     "resid_pdrop", "dropout", "attention_dropout"

@@ -3,14 +3,13 @@ A memory alone, saved and loaded: beside its model, beside an adapter of PEFT.
 """
 import pytest
 import torch
-import transformers
 
 from for_transformers.adapter import find_memories, load_memory, save_memory, train_memory
 from for_transformers.add_memory import add_memory
 from lib.settings import UserError
 from pkm import LazyAdam
 from tests.helpers import assert_near, assert_same
-from tests.small_models import MEMORY, batch, logits, small_model
+from tests.small_models import MEMORY, batch, logits, small_model, transformers
 
 
 def base(kind="BertForMaskedLM", **more):

@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from for_transformers.add_memory import MODELS as KNOWN
@@ -23,6 +22,7 @@ from tests.small_models import (
     gradients,
     logits,
     small_model,
+    transformers,
     with_memory,
 )
 

@@ -12,7 +12,7 @@ import torch
 import measure
 import pretrain
 from lib.corpus import Corpus, causal_heldout
-from lib.look import continue_text
+from lib.slots import continue_text
 from lib.tokenizer import load_tokenizer
 from lib.usage import evaluate_language_model
 from lib.weights import load_model

@@ -7,18 +7,17 @@ import sys
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from for_transformers.add_memory import find_layers
 from for_transformers.export import export, main
-from lib.look import load_with_tokenizer
 from lib.settings import UserError
+from lib.slots import load_with_tokenizer
 from lib.tokenizer import SPECIALS
 from model import BertConfig, build_model, value_tables
 from pkm import LazyAdam
 from tests.helpers import assert_near, save_model
-from tests.small_models import batch
+from tests.small_models import batch, transformers
 
 HEADS = {None: "MaskedLM", "classifier": "SequenceClassification", "span": "QuestionAnswering"}
 

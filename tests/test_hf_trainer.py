@@ -5,20 +5,21 @@ import os
 import shutil
 from pathlib import Path
 
-import accelerate
 import pytest
 import torch
-import transformers
 
-from for_transformers.adapter import find_memories, load_memory, train_memory
 from for_transformers.add_memory import add_memory
-from for_transformers.trainer import StepValues
 from lib.settings import UserError
 from pkm import LazyAdam
 from tests.helpers import assert_near, assert_same
 from tests.on_ranks import finish, start
-from tests.small_models import MEMORY
+from tests.small_models import MEMORY, transformers
 from tests.test_adapter import base, lora
+
+accelerate = pytest.importorskip("accelerate")
+
+from for_transformers.adapter import find_memories, load_memory, train_memory
+from for_transformers.trainer import StepValues
 
 EPS = 1e-3  # not so small that Adam makes updates of gradients that are rounding
 

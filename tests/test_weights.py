@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lib.look import load_with_tokenizer
 from lib.settings import UserError
+from lib.slots import load_with_tokenizer
 from lib.weights import (
     find_weights,
     init_from,

@@ -12,7 +12,7 @@ import torch
 
 import measure
 from lib.corpus import Corpus, cut_split
-from lib.look import page_html
+from lib.slots import page_html
 from lib.tokenizer import load_tokenizer
 from lib.usage import watch_reads
 from lib.weights import load_model

@@ -2,7 +2,7 @@
 Read texts with a model to see which slots they read, and show what a slot knows.
 
 measure.py's commands slots, fill, sample and browse use it. page_data() gathers what the page of
-browse shows, and page_html() puts it into look.html as JSON. Larger memories want fewer --contexts.
+browse shows, and page_html() puts it into slots.html as JSON.
 """
 import collections
 import json
