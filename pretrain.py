@@ -148,7 +148,7 @@ def train(config, run, argv):
         state = training.restore(checkpoint, dense, sparse, scaler)
     if state["step"] >= config.max_steps:
         print(f"{run.folder} is at step {state['step']:,} of {config.max_steps:,}: nothing to do; "
-              "--max_steps=N goes on, --out=out/NAME starts anew")
+              "--max_steps=N goes on at a longer schedule's rate, --out=out/NAME starts anew")
         return 0
 
     run.open(config, corpus.folder / "vocab.txt", origin, corpus.meta["sha256"], state["step"])
