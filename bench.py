@@ -176,8 +176,13 @@ def time_config(args, path):
     """Time a training step of a config, as in pretrain.py, on random tokens."""
     config = load_settings(Config, [path, *args.settings])
     ranks.check_accumulation(config)
-    model = build(args, bert_config(config))
+    sizes = bert_config(config)
+    model = build(args, sizes)
     parameters = training.count_parameters(model)
+    # 16: weights, gradients, two moments; 200: activations as measured for base, in float32
+    tokens = config.batch_size * config.seq_len
+    memory = 16 * parameters + 200 * tokens * sizes.n_layer * sizes.d_model
+    print(f"{path} takes about {memory / 1e9:.1f} GB; less with --batch_size=2 --accumulation=1")
     if ranks.get_world_size() > 1:
         from lib import sharding
 

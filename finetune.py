@@ -32,8 +32,9 @@ from lib import ranks, training
 from lib.corpus import ORDER
 from lib.device import autocast, to_device, use_device, wants_compile
 from lib.files import discard, file_sha256, lock, write_text
-from lib.run import Run
+from lib.run import Run, numbered
 from lib.settings import UserError, load_settings
+from lib.slots import training_text
 from lib.squad import best_answers
 from lib.tasks import (
     find_task,
@@ -72,7 +73,7 @@ class Config:
     keys_lr: float = 1.0  # rate of the memory's sub-keys, as a factor of lr
     value_lr: float = 1e-3  # rate of the value tables, constant
     weight_decay: float = 0.1  # biases, norms and memories have none
-    grad_clip: float = 1.0  # largest norm of all gradients but the values' (our reading)
+    grad_clip: float = 1.0  # largest norm of all gradients but the values' (our reading); 0: any
     dropout: float = 0.1  # in embeddings, attention, FFN and the pooled [CLS] (our reading)
     # watching
     log_interval: int = 100  # steps between log records
@@ -83,6 +84,9 @@ class Config:
     dtype: str = "auto"  # of matrix products: auto, float32, bfloat16 or float16
     compile: str = "auto"  # on, off, or auto: on CUDA
 
+    MAY_BE_ZERO = ("seed", "train_examples", "max_steps", "warmup", "keys_lr", "value_lr",
+                   "weight_decay", "grad_clip", "dropout")
+    AT_MOST_ONE = ("warmup", "dropout")
     # settings that you may change when resuming
     MAY_CHANGE = ("out", "init_from", "seeds", "log_interval", "checkpoint_interval", "tensorboard",
                   "device", "compile")
@@ -97,16 +101,18 @@ def main(argv):
     if not config.init_from:
         raise UserError("init_from is empty, which model? --init_from=RUN, or a recipe: "
                         "python finetune.py configs/demo_finetune.py starts from out/demo")
-    if config.warmup > 1:
-        raise UserError(f"warmup = {config.warmup}: expected a share of the steps, 0 to 1")
     ranks.check_accumulation(config)
     device, dtype = use_device(config.device, config.dtype)
 
     initial, vocab = find_weights(config.init_from)
     sizes = read_weights(initial)["config"]
     check_objective(initial, sizes, causal=False)
-    if config.max_len > sizes.max_len:
-        raise UserError(f"max_len = {config.max_len}: there are {sizes.max_len} positions")
+    if not 7 <= config.max_len <= sizes.max_len:  # a window of SQuAD needs 7
+        raise UserError(f"max_len = {config.max_len}: expected 7 to {sizes.max_len}, the positions")
+    trained, _ = training_text(initial)
+    if config.max_len > trained:
+        print(f"max_len is beyond the {trained} tokens that {initial} was trained on: positions "
+              "beyond are untrained, or its initial model's")
     with ranks.first_rank_first():
         task = find_task(config.task)
     encoding = text_tokenizer(vocab), config.max_len, config.doc_stride
@@ -121,7 +127,7 @@ def main(argv):
     fixed = "" if config.update_memory else "_fixed"
     out = Path(config.out or f"out/{Path(config.init_from).name}_{task.name}{fixed}")
     files = [task.file(split) for split in ("train", *task.dev.values())]
-    data = {file.name: file_sha256(file) for file in files} | {"labels": list(task.labels)}
+    data = {file.name: file_sha256(file) for file in files} | {"labels": task.labels}
     for earlier in Run(out).seeds():
         before = earlier.settings()
         earlier.check_settings(replace(config, seed=before["seed"]), data)
@@ -139,7 +145,7 @@ def main(argv):
             if ranks.any_signalled(signals):
                 print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
                 return training.status_after(signals)
-            for checkpoint in run.folder.glob("step_*"):  # best/ stays
+            for checkpoint in numbered(run.folder, "step_").values():  # best/ stays
                 discard(checkpoint)
         if ranks.first_rank():
             with lock(out, "writes medians", timeout=-1):  # other seeds may end now, too
@@ -166,7 +172,7 @@ def fine_tune(config, run, task, data, train, dev, signals):
         origin = run.settings()
         model.load_state_dict(read_weights(checkpoint)["weights"])
     else:
-        origin = init_from(model, initial)
+        origin = {**init_from(model, initial), "texts": task.texts}
     if ranks.get_world_size() > 1:
         from lib import sharding
 
@@ -294,8 +300,7 @@ def write_predictions(folder, task, dev, predictions):
             write_text(path.with_suffix(".json"), json.dumps(texts, indent=1))
             continue
         header, cells = prediction_table(predictions[suffix], task.labels)
-        columns = ["sentence"] if len(examples[0].texts) == 1 else ["sentence1", "sentence2"]
-        table = [["index", *columns, "label", *header]]
+        table = [["index", *task.texts, "label", *header]]
         for n, (example, row) in enumerate(zip(examples, cells)):
             label = task.labels[example.label] if task.labels else example.label
             table.append([n, *example.texts, label, *row])
@@ -305,9 +310,8 @@ def write_predictions(folder, task, dev, predictions):
 def write_medians(task, out):
     """Write the medians over all seeds in `out` that are done, and print the main one."""
     results = {run.settings()["seed"]: run.results() for run in Run(out).seeds() if run.results()}
-    medians = {}
-    for key in results[min(results)]:
-        medians[key] = float(np.median([scores[key] for scores in results.values()]))
+    medians = {key: float(np.median([scores[key] for scores in results.values()]))
+               for key in results[min(results)]}
     Run(out).write_results({**medians, "seeds": results})
     metric = task.metrics[0]
     print(f"median of {len(results)}: {metric} {medians[f'eval_{metric}']:.4f}; "

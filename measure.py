@@ -17,6 +17,7 @@ $ python measure.py predict out/base_sst2 new.tsv --out said    # a fine-tuned r
 writes NAME.html, for predict NAME.tsv. python measure.py COMMAND --help lists a command's options.
 """
 import itertools
+import os
 import sys
 from pathlib import Path
 
@@ -229,9 +230,11 @@ def by_class(args):
     device, _ = use_device(args.device, "float32")
     records = []
     for path in args.runs:
+        labels = read_weights(path).get("labels")
+        if not labels:
+            raise UserError(f"{path}: by_class compares classes, this model knows none")
         _, examples = task_examples(path, "train")
         parts = draw_parts(examples)
-        labels = read_weights(path)["labels"]
         negative, positive = (labels[part[0].label] for part in parts[::3])
         facts = {"run": path, "classes": f"{positive} against {negative}"}
         start = Run(find_weights(path)[0].parent).settings()["init_checkpoint"]
@@ -319,9 +322,8 @@ def draw_class_distances(records):
     """
     figure, [panels] = subplots(1, 2, 0.55 * len(records) + 1.2, sharey=True)
     places = np.arange(len(records))
-    labels = []
-    for record in records:
-        labels.append(f"{Path(record['run']).name}\nlayer {record['layer']}, {record['when']}")
+    labels = [f"{Path(record['run']).name}\nlayer {record['layer']}, {record['when']}"
+              for record in records]
     kinds = {"between": "two classes", "floor": "two halves of one class"}
     for axes, key in zip(panels, ("kl", "iou")):
         for shift, (kind, label) in zip((-0.2, 0.2), kinds.items()):
@@ -381,14 +383,13 @@ def curves(args):
     runs, rows = {}, []
     for path in args.runs:
         runs[path] = Run(path).evaluations()
+        if not runs[path]:
+            raise UserError(f"{path}: no evaluation of a language model in its log")
         last = runs[path][-1]
         rows.append({"run": path, "steps": last["step"], "ppl": last["perplexity"],
                      **usage_cells(last["layers"])})
     note = "Held-out text of each run's corpus. The steps of the initial model count."
     write_table(args.out, rows, note, runs, draw_curves)
-
-
-LINES = ("-", "--", "-.", ":")
 
 
 def draw_curves(runs):
@@ -403,7 +404,7 @@ def draw_curves(runs):
         steps = [evaluation["step"] for evaluation in log]
         perplexity = [evaluation["perplexity"] for evaluation in log]
         upper.plot(steps, perplexity, color=color, label=Path(path).name)
-        for layer, line in zip(log[-1]["layers"], itertools.cycle(LINES)):
+        for layer, line in zip(log[-1]["layers"], itertools.cycle(("-", "--", "-.", ":"))):
             usage = [100 * evaluation["layers"][layer]["top1_mu"] for evaluation in log]
             lower.plot(steps, usage, line, color=color, label=f"{Path(path).name}, layer {layer}")
     last = [log[-1]["perplexity"] for log in runs.values()]
@@ -421,6 +422,7 @@ def draw_curves(runs):
 
 def subplots(rows, columns, height, **settings):
     """Make a figure of (rows, columns) panels, 5.5 inches wide and `height` inches high."""
+    os.environ["MPLBACKEND"] = "agg"  # a notebook may have set another
     from matplotlib import pyplot
 
     return pyplot.subplots(rows, columns, figsize=(5.5, height), squeeze=False,
@@ -475,6 +477,10 @@ def fill(args):
     positions = np.flatnonzero(np.equal(ids, tokenizer.token_to_id(special.mask)))
     if not len(positions):
         raise UserError(f"no [MASK] in {args.text!r}: write one where a word is to be guessed")
+    if len(ids) > model.bert.config.max_len:
+        raise UserError(f"the text has more tokens than {args.run} has positions: shorten it")
+    if len(ids) > training_text(args.run)[0]:
+        print("the model was trained on shorter sequences: positions beyond are untrained")
     for position in positions:
         print(f"[MASK] at token {position}:")
         print_guess(model, tokenizer, ids, position, corpus, args.contexts)
@@ -522,12 +528,12 @@ def predict(args):
     if isinstance(model, SpanReader):
         windows = make_windows(tokenizer, read_squad(file), max_len, settings["doc_stride"])
         rows = [["id", "question", "prediction", "score"]]
-        for question, answer in best_answers(windows, predict_examples(model, windows)).items():
-            text, score = answer
+        answers = best_answers(windows, predict_examples(model, windows))
+        for question, (text, score) in answers.items():
             rows.append([question.id, question.text, text, f"{score:.3f}"])
     else:
         given = read_table(file)
-        texts = pick_texts(file, given)
+        texts = pick_texts(file, given, settings.get("texts"))  # None: an old run
         examples = encode_examples(tokenizer, texts, [None] * len(texts), max_len)
         header, cells = prediction_table(predict_examples(model, examples),
                                          read_weights(folder)["labels"])

@@ -51,11 +51,11 @@ class BertConfig:
 
     def __post_init__(self):
         self.memory_layers = tuple(self.memory_layers)
-        layers = set(range(1, self.n_layer + 1))
+        layers = set(range(1, self.n_layer + 1)) & set(self.memory_layers)
         assert self.d_model % self.n_head == 0, \
             f"n_head = {self.n_head}: expected a divisor of the width {self.d_model}"
-        assert set(self.memory_layers) <= layers, \
-            f"memory_layers = {self.memory_layers}: expected layers from 1 to {self.n_layer}"
+        assert len(layers) == len(self.memory_layers), \
+            f"memory_layers = {self.memory_layers}: expected different ones of 1 to {self.n_layer}"
         assert self.alpha or self.beta, "alpha = beta = 0: a layer needs an FFN or a memory"
 
 

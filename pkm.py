@@ -196,7 +196,7 @@ class LazyAdam(torch.optim.Optimizer):
     """
 
     def __init__(self, tables, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
-        self.tables = list(tables)
+        self.tables = list(dict.fromkeys(tables))
         for table in self.tables:
             table.weight.requires_grad_(False)
         weights = [table.weight for table in self.tables]
@@ -207,7 +207,9 @@ class LazyAdam(torch.optim.Optimizer):
         """Update once. grad_scale: what the loss was multiplied by."""
         with torch.enable_grad():
             loss = closure() if closure else None
-        for table in self.tables:  # before any table moves
+        weights = self.param_groups[0]["params"]
+        for table, weight in zip(self.tables, weights, strict=True):  # before any table moves
+            assert table.weight is weight, "a table has a new weight: make a new LazyAdam"
             assert table.weight.dtype in (torch.float32, torch.float64), (
                 f"values in {table.weight.dtype} lose small updates: keep them in float32, "
                 "under autocast")
@@ -260,6 +262,10 @@ class LazyAdam(torch.optim.Optimizer):
                                    per_sample_weights=weights[begin:end])  # (rows, dim)
             adam(weight, row, grad, state, self.param_groups[0])
             begin = end
+
+    def __getstate__(self):
+        """Keep the tables in a copy or a pickle. torch's optimizers keep no attribute of ours."""
+        return {**super().__getstate__(), "tables": self.tables}
 
     def zero_grad(self, set_to_none=True):
         """Drop the pending reads."""

@@ -9,8 +9,8 @@ $ python prepare_data.py weights bert-base-uncased         # to data/weights/, f
 $ python prepare_data.py glue SST-2 RTE                    # to data/glue/; squad: to data/squad/
 
 The .bin files are flat little-endian uint16 token ids. Every document ends with [SEP]; none starts
-with [CLS]. vocab.txt is BERT's (WordPiece), a trained one, or GPT-2's (--tokenizer gpt2). GPT-2's
-comes with a tokenizer.json. lib.corpus.Corpus reads all files.
+with [CLS]. vocab.txt is BERT's (WordPiece), a trained one, or GPT-2's (--tokenizer gpt2). With
+unusual settings it comes with a tokenizer.json. lib.corpus.Corpus reads all files.
 
 1. corpora and tasks   2. readers and vocabularies   3. downloads   then the command line
 """
@@ -152,6 +152,8 @@ def wikitext(args):
     sources = []
     for split, stem in enumerate(("train", "valid", "test")):
         file = find_files(path, f"wiki.{stem}.{ending}", f"{stem}.txt")[0]
+        if file == path:
+            raise UserError(f"{path}: expected WikiText's .zip or a folder with its three splits")
         sources.append((partial(read_documents, file, "wikitext"), split))
     name = args.name or args.command + "_raw" * args.raw
     write_corpus(name, str(path), sources, tokenizer, force=args.force)
@@ -234,7 +236,7 @@ def fetch_task(task, source, force):
 
 def weights(args):
     """Fetch BERTs and DistilBERTs of the hub to data/weights/NAME/."""
-    files = ["config.json", "vocab.txt", "tokenizer.json", "model.safetensors"]
+    files = ["config.json", "vocab.txt", "*token*.json", "model.safetensors"]
     for name in args.names:
         repo, folder = PRETRAINED.get(name, name), Path("data/weights", name)
         fetch_from_hub(repo, files, folder)
@@ -347,9 +349,10 @@ def train_tokenizer(read, size, vocab_size):
     for character, count in collections.Counter(itertools.chain.from_iterable(read())).items():
         for normal in normalize(character).strip():
             characters[normal] += count
-    # every character costs two tokens, "a" and "##a": rare ones would fill a small vocabulary
+    # a character costs two tokens, "a" and "##a": rare ones would fill a small vocabulary
     by_count = sorted(characters, key=lambda character: (-characters[character], character))
-    alphabet = by_count[:vocab_size // 16]
+    common = sum(count > 1 + characters.total() / 10**6 for count in characters.values())
+    alphabet = by_count[:max(vocab_size // 16, min(common, vocab_size * 3 // 8))]
     inside = [f"##{c}" for c in sorted(alphabet) if len(split(normalize(f"a{c}"))) == 1]
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, special_tokens=[*SPECIALS, *inside],
@@ -381,24 +384,27 @@ def write_corpus(name, origin, sources, tokenizer, val_every=None, force=False):
         lines = read_kept(sources, splits)
         counts = encode(folder, tokenizer, Progress(lines, total=n_lines, desc="encoding"))
 
-        vocab = tokens_by_id(tokenizer)
         ids = special_ids(tokenizer)
+        sizes = {"documents": counts[:, ids.sep], "tokens": counts.sum(axis=1),
+                 "unknown": counts[:, ids.unk]}
         no_words = [ids.pad, ids.cls, ids.sep, ids.mask]
         meta = {
             "name": name,
             "source": origin,
-            "vocab_size": len(vocab),
+            "vocab_size": counts.shape[1],
             **{f"{use}_id": token_id for use, token_id in ids._asdict().items()},
-            "tokenizer_hash": vocab_hash(vocab),
+            "tokenizer_hash": vocab_hash(tokenizer),
             "duplicates": int((splits == DUPLICATE).sum()),
             "unigram_perplexity": unigram_perplexity(counts[TRAIN], counts[VAL], no_words),
-            "documents": dict(zip(SPLITS, counts[:, ids.sep].tolist())),
-            "tokens": dict(zip(SPLITS, counts.sum(axis=1).tolist())),
-            "unknown": dict(zip(SPLITS, counts[:, ids.unk].tolist())),
+            **{what: dict(zip(SPLITS, n.tolist())) for what, n in sizes.items()},
             "sha256": {split: file_sha256(folder / f"{split}.bin") for split in SPLITS}}
         write_text(folder / "meta.json", json.dumps(meta, indent=1) + "\n")
-    for size in ("documents", "tokens", "unknown"):
-        print(f"data/{name}: {size} {meta[size]}")
+    for what in sizes:
+        print(f"data/{name}: {what} {meta[what]}")
+    unknown = sizes["unknown"].sum() / counts.sum()
+    if unknown > 0.01:
+        print(f"WARNING: {unknown:.1%} of the tokens are unknown: give a larger --vocab_size, or "
+              "the --vocab of a model of this language")
 
 
 def assign_splits(sources, val_every):

@@ -63,7 +63,7 @@ class Config:
     keys_lr: float = 1.0  # rate of the memory's sub-keys, as a factor of lr (our reading)
     value_lr: float = 1e-3  # rate of the value tables, constant (our reading)
     weight_decay: float = 0.01  # biases, norms and memories have none
-    grad_clip: float = 1.0  # largest norm without the values' (our reading; XLM clips theirs)
+    grad_clip: float = 1.0  # largest norm without the values' (our reading); 0: any
     # watching: evaluations also come at steps 0, 1, 2, 4, ...
     log_interval: int = 10  # steps between log records
     eval_interval: int = 5000  # steps between evaluations
@@ -77,6 +77,10 @@ class Config:
     dtype: str = "auto"  # of matrix products: auto, float32, bfloat16 or float16
     compile: str = "auto"  # on, off, or auto: on CUDA
 
+    MAY_BE_ZERO = ("seed", "n_layer", "n_head", "d_model", "d_ff", "dropout", "alpha", "beta",
+                   "warmup_steps", "keys_lr", "value_lr", "weight_decay", "grad_clip",
+                   "usage_interval")
+    AT_MOST_ONE = ("dropout",)
     # settings that you may change when resuming
     MAY_CHANGE = ("out", "max_steps", "log_interval", "eval_interval", "eval_sequences",
                   "usage_interval", "checkpoint_interval", "keep_checkpoints", "tensorboard",
@@ -315,8 +319,9 @@ def check_config(config):
             LanguageModel(sizes)
     except AssertionError as error:
         raise UserError(str(error)) from None
-    if config.seq_len > sizes.max_len:
-        raise UserError(f"seq_len = {config.seq_len}: {config.model} has {sizes.max_len} positions")
+    if not 3 <= config.seq_len <= sizes.max_len:  # [CLS], a token, [SEP]
+        raise UserError(f"seq_len = {config.seq_len}: expected 3 to {sizes.max_len}, the positions "
+                        f"of {config.model}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from lib.files import atomic
 from lib.huggingface import ARCHITECTURES, MEMORY_ACT, SETTINGS, to_huggingface
 from lib.run import Run
 from lib.settings import ROOT, Parser, UserError, run_main
-from lib.tokenizer import full_tokenizer, read_vocab, special_tokens
+from lib.tokenizer import full_tokenizer, load_tokenizer, special_tokens, tokens_by_id
 from lib.usage import describe_evaluation
 from lib.weights import find_weights, read_weights
 
@@ -37,7 +37,7 @@ def export(path, folder):
     if Path(folder).exists():
         raise UserError(f"{folder} exists already: name a new folder")
     source, vocab_file = find_weights(path)
-    saved, vocab = read_weights(source), read_vocab(vocab_file)
+    saved, vocab = read_weights(source), tokens_by_id(load_tokenizer(vocab_file))
     config, head, weights = saved["config"], saved.get("head"), saved["weights"]
     has_memory = bool(config.memory_layers) and (config.alpha, config.beta) != (1, 0)
     if config.causal and has_memory:

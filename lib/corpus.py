@@ -31,7 +31,10 @@ class Corpus:
 
     def split(self, which):
         """Return the ids of 'train', 'val' or 'test': a read-only uint16 array (tokens,)."""
-        return np.memmap(self.folder / f"{which}.bin", dtype="<u2", mode="r")
+        path, tokens = self.folder / f"{which}.bin", self.meta["tokens"][which]
+        if not tokens or path.stat().st_size != 2 * tokens:
+            raise UserError(f"{path}: without text, or not whole: prepare it again")
+        return np.memmap(path, dtype="<u2", mode="r")
 
     def enclose(self, rows):
         """Put [CLS] before and [SEP] after each row of ids: int64 (sequences, width + 2)."""

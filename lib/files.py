@@ -57,6 +57,9 @@ def lock(folder, work, timeout=0):
         yield
         return
     folder = Path(folder).resolve()
+    for place in (folder, *folder.parents):
+        if place.is_file():
+            raise UserError(f"{place} is a file: expected a folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         with filelock.FileLock(folder.with_name(f".lock_{folder.name}"), timeout):
@@ -66,15 +69,15 @@ def lock(folder, work, timeout=0):
 
 
 def load_file(path):
-    """Load tensors that someone else saved, as .safetensors or by torch.save. Runs no code."""
-    load = partial(torch.load, map_location="cpu", weights_only=True)
+    """Load tensors, saved as .safetensors or by torch.save. Runs no code. Maps a .pt file."""
+    load = partial(torch.load, map_location="cpu", weights_only=True, mmap=path.suffix == ".pt")
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file as load
     try:
         return load(path)
     except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
-        raise UserError(f"{path}: truncated, damaged or no file of tensors "
-                        f"({type(error).__name__}): fetch it again") from None
+        raise UserError(f"{path}: missing, truncated, damaged or no file of tensors "
+                        f"({type(error).__name__})") from None
 
 
 def to_json(content, indent=None):

@@ -10,7 +10,7 @@ import torch
 
 from lib.files import load_file, read_json
 from lib.settings import UserError
-from lib.tokenizer import read_vocab
+from lib.tokenizer import load_tokenizer
 from model import BertConfig, build_model
 
 FILES = ("model.safetensors", "pytorch_model.bin")
@@ -90,7 +90,8 @@ def to_huggingface(weights, head=None):
 def from_huggingface(weights, config, head=None, source="the weights"):
     """Rename the tensors of Hugging Face's BERT or DistilBERT as ours.
 
-    Their prefix, heads and pooler may be missing. UserError if another tensor is.
+    Their prefix, heads and pooler may be missing. UserError if another tensor is. Rows beyond
+    config.vocab_size are dropped.
     """
     theirs = {}
     for name, w in weights.items():
@@ -106,7 +107,16 @@ def from_huggingface(weights, config, head=None, source="the weights"):
         if parts:
             renamed[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
         elif name.startswith("bert.") and "pooler" not in name:
-            raise UserError(f"{source}: it has no {their_names(name)[0]}: of another model?")
+            raise UserError(f"{source}: it has {min(theirs)}, but no {their_names(name)[0]}: of "
+                            "another model?")
+    padding = len(renamed["bert.words.weight"]) - config.vocab_size
+    if not 0 <= padding < 128:
+        raise UserError(f"{source}: {config.vocab_size + padding:,} rows for a vocabulary of "
+                        f"{config.vocab_size:,} tokens: of another model?")
+    if padding:  # Google and NVIDIA pad to a multiple of 8 or 64
+        print(f"{source}: {padding} rows beyond its vocabulary are dropped")
+    for name in renamed.keys() & {"bert.words.weight", "bias"}:
+        renamed[name] = renamed[name][:config.vocab_size]
     return renamed
 
 
@@ -118,11 +128,15 @@ def read_folder(folder):
     """
     settings = read_json(folder / "config.json")
     config = read_config(settings, folder / "config.json")
-    vocab = folder / "vocab.txt"
-    if vocab.is_file() and len(read_vocab(vocab)) != config.vocab_size:
-        raise UserError(f"{vocab}: not of these weights, which know {config.vocab_size:,} tokens")
+    if any((folder / name).is_file() for name in ("vocab.txt", "tokenizer.json")):
+        config.vocab_size = load_tokenizer(folder).get_vocab_size()
     file = next(folder / name for name in FILES if (folder / name).is_file())
     theirs = load_file(file)
+    theirs = theirs.get("state_dict", theirs.get("model", theirs))
+    theirs = {re.sub(r"^((_orig_mod|module|model)\.)+", "", name): w for name, w in theirs.items()}
+    broken = [name for name, w in theirs.items() if w.isnan().any()]
+    if broken:
+        raise UserError(f"{file}: {broken[0]} has NaN in it")
     head = next((head for head, name in HEAD_NAMES.items() if f"{name}.weight" in theirs), None)
     weights = from_huggingface(theirs, config, head, file)
     saved = {"config": config, "weights": weights, "head": head}

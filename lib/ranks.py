@@ -103,7 +103,7 @@ def any_signalled(signals):
 
 def check_accumulation(config):
     """Raise UserError if the ranks cannot share a step's micro-batches evenly."""
-    if config.accumulation % get_world_size() or config.accumulation < 1:
+    if config.accumulation % get_world_size():
         raise UserError(f"accumulation = {config.accumulation} is not a multiple of the "
                         f"{get_world_size()} ranks of torchrun: change it or --nproc_per_node")
 

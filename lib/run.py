@@ -2,7 +2,7 @@
 Read and write the folder of a run.
 
 out/<run>/config.json               the settings, and where the run started
-out/<run>/vocab.txt                 the vocabulary; with tokenizer.json if the corpus has one
+out/<run>/vocab.txt                 the vocabulary; with tokenizer.json if its settings are unusual
 out/<run>/log.jsonl                 one JSON object a line: losses and evaluations
 out/<run>/step_000500/              a checkpoint: model.pt, optimizer.pt and state.pt
 out/<run>/usage/step_000500.npz     how often each slot was read during an evaluation
@@ -11,7 +11,6 @@ out/<run>/seed0/                    fine-tuning: such a folder for each seed (se
 import json
 import os
 import shlex
-import shutil
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
@@ -19,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.files import atomic, discard, null_to_nan, read_json, to_json, write_text
+from lib.files import atomic, discard, load_file, null_to_nan, read_json, to_json, write_text
 from lib.ranks import barrier, first_rank, get_world_size
 from lib.settings import ROOT, UserError
-from lib.tokenizer import read_vocab, vocab_hash
+from lib.tokenizer import load_tokenizer, vocab_hash, write_vocab
 
 
 class Run:
@@ -72,11 +71,9 @@ class Run:
         for number, snapshot in numbered(self.folder / "usage", "step_").items():
             if number > step:
                 discard(snapshot)
-        for file in (vocab, vocab.with_name("tokenizer.json")):  # the run works without its corpus
-            if file.exists():
-                with atomic(self.folder / file.name) as temporary:
-                    shutil.copyfile(file, temporary)
-        settings = {**origin, **asdict(config), "tokenizer_hash": vocab_hash(read_vocab(vocab)),
+        tokenizer = load_tokenizer(vocab)
+        write_vocab(self.folder, tokenizer)  # the run works without its corpus
+        settings = {**origin, **asdict(config), "tokenizer_hash": vocab_hash(tokenizer),
                     "data": data, "threads": torch.get_num_threads(), "torch": torch.__version__,
                     "commit": git_commit(), "ranks": get_world_size()}
         write_text(self.folder / "config.json", to_json(settings, indent=1))
@@ -172,7 +169,7 @@ def numbered(folder, prefix):
     """Find the files and folders named <prefix><number>. Returns {number: path}, lowest first."""
     found = {}
     for path in folder.glob(f"{prefix}*"):
-        number = path.stem.removeprefix(prefix)
+        number = path.name.removeprefix(prefix).removesuffix(".npz")
         if number.isdecimal():
             found[int(number)] = path
     return dict(sorted(found.items()))
@@ -187,7 +184,7 @@ def save_tensors(content, path):
 
 def read_state(checkpoint):
     """Read a checkpoint's state.pt, a dict with `step`."""
-    return torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
+    return load_file(checkpoint / "state.pt")
 
 
 def git_commit(root=ROOT):

@@ -34,12 +34,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} ({self.prog} --help)")
 
+    def parse_known_args(self, *args):
+        parsed, rest = super().parse_known_args(*args)
+        check_numbers(vars(parsed), may_be_zero=("seed", "temperature"))
+        return parsed, rest
+
 
 def load_settings(Config, argv):
     """Read the arguments `[CONFIG.py] [--key=value ...]`. Prints and returns an instance of Config.
 
     Config is a dataclass. A setting has the type of its default: bool, int, float, str or tuple
-    (of ints). UserError for an unknown key and for a value of another type.
+    (of ints). Config.MAY_BE_ZERO and AT_MOST_ONE say which numbers may be 0 and not above 1.
+    UserError for an unknown key, another type and a number out of range.
     """
     if "--help" in argv or "-h" in argv:
         print(sys.modules[Config.__module__].__doc__)
@@ -49,10 +55,10 @@ def load_settings(Config, argv):
     values = {}
     for path in argv:
         if not path.startswith("--"):
-            if not Path(path).is_file():
+            if not path.endswith(".py") or not Path(path).is_file():
                 near = difflib.get_close_matches(path, map(str, Path("configs").glob("*.py")), n=1)
                 hint = f" (did you mean {near[0]}?)" if near else ""
-                raise UserError(f"{path}: no such config file{hint}")
+                raise UserError(f"{path}: no such config file, a .py{hint}")
             for key, value in runpy.run_path(path).items():
                 if not key.startswith("_") and not isinstance(value, types.ModuleType):
                     values[key] = as_typed(path, key, value, defaults)
@@ -61,6 +67,7 @@ def load_settings(Config, argv):
             key, _, text = arg.removeprefix("--").partition("=")
             values[key] = as_typed("command line", key, text, defaults)
     config = Config(**values)
+    check_numbers(dataclasses.asdict(config), Config.MAY_BE_ZERO, Config.AT_MOST_ONE)
     print("settings: " + ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(config).items()))
     return config
 
@@ -84,6 +91,24 @@ def as_typed(where, key, value, defaults):
     if type(typed) is not kind:
         raise UserError(f"{where}: {key} = {value!r}: expected {kind.__name__}")
     return typed
+
+
+def check_numbers(values, may_be_zero, at_most_one=()):
+    """Raise UserError for a number out of range.
+
+    values: {name: number, list of numbers or anything else}. No number is negative. Whole ones are
+    at least 1 and real ones above 0, unless `may_be_zero` names them.
+    """
+    for name, value in values.items():
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(number, int | float) or isinstance(number, bool):
+                continue
+            expected = "0 or more" if name in may_be_zero else "more than 0"
+            highest = 2**63 - 1
+            if name in at_most_one:
+                expected, highest = "at most 1", 1
+            if not 0 <= number <= highest or number == 0 and name not in may_be_zero:
+                raise UserError(f"{name} = {number}: expected {expected}")
 
 
 def check_choice(name, value, choices):

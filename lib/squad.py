@@ -33,15 +33,21 @@ class Window:
     label: tuple  # positions of the answer's first and last token; (0, 0) if it is not inside
 
 
-def read_squad(path):
-    """Read the Questions of a file in the layout of SQuAD 1.1. New ones have no answers."""
+def read_squad(path, answered=False):
+    """Read the Questions of a file in the layout of SQuAD 1.1. New ones have no answers.
+
+    A null is no answer. answered: expect that all questions have one.
+    """
     questions = []
     try:
         for article in read_json(path)["data"]:
             for paragraph in article["paragraphs"]:
                 for qa in paragraph["qas"]:
-                    answers = [(answer["answer_start"], answer["text"])
-                               for answer in qa.get("answers", [])]
+                    answers = [(int(answer["answer_start"]), answer["text"])
+                               for answer in qa.get("answers") or [] if answer["text"]]
+                    if answered and not answers:
+                        raise UserError(f"{path}: question {qa['id']} has no answers: add them, or "
+                                        "leave it out")
                     questions.append(
                         Question(qa["id"], qa["question"], paragraph["context"], answers))
     except (LookupError, TypeError) as error:
@@ -76,7 +82,7 @@ def make_windows(tokenizer, questions, max_len, stride):
         for n, begin in enumerate(begins):
             end = begin + room
             shift = len(head) - begin  # from a token's place in the paragraph to its position
-            ids = np.array([*head, *tokens[begin:end], special.sep], np.uint16)
+            ids = np.array([*head, *tokens[begin:end], special.sep], np.int32)
             starts = np.searchsorted(best, [n, n + 1]) + shift
             is_inside = begin <= first <= last < end
             label = (first + shift, last + shift) if is_inside else (0, 0)

@@ -5,7 +5,9 @@ Read the tasks (GLUE, SQuAD 1.1, folders of your own), encode them, predict and 
 >>> texts, labels = read_split(task, "train")
 """
 import re
+from collections import Counter
 from dataclasses import dataclass, field
+from fractions import Fraction  # a number, but never nan or infinite
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +30,7 @@ class Task:
     metrics: list  # the first one picks the best epoch
     archives: list = ()  # the files to download
     dev: dict = field(default_factory=lambda: {"": "dev"})  # {suffix of metrics: split}
+    texts: list = ("sentence1", "sentence2")  # columns: two of a pair, or one
     reads_spans: bool = False  # answers are spans of a paragraph
 
     def file(self, split):
@@ -45,17 +48,21 @@ CORRELATIONS = ["pearson", "spearmanr"]
 GLUE = [  # the columns of Table 4 from left to right, then the other tasks
     Task("mnli", "data/glue/MNLI", ["contradiction", "entailment", "neutral"], ["accuracy"],
          ["MNLI.zip"], dev={"": "dev_matched", "_mm": "dev_mismatched"}),
-    Task("qqp", "data/glue/QQP", YES_NO, ["accuracy", "f1"], ["QQP-clean.zip"]),
-    Task("qnli", "data/glue/QNLI", ENTAILED, ["accuracy"], ["QNLIv2.zip"]),
-    Task("sst2", "data/glue/SST-2", YES_NO, ["accuracy"], ["SST-2.zip"]),
-    Task("cola", "data/glue/CoLA", YES_NO, ["matthews_correlation", "accuracy"], ["CoLA.zip"]),
+    Task("qqp", "data/glue/QQP", YES_NO, ["accuracy", "f1"], ["QQP-clean.zip"],
+         texts=["question1", "question2"]),
+    Task("qnli", "data/glue/QNLI", ENTAILED, ["accuracy"], ["QNLIv2.zip"],
+         texts=["question", "sentence"]),
+    Task("sst2", "data/glue/SST-2", YES_NO, ["accuracy"], ["SST-2.zip"], texts=["sentence"]),
+    Task("cola", "data/glue/CoLA", YES_NO, ["matthews_correlation", "accuracy"], ["CoLA.zip"],
+         texts=["sentence"]),
     Task("mrpc", "data/glue/MRPC", YES_NO, ["accuracy", "f1"],
-         ["msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "mrpc_dev_ids.tsv"]),
+         ["msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "mrpc_dev_ids.tsv"],
+         texts=["#1 String", "#2 String"]),
     Task("stsb", "data/glue/STS-B", [], CORRELATIONS, ["STS-B.zip"]),
     Task("rte", "data/glue/RTE", ENTAILED, ["accuracy"], ["RTE.zip"]),
 ]
 SQUAD = Task("squad", "data/squad", [], ["f1", "exact_match"],
-             ["train-v1.1.json", "dev-v1.1.json"], reads_spans=True)
+             ["train-v1.1.json", "dev-v1.1.json"], texts=(), reads_spans=True)
 TASKS = {task.name: task for task in [SQUAD, *GLUE]}
 
 # Columns of texts and of labels, in the official files and in a person's own
@@ -68,7 +75,8 @@ COLA = ["source", "label", "star", "sentence"]  # its train.tsv and dev.tsv have
 def find_task(name):
     """Find a Task: "sst2" or "SST-2", "squad", "docs" (made if missing), or a folder's path.
 
-    The train.tsv of a folder says whether the task has classes or, as in STS-B, scores.
+    The train.tsv of a folder says whether the task has classes or, as in STS-B, scores. Prints how
+    often each class occurs; UserError if the labels are hardly classes.
     """
     key = task_name(name)
     if key in TASKS and Path(TASKS[key].folder).is_dir():
@@ -83,10 +91,18 @@ def find_task(name):
         raise UserError(f"task = {name!r}: not there: expected docs, {', '.join(TASKS)} (python "
                         "prepare_data.py fetches them), or a folder with train.tsv and dev.tsv")
     rows = read_table(path)
+    texts = find_columns(path, rows, TEXTS)
     column = find_columns(path, rows, LABELS)[0]
     if column == "score":
-        return Task(key, folder, [], CORRELATIONS)
-    return Task(key, folder, sorted({row[column] for row in rows}), ["accuracy"])
+        return Task(key, folder, [], CORRELATIONS, texts=texts)
+    counts = Counter(row[column] for row in rows)
+    numbers = [label for label in counts if re.fullmatch(r"-?\d*\.\d+", label)]
+    different = {label.strip() for label in counts} - {""}
+    if len(different) < max(2, len(counts)) or len(numbers) > 20:
+        raise UserError(f"{path}: labels {sorted(counts)[:20]}: expected two or more, none empty, "
+                        "none that differs only by spaces at an end (numbers: in a column score)")
+    print(path, "has the classes", dict(counts))
+    return Task(key, folder, sorted(counts), ["accuracy"], texts=texts)
 
 
 def task_name(name):
@@ -107,8 +123,7 @@ def read_split(task, split):
     The labels are an array (n,) of classes, int64, or of scores, float32.
     """
     path = task.file(split)
-    columns = COLA if task.name == "cola" else None
-    rows = read_table(path, columns, skip_broken=task.name == "qqp")
+    rows = read_table(path, COLA if task.name == "cola" else None, task.name == "qqp")
     if task.name == "mrpc":
         dev_ids = read_table(Path(task.folder, "mrpc_dev_ids.tsv"), ["#1 ID", "#2 ID"])
         rows = [row for row in rows
@@ -118,12 +133,13 @@ def read_split(task, split):
     for number, row in enumerate(rows, 2):
         try:
             label = row[column]
-            labels.append(task.labels.index(label) if task.labels else float(label))
+            labels.append(task.labels.index(label) if task.labels else float(Fraction(label)))
         except ValueError:
             expected = ", ".join(task.labels) or "a number"
             raise UserError(f"{path}:{number}: label {label!r}: expected {expected}") from None
     # MPS has no float64
-    return pick_texts(path, rows), np.array(labels, np.int64 if task.labels else np.float32)
+    return pick_texts(path, rows, task.texts), np.array(
+        labels, np.int64 if task.labels else np.float32)
 
 
 def read_table(path, columns=None, skip_broken=False):
@@ -134,15 +150,15 @@ def read_table(path, columns=None, skip_broken=False):
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 ({error}): save it as UTF-8") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: no readable UTF-8 file ({error})") from None
     rows = []
     for number, line in enumerate(text.rstrip("\r\n").split("\n"), 1):
         fields = line.rstrip("\r").split("\t")
         if columns is None:
             columns = fields
+            if len(set(columns)) < len(columns):
+                raise UserError(f"{path}:1: columns {columns}: two have the same name")
         elif len(fields) == len(columns):
             rows.append(dict(zip(columns, fields)))
         elif not skip_broken:
@@ -154,18 +170,22 @@ def read_table(path, columns=None, skip_broken=False):
 
 
 def find_columns(path, rows, known):
-    """Return those of the `known` names that are columns of a file; UserError if there is none."""
+    """Return the one or two of the `known` names that are columns of a file, else a UserError."""
     found = [name for name in known if name in rows[0]]
-    if not found:
-        raise UserError(f"{path}:1: columns {list(rows[0])}: expected a header with one of "
-                        f"{', '.join(known)}; tabs separate columns")
+    if len(found) not in (1, 2):
+        raise UserError(f"{path}:1: columns {list(rows[0])}: expected sentence (or sentence1 and "
+                        "sentence2) and label or score, with tabs between them; official names: "
+                        f"{', '.join(known)}")
     return found
 
 
-def pick_texts(path, rows):
-    """Return each row's texts: tuples of one or two."""
-    names = find_columns(path, rows, TEXTS)
-    return [tuple(row[name] for name in names) for row in rows]
+def pick_texts(path, rows, names):
+    """Return each row's texts: tuples of the columns `names`, or of what find_columns() finds."""
+    names = names or find_columns(path, rows, TEXTS)
+    try:
+        return [tuple(row[name] for name in names) for row in rows]
+    except KeyError:
+        raise UserError(f"{path}:1: expected the columns {names}, as in training") from None
 
 
 def tsv_text(rows):
@@ -199,7 +219,7 @@ def encode_examples(tokenizer, texts, labels, max_len):
         ids = [special.cls]
         for piece in pieces:
             ids += [*piece, special.sep]
-        examples.append(Example(np.array(ids, np.uint16), len(pieces[0]) + 2, label, row))
+        examples.append(Example(np.array(ids, np.int32), len(pieces[0]) + 2, label, row))
     return examples
 
 
@@ -207,7 +227,7 @@ def load_examples(task, split, tokenizer, max_len, stride):
     """Read and encode a split: a list of Examples, or of SQuAD's Windows. Print its size."""
     path = task.file(split)
     if task.reads_spans:
-        examples = make_windows(tokenizer, read_squad(path), max_len, stride)
+        examples = make_windows(tokenizer, read_squad(path, True), max_len, stride)
     else:
         examples = encode_examples(tokenizer, *read_split(task, split), max_len)
     print(f"{path}: {len(examples):,} examples")

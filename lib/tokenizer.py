@@ -8,13 +8,15 @@ A vocabulary is a list of tokens, by id. It is BERT's (WordPiece) or GPT-2's (by
 >>> full_tokenizer("data/docs").encode("a", "b")       # [CLS] a [SEP] b [SEP]
 """
 import hashlib
+import json
+import re
 from collections import namedtuple
 from pathlib import Path
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, processors
 
-from lib.files import write_text
+from lib.files import discard, read_json, write_text
 from lib.ranks import Progress
 from lib.settings import UserError
 
@@ -34,56 +36,92 @@ def special_ids(tokenizer):
     return Specials(*map(tokenizer.token_to_id, special_tokens(tokenizer.get_vocab())))
 
 
-def read_vocab(path):
-    """Read a vocab.txt, or the one in a folder: a list of tokens, by id.
-
-    A folder with only a tokenizer.json, as transformers 5 saves it, is read too.
-    """
-    path = Path(path)
-    file = path / "vocab.txt" if path.is_dir() else path
-    saved = file.with_name("tokenizer.json")
-    if saved.exists() and not file.exists():
-        tokens = tokens_by_id(tokenizers.Tokenizer.from_file(str(saved)))
-    elif not file.exists():
-        raise UserError(f"{file}: no such file")
-    else:
-        tokens = file.read_text(encoding="utf-8").rstrip("\n").split("\n")
-    missing = set(special_tokens(tokens)).difference(tokens)
-    if missing:
-        raise UserError(f"{file}: not a vocabulary: no {', '.join(sorted(missing))} in it")
-    return tokens
-
-
 def tokens_by_id(tokenizer):
     """Return the tokens of a tokenizer, in the order of their ids."""
     ids = tokenizer.get_vocab()
     return sorted(ids, key=ids.get)
 
 
+def vocab_files(tokenizer):
+    """Format a tokenizer as vocab.txt and tokenizer.json, "" if the first alone gives it."""
+    vocab, text = tokens_by_id(tokenizer), tokenizer.to_str(pretty=True)
+    if special_tokens(vocab) is SPECIALS and (
+            text == wordpiece_tokenizer(vocab).to_str(pretty=True)):
+        text = ""
+    return "\n".join(vocab), text
+
+
 def write_vocab(folder, tokenizer):
-    """Write vocab.txt to a folder and, for byte-level BPE, tokenizer.json."""
-    vocab = tokens_by_id(tokenizer)
-    write_text(folder / "vocab.txt", "\n".join(vocab) + "\n")
-    if special_tokens(vocab) is GPT2_SPECIALS:
-        write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    """Write a tokenizer's vocab.txt and, if it takes one, its tokenizer.json."""
+    vocab, text = vocab_files(tokenizer)
+    write_text(folder / "vocab.txt", f"{vocab}\n")
+    if text:
+        write_text(folder / "tokenizer.json", text)
+    else:
+        discard(folder / "tokenizer.json")  # of an earlier vocabulary
 
 
-def vocab_hash(vocab):
-    """Return the SHA-256 of a vocabulary, which tells vocabularies apart."""
-    return hashlib.sha256("\n".join(vocab).encode()).hexdigest()
+def vocab_hash(tokenizer):
+    """Return the SHA-256 of a vocabulary and its settings, which tells vocabularies apart."""
+    vocab, text = vocab_files(tokenizer)
+    if special_tokens(tokenizer.get_vocab()) is SPECIALS:  # GPT-2's rule is always the same
+        vocab += text
+    return hashlib.sha256(vocab.encode()).hexdigest()
 
 
 def load_tokenizer(path):
     """Load the tokenizers.Tokenizer of a vocab.txt, or of the folder that has it.
 
-    The tokenizer adds no special tokens. It encodes the name of a special token in a text as that
-    token. A byte-level BPE is read from the tokenizer.json beside its vocab.txt.
+    The JSON files beside a vocab.txt count as in transformers 5. A vocab.txt alone is cased if it
+    has capitals. The tokenizer adds no special tokens. It encodes the name of a special token in a
+    text as that token.
     """
-    vocab = read_vocab(path)
-    if special_tokens(vocab) is SPECIALS:
-        return wordpiece_tokenizer(vocab)
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    path = Path(path)
+    folder = path.parent if path.name == "vocab.txt" else path
+
+    def read(name):
+        return read_json(folder / name) if (folder / name).is_file() else {}
+
+    saved, given = read("tokenizer.json"), read("tokenizer_config.json")
+    settings = read("config.json") | given
+    kind = settings.get("tokenizer_class") or "BertTokenizer"
+    as_saved = saved and kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    if not (as_saved or re.fullmatch("(Distil)?BertTokenizer(Fast)?", kind)):
+        raise UserError(f"{folder}: tokenizer_class = {kind!r}: expected BertTokenizer, or "
+                        "PreTrainedTokenizerFast with a tokenizer.json")
+    try:
+        if saved:
+            bare = saved | dict.fromkeys(("truncation", "padding", "post_processor"))
+            bare["added_tokens"] = []
+            tokenizer = tokenizers.Tokenizer.from_str(json.dumps(bare))
+        else:
+            file = path / "vocab.txt" if path.is_dir() else path
+            tokenizer = wordpiece_tokenizer(file.read_text("utf-8").rstrip("\n").split("\n"))
+    except Exception as error:  # noqa: BLE001 - tokenizers has no class of its own
+        raise UserError(f"{path}: not a vocabulary of BERT: {error}") from None
+    ids = tokenizer.get_vocab()
+    if max(ids.values()) >= len(ids):
+        raise UserError(f"{path}: a token is in it twice: sort FILE | uniq -d shows which")
+    tokenizer.add_special_tokens([token for token in SPECIALS if token in ids])
+
+    configured = (folder / "tokenizer_config.json").is_file()
+    if not as_saved and (configured or saved and "model_type" in settings):
+        tokenizer = wordpiece_tokenizer(
+            tokens_by_id(tokenizer), lowercase=given.get("do_lower_case", True),
+            strip_accents=given.get("strip_accents"),
+            handle_chinese_chars=given.get("tokenize_chinese_chars", True))
+
+    # a text is searched for these tokens before all else
+    added = {token_id: {"content": token} for token, token_id in read("added_tokens.json").items()}
+    added |= {token.pop("id"): token for token in saved.get("added_tokens", [])}
+    added |= given.get("added_tokens_decoder", {})
+    for token_id in sorted(added, key=int):
+        token = AddedToken(**added[token_id])
+        token.special = token.content in SPECIALS + GPT2_SPECIALS  # others are tokens in any text
+        tokenizer.add_tokens([token])
+    if None in special_ids(tokenizer):
+        raise UserError(f"{path}: not a vocabulary of BERT: a special token like [PAD] is missing")
+    return tokenizer
 
 
 def text_tokenizer(path):
@@ -101,10 +139,8 @@ def full_tokenizer(path):
     tokenizer = load_tokenizer(path)
     tokens = special_tokens(tokenizer.get_vocab())
     ids = special_ids(tokenizer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{tokens.cls} $A {tokens.sep}",
-        pair=f"{tokens.cls} $A {tokens.sep} $B:1 {tokens.sep}:1",
-        special_tokens=[(tokens.cls, ids.cls), (tokens.sep, ids.sep)])
+    ends = (tokens.sep, ids.sep), (tokens.cls, ids.cls)
+    tokenizer.post_processor = processors.BertProcessing(*ends)
     tokenizer.enable_padding(pad_id=ids.pad, pad_token=tokens.pad)
     return tokenizer
 
@@ -115,12 +151,13 @@ def tokenize(tokenizer, texts, what):
         yield from tokenizer.encode_batch(texts[start:start + 8192], add_special_tokens=False)
 
 
-def wordpiece_tokenizer(vocab):
-    """Make BERT's tokenizers.Tokenizer; the cased one for a vocabulary with capitals."""
+def wordpiece_tokenizer(vocab, **settings):
+    """Make BERT's tokenizers.Tokenizer; the cased one for a vocabulary with capitals.
+
+    settings: of tokenizers' BertWordPieceTokenizer.
+    """
     ids = {token: token_id for token_id, token in enumerate(vocab)}
-    tokenizer = tokenizers.Tokenizer(models.WordPiece(ids, unk_token=SPECIALS.unk))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase="A" not in ids)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.add_special_tokens(list(SPECIALS))
+    made = tokenizers.BertWordPieceTokenizer(ids, **{"lowercase": "A" not in ids} | settings)
+    tokenizer = tokenizers.Tokenizer.from_str(made.to_str())
+    tokenizer.post_processor = None
     return tokenizer

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from lib.corpus import DROPOUT, MASKED
+from lib.files import load_file
 from lib.ranks import get_world_size, under_torchrun
+from lib.run import read_state
 from lib.settings import Failure
 from lib.weights import model_file
 from model import value_tables
@@ -51,11 +53,11 @@ def update(dense, sparse, scaler, grad_clip):
     """Update a model by its gradients, and drop them. Returns the norm of the dense ones.
 
     dense, sparse: of make_optimizers(). scaler: a GradScaler, which float16 enables. After an
-    overflow no weight moves. grad_clip: the largest norm.
+    overflow no weight moves. grad_clip: the largest norm; 0: any.
     """
     scaler.unscale_(dense)
     parameters = [p for group in dense.param_groups for p in group["params"]]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, grad_clip or math.inf)
     sparse.step_with(dense, scaler)
     dense.zero_grad()
     sparse.zero_grad()
@@ -136,8 +138,7 @@ def checkpoint_files(model, labels, dense, sparse, scaler, state):
 
 def restore(checkpoint, dense, sparse, scaler):
     """Load both optimizers and the scaler. Returns the state of the run."""
-    moments = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True,
-                         mmap=True)
+    moments = load_file(checkpoint / "optimizer.pt")
     if get_world_size() > 1:
         from lib import sharding
 
@@ -147,7 +148,7 @@ def restore(checkpoint, dense, sparse, scaler):
         group["fused"] = dense.defaults["fused"]  # this device's, not that of the saved run
     dense.load_state_dict(moments["dense"])
     sparse.load_state_dict(moments["values"])
-    state = torch.load(checkpoint / "state.pt", weights_only=True)
+    state = read_state(checkpoint)
     scaler.load_state_dict(state.pop("scaler"))
     print(f"going on from {checkpoint}")
     return state

@@ -18,7 +18,7 @@ from lib.corpus import Corpus
 from lib.device import autocast, to_device
 from lib.ranks import deal_batches, sum_over_ranks
 from lib.settings import UserError
-from lib.tokenizer import read_vocab
+from lib.tokenizer import load_tokenizer, vocab_hash
 from lib.weights import find_weights
 from model import value_tables
 
@@ -153,7 +153,7 @@ def open_corpus(name, *paths):
     corpus = Corpus(name)
     for path in paths:
         _, vocab = find_weights(path)
-        if read_vocab(corpus.folder) != read_vocab(vocab):
+        if vocab_hash(load_tokenizer(corpus.folder)) != vocab_hash(load_tokenizer(vocab)):
             raise UserError(f"{path} was trained with another vocabulary than data/{name}: prepare "
                             f"the corpus with --vocab {vocab}, or leave one of them out")
     return corpus

@@ -3,8 +3,7 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
+from lib.files import load_file
 from lib.huggingface import FILES, read_folder
 from lib.ranks import get_world_size
 from lib.run import Run, numbered, read_state
@@ -56,7 +55,7 @@ def read_weights(path):
     folder, _ = find_weights(path)
     if not (folder / "model.pt").is_file():
         return read_folder(folder)
-    saved = torch.load(folder / "model.pt", map_location="cpu", weights_only=True, mmap=True)
+    saved = load_file(folder / "model.pt")
     return {**saved, "config": BertConfig(**saved["config"])}
 
 

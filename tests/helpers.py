@@ -52,6 +52,11 @@ class Settings:
     name: str = "a"
     flag: bool = False
     layers: tuple = ()
+    seed: int = 0
+    clip: float = 0.5
+
+    MAY_BE_ZERO = ("seed", "clip")
+    AT_MOST_ONE = ("clip",)
 
 
 TINY = {

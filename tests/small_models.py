@@ -35,6 +35,20 @@ ENCODERS = {
                              "conv_kernel_size": 3, "conv_act": "gelu"},
 }
 MODELS = {**DECODERS, **ENCODERS}
+PRE = "input_layernorm", None, "post_attention_layernorm", None
+PARALLEL = "input_layernorm", None, "input_layernorm", None
+SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
+            "post_feedforward_layernorm")
+LIKE_LLAMA = {  # {class: (more settings, the norms before and after attention and FFN)}
+    "OlmoForCausalLM": ({}, PRE), "SmolLM3ForCausalLM": (GROUPED, PRE),
+    "Phi3ForCausalLM": ({}, PRE), "StableLmForCausalLM": (GROUPED, PRE),
+    "GraniteForCausalLM": ({"residual_multiplier": 0.22}, PRE),
+    "PhiForCausalLM": ({}, PARALLEL), "CohereForCausalLM": (GROUPED, PARALLEL),
+    "Olmo2ForCausalLM": ({}, (None, SANDWICH[1], None, SANDWICH[3])),
+    "Gemma2ForCausalLM": ({**GROUPED, **WINDOWS}, SANDWICH),
+    "Glm4ForCausalLM": (GROUPED, ("input_layernorm", "post_self_attn_layernorm",
+                                  "post_attention_layernorm", "post_mlp_layernorm")),
+}
 MEMORY = {"n_keys": 4, "heads": 2, "topk": 3, "key_dim": 4}
 
 
@@ -42,7 +56,8 @@ def small_model(kind, **more):
     """Make a random model whose weights are large enough that each shows in the output."""
     torch.manual_seed(0)
     model_class = getattr(transformers, kind)
-    return spread(model_class(model_class.config_class(**{**SIZES, **MODELS[kind], **more})))
+    settings = MODELS.get(kind) or LIKE_LLAMA.get(kind, [{}])[0]
+    return spread(model_class(model_class.config_class(**{**SIZES, **settings, **more})))
 
 
 def spread(model):
@@ -52,10 +67,10 @@ def spread(model):
     return model
 
 
-def with_memory(kind, layers=(1, 2), alpha=0.6, beta=1.5, dtype=torch.double, **more):
+def with_memory(kind, layers=(1, 2), alpha=0.6, beta=1.5, parts=None, **more):
     """Make a model with memories, whose batch norms have random statistics."""
-    model = small_model(kind, **more).to(dtype)
-    add_memory(model, layers, alpha, beta, **MEMORY)
+    model = small_model(kind, **more).double()
+    add_memory(model, layers, alpha, beta, parts=parts, **MEMORY)
     spread(model)
     for n in layers:
         norm = find_layers(model)[n - 1].memory.query_norm
@@ -75,7 +90,7 @@ def batch(padding="right"):
 def logits(model, ids, mask):
     """Compute the logits of the real tokens."""
     plain = getattr(model, "_orig_mod", model)  # of a compiled one
-    cache = {"use_cache": False} if type(plain).__name__ in DECODERS else {}
+    cache = {"use_cache": False} if type(plain).__name__ in {**DECODERS, **LIKE_LLAMA} else {}
     return model(ids, attention_mask=mask, **cache).logits[mask.bool()]
 
 
@@ -132,18 +147,38 @@ class ByHand(nn.Module):
         return torch.zeros_like(x).index_put((real,), read)
 
 
-def by_hand(model, mask, alpha=0.6, beta=1.5):
+class LayerByHand(nn.Module):
+    """Compute a decoder's layer from its attention, norms and a ByHand for its FFN."""
+
+    def __init__(self, layer, norms, memory, alpha, beta):
+        super().__init__()
+        norms = [getattr(layer, name) if name else nn.Identity() for name in norms]
+        self.before, self.after, self.before_ffn, after_ffn = norms
+        self.layer, self.factor = layer, getattr(layer, "residual_multiplier", 1)
+        self.ffn = ByHand(lambda x: self.factor * after_ffn(layer.mlp(x)), memory, alpha, beta)
+
+    def forward(self, x, **settings):
+        inside = self.before(x)
+        y = x + self.factor * self.after(self.layer.self_attn(inside, **settings)[0])
+        return y + self.ffn(inside if self.before_ffn is self.before else self.before_ffn(y))
+
+
+def by_hand(model, mask, alpha=0.6, beta=1.5, **more):
     """Make a plain model whose two FFNs are replaced by hand.
 
     Returns it and {name: parameter}, with the names of `model`, a model with two memories.
     """
-    plain = small_model(type(model).__name__).double()
+    plain = small_model(type(model).__name__, **more).double()
     plain.load_state_dict(model.state_dict(), strict=False)
     parameters = dict(plain.named_parameters())
     modules = {module: name for name, module in model.named_modules()}
-    for layer, original in zip(find_layers(plain), find_layers(model), strict=True):
+    stack, kind = find_layers(plain, model.config.product_key_memory["parts"]), type(model).__name__
+    for n, (layer, original) in enumerate(zip(stack, find_layers(model), strict=True)):
         memory = copy.deepcopy(original.memory).requires_grad_(True)
-        if hasattr(layer, "fc1"):
+        if kind in LIKE_LLAMA:
+            stack[n] = LayerByHand(layer, LIKE_LLAMA[kind][1], memory, alpha, beta)
+            ours = stack[n].ffn
+        elif hasattr(layer, "fc1"):
             ffn = nn.Sequential(layer.fc1, layer.activation_fn, layer.fc2)
             layer.fc1 = layer.activation_fn = nn.Identity()
             layer.fc2 = ours = ByHand(ffn, memory, alpha, beta)

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from for_transformers.adapter import load_memory, save_memory
 from for_transformers.add_memory import MODELS as KNOWN
 from for_transformers.add_memory import add_memory, find_layers, real_tokens
 from pkm import LazyAdam
 from tests.helpers import ROOT, assert_near
 from tests.small_models import (
+    GROUPED,
+    LIKE_LLAMA,
     MEMORY,
     MODELS,
     assert_same_gradients,
@@ -30,7 +33,7 @@ models = pytest.mark.parametrize("kind", MODELS)
 paddings = pytest.mark.parametrize("padding", ["right", "left"])
 forms = pytest.mark.parametrize("kind", [
     "BertForMaskedLM", "DistilBertForMaskedLM", "LlamaForCausalLM", "GPTNeoXForCausalLM",
-    "OPTForCausalLM"])
+    "OPTForCausalLM", "PhiForCausalLM", "Glm4ForCausalLM"])
 
 
 def test_nothing_imports_for_transformers():
@@ -42,9 +45,11 @@ def test_nothing_imports_for_transformers():
 
 
 @paddings
-@models
+@pytest.mark.parametrize("kind", [*MODELS, *LIKE_LLAMA])
 def test_formula(kind, padding):
     """Outputs are FFN + memory by hand; in training gradients and statistics, too."""
+    if (kind, padding) == ("Gemma2ForCausalLM", "left"):
+        pytest.skip("in float64 its attention is NaN where no token is seen, as without a memory")
     model, (ids, mask) = with_memory(kind), batch(padding)
     plain, parameters = by_hand(model, mask)
     with torch.no_grad():
@@ -58,7 +63,7 @@ def test_formula(kind, padding):
 
 def test_every_known_model_is_tested():
     tested = {getattr(transformers, kind).config_class.model_type for kind in MODELS}
-    assert tested == KNOWN.keys() - {"pkm-bert"}  # an exported run: see test_export.py
+    assert tested >= KNOWN.keys() - {"pkm-bert"}  # an exported run: see test_export.py
 
 
 @forms
@@ -92,7 +97,8 @@ def test_values_of_0_change_nothing(kind):
 @pytest.mark.parametrize("kind, settings", [
     ("GPTNeoXForCausalLM", {"hidden_dropout": 0.5}), ("BertForMaskedLM", {
         "hidden_dropout_prob": 0.5}),
-    ("GPT2LMHeadModel", {"resid_pdrop": 0.5}), ("DistilBertForMaskedLM", {"dropout": 0.5})])
+    ("GPT2LMHeadModel", {"resid_pdrop": 0.5}), ("DistilBertForMaskedLM", {"dropout": 0.5}),
+    ("PhiForCausalLM", {"resid_pdrop": 0.5}), ("StableLmForCausalLM", {"hidden_dropout": 0.5})])
 def test_no_dropout_on_the_memory(kind, settings):
     """Whatever dropout draws, a layer's output without its norm differs by the whole read."""
     model, (ids, mask) = with_memory(kind, (2,), 1.0, 1.5, **settings).train(), batch()
@@ -114,7 +120,7 @@ def test_no_dropout_on_the_memory(kind, settings):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("reentrant", [False, True])
-@models
+@pytest.mark.parametrize("kind", [*MODELS, "PhiForCausalLM"])
 def test_checkpointing(kind, reentrant):
     """Two passes with other padding before a backward: all gradients as without checkpointing."""
     model, batches = with_memory(kind).train(), [batch("right"), batch("left")]
@@ -132,7 +138,8 @@ def test_two_threads(kind):
     model, batches = with_memory(kind, layers=(2,)).train(), [batch("right"), batch("left")]
     alone = [logits(copy.deepcopy(model), *b) for b in batches]
     barrier, found = threading.Barrier(2, timeout=20), {}
-    attention = find_layers(model)[1].get_submodule(KNOWN[model.config.model_type][0])
+    name = KNOWN.get(model.config.model_type, ["self_attn"])[0]
+    attention = find_layers(model)[1].get_submodule(name)
 
     def meet(*_):
         barrier.wait()
@@ -161,7 +168,8 @@ def test_compiled():
     assert_same_gradients(gradients(model, *batches), expected, 1e-9)
 
 
-@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "GPT2LMHeadModel", "OPTForCausalLM"])
+@pytest.mark.parametrize("kind", [
+    "LlamaForCausalLM", "GPT2LMHeadModel", "OPTForCausalLM", "Olmo2ForCausalLM"])
 def test_generate(kind):
     """With a cache and left padding, as each prompt alone."""
     model, (ids, mask) = with_memory(kind), batch("left")
@@ -189,7 +197,7 @@ def test_masks(padding):
     seen = seen[:, None].expand(-1, 2, -1, -1)
     added = [torch.zeros(seen.shape).masked_fill(~seen, lowest)
              for lowest in (-3.4e38, -torch.inf, -1e4)]
-    for mask in (*added, seen, seen.long(), seen.float(), real.long(), real.float()):
+    for mask in (*added, seen, seen.long(), seen.float(), real.long(), real[:, None, None]):
         assert torch.equal(real_tokens(mask), real)
 
 
@@ -206,8 +214,35 @@ def test_wrong_arguments(layers, settings, words):
         add_memory(model, (2,), **MEMORY)
 
 
-def test_unknown_models_are_refused():
-    model = small_model("BertForMaskedLM")
-    model.config.model_type = "mamba"
-    with pytest.raises(ValueError, match="mamba: add_memory knows bert, .*llama"):
+@pytest.mark.parametrize("kind, settings", [
+    ("MixtralForCausalLM", {"num_key_value_heads": 1, "num_local_experts": 2}),
+    ("MambaForCausalLM", {"state_size": 2}), ("T5ForConditionalGeneration", {"d_model": 16}),
+    ("GteForMaskedLM", {}),  # it norms the sum of stream and FFN
+    ("OlmoHybridForCausalLM", {"num_hidden_layers": 4}),  # only layer 4 has an attention
+    ("HrmTextForCausalLM", GROUPED), ("FuyuForCausalLM", {})])  # two stacks; images, too
+def test_unknown_models_are_refused(kind, settings):
+    model = small_model(kind, **settings)
+    with pytest.raises(ValueError, match=f"{model.config.model_type}: .* parts="):
         add_memory(model, (1,), **MEMORY)
+    assert not any("memory" in name for name in model.state_dict())
+
+
+def test_a_model_without_data():
+    with torch.device("meta"):  # as in from_pretrained
+        tables = add_memory(small_model("LlamaForCausalLM"), (1,), **MEMORY)
+    assert tables[1].weight.is_meta
+
+
+def test_named_parts(tmp_path):
+    """A memory in a model that add_memory does not know, which is saved and loaded."""
+    parts, sizes = ("attn", ("mlp",), "mlp"), {"n_layer": 2, "n_head": 2, "rotary_dim": 4}
+    model, (ids, mask) = with_memory("GPTJForCausalLM", parts=parts, **sizes), batch("left")
+    plain, _ = by_hand(model, mask, **sizes)
+    assert_near(logits(model, ids, mask), logits(plain, ids, mask), 1e-12)
+    save_memory(model, tmp_path)
+    again = small_model("GPTJForCausalLM", **sizes).double()
+    again.load_state_dict(model.state_dict(), strict=False)
+    with pytest.raises(AttributeError, match="ffn"):
+        add_memory(again, (1,), parts=("attn", ("ffn",), "mlp"), **MEMORY)
+    load_memory(again.eval(), tmp_path)
+    assert torch.equal(logits(again, ids, mask), logits(model, ids, mask))

@@ -34,7 +34,7 @@ def corpus(tmp_path, monkeypatch):
     for split, size in SIZES.items():
         rng.integers(5, 500, size).astype("<u2").tofile(folder / f"{split}.bin")
     ids = {f"{use}_id": number for number, use in enumerate(Specials._fields)}
-    (folder / "meta.json").write_text(json.dumps({"vocab_size": 500, **ids}))
+    (folder / "meta.json").write_text(json.dumps({"vocab_size": 500, "tokens": SIZES, **ids}))
     return Corpus("random")
 
 

@@ -84,7 +84,7 @@ def test_the_best_epoch_counts(tuned):
             head.data = heads[0] * factors[len(heads) - 1]
 
     handle = register_optimizer_step_post_hook(scale)
-    assert tune("--task=pairs", "--epochs=5", "--train_examples=8", "--lr=0",
+    assert tune("--task=pairs", "--epochs=5", "--train_examples=8", "--lr=1e-30",
                 "--update_memory=False", "--out=out/run") == 0
     handle.remove()
     run = Path("out/run/seed0")
@@ -255,3 +255,9 @@ def test_the_weights_become_those_of_transformers(tuned):
     for before, mine, other in zip(*(model.parameters() for model in models), strict=True):
         moved = (mine - before).norm()
         assert moved > 0 and (mine - other).norm() < 1e-3 * moved
+
+
+def test_fine_tuning_says_what_is_longer_than_training(tuned, capsys):
+    for max_len, is_longer in ((16, False), (17, True)):
+        assert tune("--max_steps=1", f"--max_len={max_len}", f"--out=out/{max_len}") == 0
+        assert ("16 tokens that out/tiny" in capsys.readouterr().out) == is_longer

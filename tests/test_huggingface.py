@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import finetune
 import measure
+from for_transformers.export import export
 from lib.corpus import Corpus, masked_heldout
 from lib.device import to_device
 from lib.huggingface import from_huggingface, to_huggingface
@@ -18,7 +20,7 @@ from lib.settings import UserError
 from lib.tokenizer import SPECIALS, load_tokenizer
 from lib.weights import init_from, load_model, read_weights
 from model import Classifier, LanguageModel, SpanReader
-from tests.helpers import assert_same, log, tiny_bert, train
+from tests.helpers import assert_same, log, prepare, tiny_bert, train, write_tasks
 
 
 def hugging_face(kind, **sizes):
@@ -62,7 +64,8 @@ def assert_same_logits(ours, theirs):
         torch.testing.assert_close(logits[where], out[0][where], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["safetensors", "bin", "half", "old names", "no prefix"])
+@pytest.mark.parametrize("layout", [
+    "safetensors", "bin", "half", "old names", "no prefix", "wrapped"])
 @pytest.mark.parametrize("kind", [
     "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification", "regression",
     "BertForQuestionAnswering", "DistilBertForMaskedLM", "DistilBertForQuestionAnswering"])
@@ -84,6 +87,9 @@ def test_hugging_face_folders_give_the_same_logits(tmp_path, kind, layout):
         if layout == "no prefix":
             weights = {n.removeprefix("bert.").removeprefix("distilbert."): w
                        for n, w in weights.items()}
+        if layout == "wrapped":
+            weights = {f"model._orig_mod.module.{n}": w for n, w in weights.items()}
+            weights = {"epoch": 3, "state_dict": weights}
         if layout == "half":
             weights = {n: w.half() if w.is_floating_point() else w for n, w in weights.items()}
             theirs = theirs.half().float()
@@ -151,23 +157,24 @@ def test_a_folder_of_another_model_is_refused(tmp_path, key, value, words):
 
 
 def test_a_run_starts_from_hugging_faces_weights(place, capsys):
-    """Find them by name in data/weights. The first evaluation is their loss."""
+    """Find them by name in data/weights. The first evaluation is their loss, without padding."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     theirs = transformers.BertForMaskedLM(transformers.BertConfig(
-        vocab_size=25, hidden_size=64, num_hidden_layers=4, intermediate_size=128,
+        vocab_size=32, hidden_size=64, num_hidden_layers=4, intermediate_size=128,
         num_attention_heads=4, max_position_embeddings=128)).eval()
     save(theirs, "data/weights/bert-base-uncased")
-    shutil.copy("tiny.txt", "data/weights/bert-base-uncased/vocab.txt")
+    vocab = Path(shutil.copy("tiny.txt", "data/weights/bert-base-uncased/vocab.txt"))
     args = ["--init_from=bert-base-uncased", "--memory_layers="]
     assert train(*args, "--max_steps=2", "--out=out/init") == 0
     first = log("out/init")[0]
-    assert "init_from data/weights/bert-base-uncased:" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "init_from data/weights/bert-base-uncased:" in output and "7 rows" in output
     total = 0.0
     with torch.no_grad():
         for batch in masked_heldout(Corpus("tiny"), "val", 16, 2, 8):
             ids, positions, labels = to_device(batch, torch.device("cpu")).values()
-            logits = theirs(ids).logits.gather(1, positions[..., None].expand(-1, -1, 25))
+            logits = theirs(ids).logits.gather(1, positions[..., None].expand(-1, -1, 32))[..., :25]
             total += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     assert first["loss"] == pytest.approx(float(total) / first["masked_tokens"], rel=1e-5)
     settings = json.loads(Path("out/init/config.json").read_text())
@@ -176,6 +183,43 @@ def test_a_run_starts_from_hugging_faces_weights(place, capsys):
     assert train(*args, "--max_steps=3", "--out=out/init") == 0  # goes on
     measure.main(["fill", "bert-base-uncased", "the [MASK] cat"])
     assert "[MASK] at token 2:" in capsys.readouterr().out
+    vocab.write_text(vocab.read_text() + "\n".join(map(str, range(8))))
+    with pytest.raises(UserError, match="32 rows .* 33 tokens"):
+        load_model("bert-base-uncased")
+
+
+def test_weights_of_another_vocabulary_or_with_nan_are_refused(tmp_path):
+    """At most 127 rows may be padding."""
+    theirs = hugging_face("BertForMaskedLM", vocab_size=200)
+    save(theirs, tmp_path)
+    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIALS, *map(str, range(67))]))
+    with pytest.raises(UserError, match="200 rows .* 72 tokens"):
+        read_weights(tmp_path)
+    (tmp_path / "vocab.txt").unlink()
+    read_weights(tmp_path)
+    theirs.bert.embeddings.position_embeddings.weight.data[0, 0] = torch.nan
+    save(theirs, tmp_path)
+    with pytest.raises(UserError, match="position_embeddings.* NaN"):
+        read_weights(tmp_path)
+
+
+def test_a_tokenizer_goes_with_its_weights(place):
+    """It comes into a corpus, a run, a fine-tuned run and an export; another corpus is refused."""
+    save(hugging_face("BertForMaskedLM", vocab_size=25, max_position_embeddings=128), "theirs")
+    shutil.copy("tiny.txt", "theirs/vocab.txt")
+    Path("theirs/tokenizer_config.json").write_text('{"strip_accents": false}')
+    prepare("text", "new", "text.txt", "--vocab", "theirs")
+    args = ["--init_from=theirs", "--memory_layers=", "--n_layer=3", "--n_head=4", "--d_model=32",
+            "--d_ff=64", "--max_steps=1"]
+    with pytest.raises(UserError, match="vocabulary"):
+        train(*args)
+    assert train(*args, "--dataset=new") == 0
+    write_tasks(20)
+    finetune.main(["--task=own", "--init_from=out/tiny", "--max_steps=1", "--out=out/own",
+                   "--max_len=32", "--device=cpu"])
+    export("out/own", "exported")
+    for folder in ("theirs", "data/new", "out/tiny", "out/own/seed0", "exported"):
+        assert load_tokenizer(folder).encode("cat cát CAT").tokens == ["cat", "[UNK]", "cat"]
 
 
 def test_googles_pooler_is_trained_and_goes_with_a_run(place):

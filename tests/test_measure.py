@@ -1,5 +1,5 @@
 """
-measure.py's commands, from runs to tables, figures and predictions; test_look.py has the others.
+measure.py's commands, from runs to tables, figures and predictions; test_slots.py has the others.
 """
 import itertools
 import json
@@ -351,3 +351,27 @@ def test_predicted_answers_with_scores(tuned):
         start, end = say(run, "no cat ?", context)[5:-1].T
         best = start[words.index(first)] + end[words.index(last)]
         assert float(row["score"]) == pytest.approx(best.item(), abs=2e-3)
+
+
+def test_predictions_read_the_columns_of_training(tuned):
+    """A run of an earlier version does not know them, and takes those that it finds."""
+    Path("all.tsv").write_text("sentence1\tsentence2\tsentence\nthe cat\tthe dog\tno cat\n")
+    Path("half.tsv").write_text("sentence1\nthe cat\n")
+    for task in ("own", "pairs"):
+        assert tune(f"--task={task}", "--max_steps=1") == 0
+    [row], expected = predict("out/tiny_own", "all.tsv"), say(Path("out/tiny_own/seed0"), "no cat")
+    assert float(row["probability"]) == pytest.approx(expected.softmax(0).max().item(), abs=1e-3)
+    run = Path("out/tiny_pairs/seed0")
+    with pytest.raises(UserError, match="half.tsv:1: .*sentence2"):
+        predict(run, "half.tsv")
+    settings = read(run / "config.json")
+    assert settings.pop("texts") == ["sentence1", "sentence2"]
+    (run / "config.json").write_text(json.dumps(settings))
+    [row], expected = predict(run, "half.tsv"), say(run, "the cat")
+    assert float(row["prediction"]) == pytest.approx(expected.item(), abs=1e-3)
+
+
+def test_fill_says_what_is_longer_than_training(runs, capsys):
+    for words, is_longer in ((13, False), (14, True)):  # 16 tokens with [CLS], [MASK], [SEP]
+        measure.main(["fill", "out/plain", "the " * words + "[MASK]"])
+        assert ("untrained" in capsys.readouterr().out) == is_longer

@@ -1,6 +1,7 @@
 """
 Make mistakes that people make: one line on stderr, status 2, nothing written, whatever the script.
 """
+import json
 import shlex
 import shutil
 import signal
@@ -12,7 +13,7 @@ import bench
 import finetune
 import measure
 import pretrain
-from lib.files import lock
+from lib.files import lock, write_text
 from tests.helpers import assert_one_line, prepare, train, write_tasks
 
 MAINS = {"pretrain": pretrain.main, "finetune": finetune.main, "measure": measure.main,
@@ -33,12 +34,25 @@ def trained(prepared, tmp_path_factory):
         train(*quick, "--out=out/causal", "--objective=causal", "--memory_layers=")
         write_tasks(20)
         shutil.rmtree("data/squad")
+        for name, size in (("cut", -2), ("empty", 0)):
+            shutil.copytree("data/tiny", f"data/{name}")
+            path, meta = Path(f"data/{name}/train.bin"), Path(f"data/{name}/meta.json")
+            path.write_bytes(path.read_bytes()[:size])
+            if not size:
+                facts = json.loads(meta.read_text())
+                meta.write_text(json.dumps({**facts, "tokens": {**facts["tokens"], "train": 0}}))
+        shutil.copytree("out/tiny", "out/half")
+        path = Path("out/half/step_000002/optimizer.pt")
+        path.write_bytes(path.read_bytes()[:999])
         Path("classes").mkdir()
         Path("classes/train.tsv").write_text("sentence\tclass\nthe cat\tanimal\n")
         Path("tune.py").write_text("task = 'own'\ninit_from = 'out/tiny'\nmax_len = 32\n"
                                    "warmup = 0.1\ndevice = 'cpu'\n")
+        finetune.main(["tune.py", "--task=pairs", "--max_steps=1"])
         Path("new.tsv").write_text("sentence\nthe cat\n")
         Path("short.txt").write_text("the cat\n")
+        Path("twice.txt").write_text(Path("tiny.txt").read_text() + "cat\n")
+        write_text(Path("japanese/config.json"), '{"tokenizer_class": "BertJapaneseTokenizer"}')
     for number, handler in handlers.items():
         signal.signal(number, handler)
     return folder
@@ -49,21 +63,32 @@ MISTAKES = [  # (script, arguments, words of the line)
     ("pretrain", "tiny.py --dataset=nowhere", "nowhere"),
     ("pretrain", "tiny.py --out=out/new --warmup_steps=50", "warmup_steps = 50"),
     ("pretrain", "tiny.py --out=out/new --seq_len=129", "seq_len = 129"),
+    ("pretrain", "tiny.py --out=out/new --seq_len=2", "seq_len = 2"),
+    ("pretrain", "tiny.py --out=out/new --memory_layers=2,2", "memory_layers"),
+    ("pretrain", "tiny.py --out=out/new --key_dim=5", "key_dim = 5"),
+    ("pretrain", "tiny.py --out=out/new --dataset=cut", "data/cut/train.bin"),
+    ("pretrain", "tiny.py --out=out/new --dataset=empty", "data/empty/train.bin"),
+    ("pretrain", "tiny.py --out=out/half", "out/half/step_000002/optimizer.pt"),
+    ("pretrain", "tiny.py --out=text.txt", "text.txt"),
     ("pretrain", "tiny.py --model=huge", "'huge'"),
     ("pretrain", "tiny.py --out=out/new --reinit_ffn=True", "reinit_ffn"),
     ("pretrain", "tiny.py --out=out/new --init_from=out/tiny --dataset=other", "vocabulary"),
     ("finetune", "tune.py --init_from=", "init_from"),
     ("finetune", "tune.py --task=nothing", "'nothing'"),
     ("finetune", "tune.py --max_len=500", "max_len = 500"),
+    ("finetune", "tune.py --max_len=6", "max_len = 6"),
     ("finetune", "tune.py --warmup=500", "warmup = 500"),
     ("finetune", "tune.py --init_from=out/causal", "causal"),
     ("finetune", "tune.py --task=classes", "classes/train.tsv:1"),
     ("measure", "tabel out/tiny", "tabel"),
     ("measure", "fill out/tiny 'no mask'", "[MASK]"),
+    ("measure", f"fill out/tiny '{130 * 'the '}[MASK]'", "out/tiny"),
     ("measure", "sample out/tiny the", "causal"),
     ("measure", "slots out/tiny --layer 1", "layer 1"),
     ("measure", "staleness out/plain", "out/plain"),
     ("measure", "predict out/tiny new.tsv", "out/tiny"),
+    ("measure", "curves out/tiny_pairs/seed0", "out/tiny_pairs/seed0"),
+    ("measure", "by_class out/tiny_pairs", "out/tiny_pairs"),
     ("measure", "table out/tiny out/plain --data tiny", "out/plain"),
     ("measure", "glue out/tiny", "out/tiny"),
     ("prepare_data", "text new missing.txt", "missing.txt"),
@@ -71,7 +96,14 @@ MISTAKES = [  # (script, arguments, words of the line)
     ("prepare_data", "text tiny text.txt --vocab tiny.txt", "data/tiny"),
     ("prepare_data", "glue RTF", "RTF"),
     ("prepare_data", "squad --from own", "own/train-v1.1.json"),
+    ("prepare_data", "text new text.txt --vocab_size -5", "vocab = -5"),
+    ("prepare_data", "text new text.txt --vocab tiny.txt --vocab_size 9", "--vocab"),
+    ("prepare_data", "text new text.txt --vocab twice.txt", "twice.txt"),
+    ("prepare_data", "text new text.txt --vocab text.txt", "text.txt"),
+    ("prepare_data", "text new text.txt --vocab japanese", "BertJapaneseTokenizer"),
     ("bench", "inference --sizes huge", "huge"),
+    ("prepare_data", "wikitext2 --from text.txt --vocab tiny.txt", "text.txt"),
+    ("bench", "layer --rounds 0", "rounds = 0"),
 ]
 
 

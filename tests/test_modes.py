@@ -5,6 +5,7 @@ The modes are masks, torch.compile, export, half precision, autocast, a GradScal
 checkpointing, saved states and DistributedDataParallel.
 """
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -300,6 +301,31 @@ def test_a_saved_state_goes_on_as_the_first():
     steps = range(2, 5)
     for a, b in zip(train(other, their_optimizers, steps), train(model, optimizers, steps)):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_of_model_and_optimizer_goes_on_as_they_do(clone):
+    model, optimizers, _ = deep()
+    train(model, optimizers, range(2))
+    other, others = clone((model, optimizers))
+    for a, b in zip(train(other, others, range(2, 4)), train(model, optimizers, range(2, 4))):
+        assert torch.equal(a, b)
+
+
+def test_what_lazy_adam_is_given():
+    """A table that is named twice moves once. A replaced weight is an error."""
+    moved = []
+    for times in (1, 2):
+        torch.manual_seed(0)
+        table = ValueTable(6, 4)
+        optimizer = LazyAdam([table] * times)
+        table(torch.tensor([[[1, 3]]]), torch.ones(1, 1, 2)).sum().backward()
+        optimizer.step()
+        moved.append(table.weight)
+    assert torch.equal(*moved)
+    table.weight = nn.Parameter(torch.zeros(6, 4))
+    with pytest.raises(AssertionError, match="new weight"):
+        optimizer.step()
 
 
 def test_a_closure_makes_the_gradient_and_the_step_returns_its_loss():

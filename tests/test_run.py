@@ -70,6 +70,20 @@ def test_what_a_killed_process_wrote_after_its_checkpoint_goes(begun):
     assert settings["max_steps"] == 5 and settings["torch"] == torch.__version__
 
 
+def test_folders_count_under_their_exact_names_only(tmp_path):
+    """Nothing that a run did not write is read, continued or deleted."""
+    mine = "step_000009.old", "step_000004.keep", "seed1.diverged", ".tmp_notes"
+    for name in mine:
+        (tmp_path / name).mkdir()
+    model = tiny_bert()
+    for step in (1, 2, 3):
+        save_model(tmp_path, model, step=step)
+    run = Run(tmp_path)
+    assert run.newest_checkpoint().name == "step_000003" and not run.seeds()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *mine, "step_000002", "step_000003", "config.json"}
+
+
 def test_the_newest_checkpoints_stay_by_number(tmp_path):
     for step in (999_999, 1_000_000, 5):
         save_model(tmp_path, tiny_bert(), step=step)

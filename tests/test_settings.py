@@ -24,6 +24,8 @@ from tests.helpers import ROOT, Settings
     (["--layers=4"], {"layers": (4,)}),
     (["--layers=4,8"], {"layers": (4, 8)}),
     (["--layers="], {"layers": ()}),
+    (["--seed=0", "--clip=0"], {"seed": 0, "clip": 0.0}),
+    (["--clip=1"], {"clip": 1.0}),
     (["c.py"], {"lr": 2.0, "layers": (1, 2), "steps": 6}),
     (["--steps=7", "c.py", "--steps=8"], {"lr": 2.0, "layers": (1, 2), "steps": 8}),
 ])
@@ -48,6 +50,9 @@ def test_load(tmp_path, monkeypatch, capsys, args, expected):
     (["--flag"], "flag = ''.* bool"),
     (["--steps=True"], "steps = 'True'.* int"),
     (["--layers=4.5"], "layers = '4.5'.* tuple"),
+    (["--layers=4,-8"], "layers = -8"), (["--steps=0"], "steps = 0"), (["--lr=0"], "lr = 0.0"),
+    (["--lr=-1e-3"], "lr = -0.001"), (["--lr=1e999"], "lr = inf"), (["--seed=-1"], "seed = -1"),
+    (["--clip=1.5"], "clip = 1.5"), (["c.json"], "c.json"),
 ])
 def test_a_mistake_is_named(tmp_path, monkeypatch, args, words):
     monkeypatch.chdir(tmp_path)

@@ -18,6 +18,7 @@ from lib.squad import (
     read_squad,
     score_squad,
 )
+from lib.tasks import Task, load_examples
 from lib.tokenizer import SPECIALS, load_tokenizer, wordpiece_tokenizer
 from tests.helpers import SHARED, squad_file
 
@@ -63,6 +64,7 @@ def test_a_window_steps_over_nothing_and_a_long_question_is_cut(fox):
     assert [window.question for window in windows] == [questions[0], *questions]
     [window] = make_windows(fox, questions[:1], 200, 128)
     assert window.first_length == 66  # 64 tokens of the question
+    assert {len(window.ids) for window in make_windows(fox, questions[:1], 7, 128)} == {7}
 
 
 def most_context_by_hand(spans, position):
@@ -181,7 +183,18 @@ def test_a_file_of_squad(tmp_path):
     first, second = read_squad(path)
     assert (first.id, first.text, first.answers) == ("q0", "no cat ?", [])
     assert (second.context, second.answers) == ("the cat saw the dog . " * 6, [(4, "cat")])
-    for text in ('{"data": [{"title": "t"}]}', "[1]"):
+    for text in ('{"data": [{"title": "t"}]}', "[1]", json.dumps(data).replace("4", "null")):
         path.write_text(text)
         with pytest.raises(UserError, match="train-v1.1.json"):
             read_squad(path)
+
+
+@pytest.mark.parametrize("answers", [None, [], [{"answer_start": 4, "text": None}]])
+def test_fine_tuning_needs_an_answer_to_each_question(tmp_path, fox, answers):
+    path = tmp_path / "dev-v1.1.json"
+    data = squad_file(path)
+    data["data"][0]["paragraphs"][0]["qas"][1]["answers"] = answers
+    path.write_text(json.dumps(data))
+    assert [len(question.answers) for question in read_squad(path)] == [1, 0]
+    with pytest.raises(UserError, match="dev-v1.1.json: question q1"):
+        load_examples(Task("squad", tmp_path, [], [], reads_spans=True), "dev", fox, 24, 8)

@@ -86,9 +86,30 @@ def test_a_folder_of_ones_own(tmp_path):
     task = find_task(str(tmp_path / "rte"))
     assert (task.labels, task.metrics) == ([], ["pearson", "spearmanr"])
     assert read_split(task, "train")[0] == [("a", "b")]
-    train.write_text("sentence\tscore\na\thigh\n")
-    with pytest.raises(UserError, match="train.tsv:2: label 'high'"):
-        read_split(task, "train")
+    for score in ("high", "nan", "-inf"):
+        train.write_text(f"sentence1\tsentence2\tscore\na\tb\t{score}\n")
+        with pytest.raises(UserError, match=f"train.tsv:2: label '{score}'"):
+            read_split(task, "train")
+
+
+def test_classes_are_printed_and_20_may_be_numbers(tmp_path, capsys):
+    rows = "".join(f"a\t{label}\n" for label in ["new", 7, *range(20)])
+    (tmp_path / "train.tsv").write_text(f"sentence\tlabel\n{rows}")
+    assert len(find_task(str(tmp_path)).labels) == 21
+    assert "{'new': 1, '7': 2, '0': 1," in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("train, words", [
+    ("sentence\tlabel\na\tx\nb\tx\n", "'x'"),
+    ("sentence\tlabel\na\tx\nb\ty\nc\t \n", "' '"),
+    ("sentence\tlabel\na\tx\nb\tx \nc\ty\n", "'x '"),
+    ("sentence\tlabel\n" + "".join(f"a\t{n / 9:.2f}\n" for n in range(30)), "column score"),
+    ("sentence\tlabel\tlabel\na\tx\ty\n", "'label', 'label'"),
+    ("sentence\tsentence1\tsentence2\tlabel\na\tb\tc\tx\n", "sentence1 and sentence2")])
+def test_a_task_that_is_none(tmp_path, train, words):
+    (tmp_path / "train.tsv").write_text(train)
+    with pytest.raises(UserError, match=f"train.tsv:.*{words}"):
+        find_task(str(tmp_path))
 
 
 @pytest.mark.parametrize("dev, place", [
@@ -96,6 +117,7 @@ def test_a_folder_of_ones_own(tmp_path):
     (b"sentence\tlabel\na\tx\nb\ty\tz\n", "dev.tsv:3"),
     (b"sentence\tlabel\na\tx\nb\tz\n", "dev.tsv:3: label 'z'"),
     (b"text\tlabel\na\tx\n", "dev.tsv:1"),
+    (b"sentence1\tlabel\na\tx\n", "dev.tsv:1"),
     (b"sentence\tlabel\n", "dev.tsv"),
     ("sentence\tlabel\né\tx\n".encode("latin-1"), "dev.tsv")])
 def test_a_bad_row_of_ones_own_is_named(tmp_path, dev, place):

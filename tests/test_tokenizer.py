@@ -3,19 +3,24 @@ Vocabularies and tokenizers, beside Hugging Face's, tiktoken's and a trainer in 
 """
 import collections
 import itertools
+import json
 import random
+import unicodedata
 from pathlib import Path
 
 import pytest
 import tiktoken
+import tokenizers
+from tokenizers import normalizers, pre_tokenizers
 
+from lib.corpus import Corpus
 from lib.settings import UserError
+from lib.tasks import encode_examples
 from lib.tokenizer import (
     SPECIALS,
     Specials,
     full_tokenizer,
     load_tokenizer,
-    read_vocab,
     special_ids,
     text_tokenizer,
     tokens_by_id,
@@ -23,12 +28,71 @@ from lib.tokenizer import (
     write_vocab,
 )
 from prepare_data import gpt2_tokenizer, train_tokenizer
-from tests.helpers import PIECES, SHARED
+from tests.helpers import PIECES, SHARED, prepare
 
 TRICKY = ["Café déjà-vu, naïve!", "北京 is 中文 and かな", "don't  e.g. U.S.A.\t(x_1) <unk> @-@",
           "unaffable supercalifragilistic" * 5, "a [MASK] b", "\u00ad soft\u200b, \ufeffBOM ½ ﬁ Ⅷ",
-          "İstanbul ẞ ǅ", "नमस्ते 😀 ok", "x\u0000y \x07"]
+          "İstanbul ẞ ǅ ıIi", "नमस्ते 😀 ok", "x\u0000y \x07", "The the Möchte möchte MOCHTE", "",
+          "e\u0301 E\u0323\u0301 é", "x" * 100 + " " + "x" * 101, "中國a国，語", " \u3000\u2028 ",
+          "[E1] x [e1]y new a_new NEW"]
 BERT = SHARED / "bert-vocab/vocab.txt"
+CHARACTERS = sorted({c for text in TRICKY for form in ("NFC", "NFD")
+                     for c in unicodedata.normalize(form, text + text.lower()) if c.isprintable()})
+VOCAB = [*SPECIALS, *CHARACTERS, *(f"##{c}" for c in CHARACTERS), "the", "The"]
+E1, NEW = len(VOCAB), len(VOCAB) + 1
+SETTINGS = [  # tokenizer_config.json
+    {}, {"do_lower_case": False}, {"strip_accents": False},
+    {"do_lower_case": False, "strip_accents": True, "tokenizer_class": "DistilBertTokenizerFast"},
+    {"tokenize_chinese_chars": False, "tokenizer_class": "BertTokenizer"},
+    {"added_tokens_decoder": {E1: {"content": "[E1]", "normalized": False, "special": True},
+                              NEW: {"content": "new", "single_word": True}}}]
+AS_SAVED = [{"tokenizer_class": kind} for kind in ("PreTrainedTokenizerFast", "TokenizersBackend")]
+
+
+@pytest.mark.parametrize("settings, files", [
+    *itertools.product(SETTINGS, ("vocab.txt", "added_tokens.json", "tokenizer.json")),
+    *itertools.product(AS_SAVED, ("tokenizer.json",))])
+def test_tokens_of_a_folder_are_those_of_transformers(workdir, settings, files):
+    """Also where they come from a corpus. The tokenizer.json is one that is not BERT's."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = wordpiece_tokenizer(VOCAB)
+    write_vocab(Path("bert"), tokenizer)
+    texts = {"config.json": {"model_type": "bert"}, "tokenizer_config.json": settings}
+    if files == "added_tokens.json":
+        texts[files] = {"new": NEW, "[E1]": E1}
+    if files == "tokenizer.json":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase()])
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.add_tokens([tokenizers.AddedToken("[E1]", special=True), "new"])
+        tokenizer.enable_truncation(3)
+        texts[files] = json.loads(tokenizer.to_str())
+        Path("bert/vocab.txt").unlink()  # as transformers 5 saves it
+    for name, content in texts.items():
+        Path("bert", name).write_text(json.dumps(content))
+    theirs = transformers.AutoTokenizer.from_pretrained("bert")
+    prepare("text", "corpus", "sample.txt", "--vocab", "bert")
+    for folder, text in itertools.product(("bert", "data/corpus"), TRICKY):
+        expected = theirs.encode(text, add_special_tokens=False)
+        assert load_tokenizer(folder).encode(text).ids == expected, (folder, text)
+    if files == "added_tokens.json":  # [SEP] in a text is text, [E1] is not
+        assert text_tokenizer("bert").encode("[E1][SEP]").ids[:2] == [E1, VOCAB.index("[")]
+
+
+@pytest.mark.parametrize("size, many", [(900, False), (400, True)])
+def test_a_vocabulary_has_the_characters_of_its_text(workdir, capsys, size, many):
+    """There are 300. Room for 150 is said to be too little."""
+    rng, characters = random.Random(0), [chr(0x4e00 + n) for n in range(300)]
+    documents = ["".join(rng.choices(characters, k=50)) for _ in range(200)]
+    Path("text.txt").write_text("\n\n".join(documents))
+    prepare("text", "corpus", "text.txt", "--vocab_size", size)
+    assert (Corpus("corpus").meta["unknown"]["train"] > 4000) == many
+    assert ("WARNING: 4" in capsys.readouterr().out) == many
+
+
+def test_tasks_know_ids_above_65_535():
+    tokenizer = wordpiece_tokenizer([*SPECIALS, *(f"w{n}" for n in range(70_000))])
+    [example] = encode_examples(tokenizer, [("w69999",)], [0], 8)
+    assert example.ids.tolist() == [2, 70_004, 3]
 
 
 @pytest.mark.skipif(not BERT.exists(), reason="no BERT vocabulary on this machine")
@@ -45,7 +109,7 @@ def test_ids_of_gpt2(workdir, gpt2_files):
     """tiktoken's ids, also where the tokenizer is read again."""
     reference = tiktoken.get_encoding("gpt2")
     write_vocab(Path(), gpt2_tokenizer())
-    vocab = read_vocab("vocab.txt")
+    vocab = tokens_by_id(load_tokenizer("vocab.txt"))
     assert vocab[50256:] == ["<|endoftext|>", "<s>", "</s>", "<pad>", "<mask>"]
     tokenizer = text_tokenizer("vocab.txt")
     with open(SHARED / "wikipedia.txt", encoding="utf-8") as file:
@@ -63,17 +127,18 @@ def test_a_line_of_a_vocabulary_is_a_token(workdir):
     """Whatever white space is in it."""
     vocab = [*PIECES, "a b", "\u3000", "\u2028", "\x85c", "d\t"]
     write_vocab(Path(), wordpiece_tokenizer(vocab))
-    assert read_vocab("vocab.txt") == read_vocab(".") == vocab
-    Path("novel.txt").write_text("the cat\n")
-    with pytest.raises(UserError, match="novel.txt"):
-        read_vocab("novel.txt")
+    for path in ("vocab.txt", "."):
+        assert tokens_by_id(load_tokenizer(path)) == vocab
+    for text in ("the cat\n", "[PAD]\n[UNK]\n[CLS]\n[SEP]\n"):
+        Path("novel.txt").write_text(text)
+        with pytest.raises(UserError, match="novel.txt"):
+            load_tokenizer("novel.txt")
 
 
-def test_a_folder_of_transformers_5_has_only_a_tokenizer_json(workdir):
-    """Its tokens are in the order of their ids, not of their names."""
+def test_a_folder_of_weights_may_have_berts_usual_tokenizer_json_alone(workdir):
+    Path("config.json").write_text('{"model_type": "bert"}')
     load_tokenizer("vocab.txt").save("tokenizer.json")
-    Path("vocab.txt").unlink()
-    assert read_vocab(".") == read_vocab("vocab.txt") == PIECES
+    assert load_tokenizer(".").encode("The cats").tokens == ["the", "cat", "##s"]
 
 
 def test_special_tokens_in_a_text_and_around_it(workdir):

@@ -94,7 +94,7 @@ def test_update(overflows):
     before = {name: p.clone() for name, p in model.named_parameters()}
     if overflows:
         model.bias.grad[0] = math.inf
-    norm = update(dense, sparse, scaler, expected / 2)
+    norm = update(dense, sparse, scaler, expected.item() / 2)
     for name, p in model.named_parameters():
         moves = not overflows and "pooler" not in name
         assert torch.equal(p, before[name]) != moves, name
