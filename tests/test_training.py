@@ -81,9 +81,12 @@ def test_a_loss_or_norm_that_is_no_number_stops(loss, norm, dtype, stops):
         check_finite([(1.0, 0.5), (loss, norm), (1.0, 0.5)], config, 9)
 
 
-@pytest.mark.parametrize("overflows", [False, True])
-def test_update(overflows):
-    """Clip, move weights and values, drop gradients and reads. An overflow moves nothing."""
+@pytest.mark.parametrize("overflows, share", [(False, 0.5), (False, 0), (True, 0.5)])
+def test_update(overflows, share):
+    """Clip, move weights and values, drop gradients and reads. An overflow moves nothing.
+
+    share: of the norm, to which gradients are clipped; 0 clips nothing.
+    """
     model = tiny_bert(memory_layers=(2,))
     dense, sparse = make_optimizers(model, pretrain.Config(), torch.device("cpu"))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -94,7 +97,7 @@ def test_update(overflows):
     before = {name: p.clone() for name, p in model.named_parameters()}
     if overflows:
         model.bias.grad[0] = math.inf
-    norm = update(dense, sparse, scaler, expected.item() / 2)
+    norm = update(dense, sparse, scaler, expected.item() * share)
     for name, p in model.named_parameters():
         moves = not overflows and "pooler" not in name
         assert torch.equal(p, before[name]) != moves, name
@@ -105,7 +108,7 @@ def test_update(overflows):
     else:
         assert norm.item() == pytest.approx(expected.item())
         for p, grad in grads.items():  # 0.1: 1 - beta1
-            torch.testing.assert_close(dense.state[p]["exp_avg"], 0.1 * grad / 2)
+            torch.testing.assert_close(dense.state[p]["exp_avg"], 0.1 * grad * (share or 1))
 
 
 def test_a_checkpoint_gives_back_state_moments_and_scale(tmp_path):
