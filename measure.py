@@ -540,7 +540,7 @@ def predict(args):
         rows = [[*given[0], *header]]
         rows += [[*row.values(), *new] for row, new in zip(given, cells)]
     if args.out:
-        write_text(f"{args.out}.tsv", tsv_text(rows))
+        write_text(f"{args.out.removesuffix('.tsv')}.tsv", tsv_text(rows))
     else:
         print(tsv_text(rows), end="")
 

@@ -73,7 +73,7 @@ def load_tokenizer(path):
     """Load the tokenizers.Tokenizer of a vocab.txt, or of the folder that has it.
 
     The JSON files beside a vocab.txt count as in transformers 5. A vocab.txt alone is cased if it
-    has capitals. The tokenizer adds no special tokens. It encodes the name of a special token in a
+    has "A". The tokenizer adds no special tokens. It encodes the name of a special token in a
     text as that token.
     """
     path = Path(path)
@@ -152,7 +152,7 @@ def tokenize(tokenizer, texts, what):
 
 
 def wordpiece_tokenizer(vocab, **settings):
-    """Make BERT's tokenizers.Tokenizer; the cased one for a vocabulary with capitals.
+    """Make BERT's tokenizers.Tokenizer; the cased one for a vocabulary with "A".
 
     settings: of tokenizers' BertWordPieceTokenizer.
     """
