@@ -182,7 +182,8 @@ def time_config(args, path):
     # 16: weights, gradients, two moments; 200: activations as measured for base, in float32
     tokens = config.batch_size * config.seq_len
     memory = 16 * parameters + 200 * tokens * sizes.n_layer * sizes.d_model
-    print(f"{path} takes about {memory / 1e9:.1f} GB; less with --batch_size=2 --accumulation=1")
+    print(f"{path} takes about {memory / 1e9:.1f} GB; less with --batch_size=2 --accumulation=1",
+          flush=True)  # a process that is killed for memory would lose the line
     if ranks.get_world_size() > 1:
         from lib import sharding
 

@@ -34,7 +34,6 @@ from lib.device import autocast, to_device, use_device, wants_compile
 from lib.files import discard, file_sha256, lock, write_text
 from lib.run import Run, numbered
 from lib.settings import UserError, load_settings
-from lib.slots import training_text
 from lib.squad import best_answers
 from lib.tasks import (
     find_task,
@@ -109,7 +108,7 @@ def main(argv):
     check_objective(initial, sizes, causal=False)
     if not 7 <= config.max_len <= sizes.max_len:  # a window of SQuAD needs 7
         raise UserError(f"max_len = {config.max_len}: expected 7 to {sizes.max_len}, the positions")
-    trained, _ = training_text(initial)
+    trained = Run(initial.parent).settings().get("seq_len", sizes.max_len)
     if config.max_len > trained:
         print(f"max_len is beyond the {trained} tokens that {initial} was trained on: positions "
               "beyond are untrained, or its initial model's")

@@ -97,7 +97,8 @@ def check_numbers(values, may_be_zero, at_most_one=()):
     """Raise UserError for a number out of range.
 
     values: {name: number, list of numbers or anything else}. No number is negative. Whole ones are
-    at least 1 and real ones above 0, unless `may_be_zero` names them.
+    at least 1 and real ones above 0, unless `may_be_zero` names them. `at_most_one` names numbers
+    that are not above 1.
     """
     for name, value in values.items():
         for number in value if isinstance(value, list | tuple) else [value]:

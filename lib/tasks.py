@@ -7,7 +7,7 @@ Read the tasks (GLUE, SQuAD 1.1, folders of your own), encode them, predict and 
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from fractions import Fraction  # a number, but never nan or infinite
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +133,7 @@ def read_split(task, split):
     for number, row in enumerate(rows, 2):
         try:
             label = row[column]
+            # a Fraction is never nan or infinite
             labels.append(task.labels.index(label) if task.labels else float(Fraction(label)))
         except ValueError:
             expected = ", ".join(task.labels) or "a number"

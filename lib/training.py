@@ -78,8 +78,9 @@ def learning_rate(config, step):
 
 def set_rate(dense, config, step):
     """Set the learning rate of AdamW's groups for an update."""
+    rate = learning_rate(config, step)
     for group in dense.param_groups:
-        group["lr"] = learning_rate(config, step) * group["lr_factor"]
+        group["lr"] = rate * group["lr_factor"]
 
 
 def seed_dropout(seed, step, micro):

@@ -151,9 +151,10 @@ def describe_evaluation(results):
 def open_corpus(name, *paths):
     """Open data/<name>; UserError if the model of a path has another vocabulary."""
     corpus = Corpus(name)
+    own = vocab_hash(load_tokenizer(corpus.folder))
     for path in paths:
         _, vocab = find_weights(path)
-        if vocab_hash(load_tokenizer(corpus.folder)) != vocab_hash(load_tokenizer(vocab)):
+        if vocab_hash(load_tokenizer(vocab)) != own:
             raise UserError(f"{path} was trained with another vocabulary than data/{name}: prepare "
                             f"the corpus with --vocab {vocab}, or leave one of them out")
     return corpus
