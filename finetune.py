@@ -32,7 +32,7 @@ from lib import ranks, training
 from lib.corpus import ORDER
 from lib.device import autocast, to_device, use_device, wants_compile
 from lib.files import discard, file_sha256, lock, write_text
-from lib.run import Run, numbered
+from lib.run import CHECKPOINT, Run, numbered
 from lib.settings import UserError, load_settings
 from lib.squad import best_answers
 from lib.tasks import (
@@ -45,7 +45,14 @@ from lib.tasks import (
     tsv_text,
 )
 from lib.tokenizer import text_tokenizer
-from lib.weights import check_objective, find_weights, init_from, model_file, read_weights
+from lib.weights import (
+    check_objective,
+    find_weights,
+    init_from,
+    model_file,
+    model_hash,
+    read_weights,
+)
 from model import build_model
 
 
@@ -127,12 +134,7 @@ def main(argv):
     out = Path(config.out or f"out/{Path(config.init_from).name}_{task.name}{fixed}")
     files = [task.file(split) for split in ("train", *task.dev.values())]
     data = {file.name: file_sha256(file) for file in files} | {"labels": task.labels}
-    for earlier in Run(out).seeds():
-        before = earlier.settings()
-        earlier.check_settings(replace(config, seed=before["seed"]), data)
-        if before["init_checkpoint"] != str(initial):
-            raise UserError(f"{earlier.folder} started from {before['init_checkpoint']}, not "
-                            f"from {initial}: give --init_from, or another --out=out/NAME")
+    check_seeds(out, config, data, initial)
     signals = training.catch_signals()
     for seed in range(config.seed, config.seed + config.seeds):
         run = Run(out / f"seed{seed}")
@@ -144,12 +146,25 @@ def main(argv):
             if ranks.any_signalled(signals):
                 print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
                 return training.status_after(signals)
-            for checkpoint in numbered(run.folder, "step_").values():  # best/ stays
+            for checkpoint in numbered(run.folder, CHECKPOINT).values():  # best/ stays
                 discard(checkpoint)
         if ranks.first_rank():
             with lock(out, "writes medians", timeout=-1):  # other seeds may end now, too
+                check_seeds(out, config, data, initial)  # other processes may have added some
                 write_medians(task, out)
     return 0
+
+
+def check_seeds(out, config, data, initial):
+    """Raise UserError if a seed in `out` has another recipe, data or initial model."""
+    sha256 = model_hash(initial)
+    for run in Run(out).seeds():
+        before = run.settings()
+        run.check_settings(replace(config, seed=before["seed"]), data)
+        if before.get("init_sha256", sha256) != sha256:
+            raise UserError(f"{run.folder} started from other weights than {initial} (from "
+                            f"{before['init_checkpoint']}): give --init_from, or another "
+                            "--out=out/NAME")
 
 
 def fine_tune(config, run, task, data, train, dev, signals):

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.corpus import causal_heldout, masked_heldout
+from lib.corpus import causal_heldout, masked_heldout, open_corpus
 from lib.device import to_device, use_device
 from lib.files import markdown, to_json, write_text
 from lib.ranks import Progress, deal_batches, run_ranks
@@ -56,7 +56,7 @@ from lib.tasks import (
     tsv_text,
 )
 from lib.tokenizer import special_tokens, text_tokenizer
-from lib.usage import count_reads, evaluate_language_model, open_corpus, usage_metrics
+from lib.usage import count_reads, evaluate_language_model, usage_metrics
 from lib.weights import check_objective, find_weights, load_model, read_weights
 from model import SpanReader, value_tables
 
@@ -78,7 +78,7 @@ def table_2(args, device):
     seq_len = min(training_text(path)[0] for path in args.runs)
     heldout, tokens = {}, {}
     for name in args.data:
-        corpus = open_corpus(name, *args.runs)
+        corpus = open_corpus(name, *args.runs, seen=args.seen)
         tokens[name] = len(corpus.split("test"))
         if causal:  # windows overlap by half: a token is predicted once, and its reads count twice
             heldout[name] = causal_heldout(corpus, "test", seq_len, 8, stride=seq_len // 2)
@@ -449,7 +449,7 @@ def write_table(out, rows, note, data, draw=None):
 
 def slots(args):
     """Show the ten most read slots of a layer, with contexts."""
-    model, _, corpus = open_model(args.run, args.data, args.device)
+    model, _, corpus = open_model(args.run, args.data, args.device, args.seen)
     layers = value_tables(model)
     if args.layer not in layers:
         raise UserError(f"{args.run}: no memory in layer {args.layer}; its memory layers: "
@@ -471,7 +471,7 @@ def slots(args):
 def fill(args):
     """Guess each [MASK]; show the slots read there, and what else reads those."""
     check_language_model(args.run, causal=False)
-    model, tokenizer, corpus = open_model(args.run, args.data, args.device)
+    model, tokenizer, corpus = open_model(args.run, args.data, args.device, args.seen)
     special = special_tokens(tokenizer.get_vocab())
     ids = tokenizer.encode(args.text.replace("[MASK]", special.mask)).ids
     positions = np.flatnonzero(np.equal(ids, tokenizer.token_to_id(special.mask)))
@@ -501,7 +501,7 @@ def sample(args):
 
 def browse(args):
     """Write an HTML page of what slots know: usage, contexts, a search for tokens."""
-    _, _, corpus = open_model(args.run, args.data, args.device)
+    _, _, corpus = open_model(args.run, args.data, args.device, args.seen)
     if not corpus:
         raise UserError(f"{args.run}: a model without memory has no slots")
     note = f"What {corpus.ids.size:,} tokens of data/{corpus.name} read, nothing masked"
@@ -555,15 +555,17 @@ def command_line():
         section.set_defaults(call=command)
         return section.add_argument
 
-    runs, device, reader = (Parser(add_help=False) for _ in range(3))  # of several commands
+    runs, device, text, reader = (Parser(add_help=False) for _ in range(4))  # of several commands
     runs.add_argument("runs", nargs="+", metavar="out/RUN")
     runs.add_argument("--out", metavar="NAME", help="write NAME.md and NAME.json")
     device.add_argument("--device", default="auto", help="auto, cuda, mps or cpu")
+    text.add_argument("--seen", action="store_true",
+                      help="read documents that a run was trained on in another split, too")
     reader.add_argument("run", help="out/RUN, or one of its checkpoints")
     reader.add_argument("--data", metavar="NAME", help="data/NAME, not the run's corpus")
     reader.add_argument("--contexts", type=int, default=5, help="of a slot (5)")
 
-    option = begin(table, runs, device)
+    option = begin(table, runs, device, text)
     option("--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it (Table 2)")
 
     begin(glue, runs)
@@ -572,11 +574,11 @@ def command_line():
     begin(staleness, runs)
     begin(curves, runs)
 
-    option = begin(slots, reader, device)
+    option = begin(slots, reader, device, text)
     option("--layer", type=int, required=True, help="counted from 1")
     option("--out", metavar="NAME", help="write NAME.md and NAME.json")
 
-    option = begin(fill, reader, device)
+    option = begin(fill, reader, device, text)
     option("text", help="a text with [MASK] in it, in quotes")
 
     option = begin(sample, device)
@@ -586,7 +588,7 @@ def command_line():
     option("--temperature", type=float, default=0.8, help="0: the likeliest token (0.8)")
     option("--seed", type=int, default=0, help="of the draws (0)")
 
-    option = begin(browse, reader, device)
+    option = begin(browse, reader, device, text)
     option("--out", required=True, metavar="NAME", help="write NAME.html")
 
     option = begin(predict, device)

@@ -17,6 +17,7 @@ unusual settings it comes with a tokenizer.json. lib.corpus.Corpus reads all fil
 import ast
 import collections
 import contextlib
+import hashlib
 import inspect
 import itertools
 import json
@@ -374,7 +375,7 @@ def write_corpus(name, origin, sources, tokenizer, val_every=None, force=False):
     force: replace the corpus if it exists.
     """
     with new_folder(f"data/{name}", force) as folder:
-        splits, n_lines = assign_splits(sources, val_every)
+        splits, n_lines, documents = assign_splits(sources, val_every)
         if isinstance(tokenizer, int):
             def read_train():
                 lines = read_kept(sources, splits)
@@ -397,7 +398,8 @@ def write_corpus(name, origin, sources, tokenizer, val_every=None, force=False):
             "duplicates": int((splits == DUPLICATE).sum()),
             "unigram_perplexity": unigram_perplexity(counts[TRAIN], counts[VAL], no_words),
             **{what: dict(zip(SPLITS, n.tolist())) for what, n in sizes.items()},
-            "sha256": {split: file_sha256(folder / f"{split}.bin") for split in SPLITS}}
+            "sha256": {split: file_sha256(folder / f"{split}.bin") for split in SPLITS},
+            "documents_sha256": documents}
         write_text(folder / "meta.json", json.dumps(meta, indent=1) + "\n")
     for what in sizes:
         print(f"data/{name}: {what} {meta[what]}")
@@ -408,17 +410,21 @@ def write_corpus(name, origin, sources, tokenizer, val_every=None, force=False):
 
 
 def assign_splits(sources, val_every):
-    """Read the text once; return the split of each document, and the number of lines.
+    """Read the text once; return the split of each document, the number of lines, and a hash.
 
-    A 64-bit hash tells documents apart. Two of 10 million collide with probability 3e-6.
+    The hash is the sum of the documents' SHA-256, whatever their order and split. 64 bits tell
+    documents apart. Two of 10 million collide with probability 3e-6.
     """
-    splits, seen, n_lines = [], set(), 0
+    splits, seen, n_lines, total = [], set(), 0, 0
     for document, split in Progress(read_all(sources), desc="reading", unit=" documents"):
         n_lines += len(document)
+        digest = hashlib.sha256("".join(document).encode()).digest()
         if split is None:
-            key = hash("".join(document))
+            key = digest[:8]
             split = DUPLICATE if key in seen else TRAIN
             seen.add(key)
+        if split != DUPLICATE:
+            total += int.from_bytes(digest)
         splits.append(split)
     splits = np.array(splits)
     if sources[0][1] is None:
@@ -429,7 +435,7 @@ def assign_splits(sources, val_every):
         kept = np.flatnonzero(splits == TRAIN)
         splits[kept[period - 2::period]] = VAL
         splits[kept[period - 1::period]] = TEST
-    return splits, n_lines
+    return splits, n_lines, f"{total % 2**256:064x}"
 
 
 def read_all(sources):

@@ -18,12 +18,20 @@ import numpy as np
 import torch
 
 from lib import ranks, training
-from lib.corpus import MASKS, ORDER, Corpus, causal_heldout, mask_tokens, masked_heldout
+from lib.corpus import (
+    MASKS,
+    ORDER,
+    Corpus,
+    causal_heldout,
+    mask_tokens,
+    masked_heldout,
+    open_corpus,
+)
 from lib.device import autocast, to_device, use_device, wants_compile
 from lib.files import lock
 from lib.run import Run
 from lib.settings import UserError, check_choice, load_settings, run_script
-from lib.usage import describe_evaluation, evaluate_language_model, open_corpus
+from lib.usage import describe_evaluation, evaluate_language_model
 from lib.weights import init_from, load_weights, read_weights
 from model import SIZES, BertConfig, LanguageModel, value_tables
 
@@ -123,12 +131,14 @@ def train(config, run, argv):
     if config.values == "zero":
         for table in value_tables(model).values():
             torch.nn.init.zeros_(table.weight)
-    origin = {"init_checkpoint": "", "first_step": 0, "pooler_trained": False}
+    origin = {"init_checkpoint": "", "first_step": 0, "pooler_trained": False, "trained_on": []}
     if checkpoint:
         origin = run.settings()
         load_weights(model, read_weights(checkpoint)["weights"], checkpoint)
     elif config.init_from:
         origin = init_from(model, config.init_from, config.reinit_ffn)
+    if not checkpoint and corpus.text not in origin["trained_on"]:
+        origin["trained_on"].append(corpus.text)
     tokens = corpus.meta["tokens"]
     print(f"corpus {corpus.name}: {tokens['train']:,} training tokens, {tokens['val']:,} held out, "
           f"vocabulary {corpus.vocab_size:,}\n"

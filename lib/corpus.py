@@ -9,7 +9,8 @@ import numpy as np
 
 from lib.files import read_json
 from lib.settings import UserError
-from lib.tokenizer import Specials
+from lib.tokenizer import Specials, load_tokenizer, vocab_hash
+from lib.weights import find_weights, trained_on
 
 SPLITS = ("train", "val", "test")
 MASKED = 0.15  # share of the tokens to predict
@@ -28,6 +29,8 @@ class Corpus:
         self.meta = read_json(self.folder / "meta.json")
         self.vocab_size = self.meta["vocab_size"]
         self.special_ids = Specials(*(self.meta[f"{use}_id"] for use in Specials._fields))
+        self.text = {"name": name, "documents": self.meta.get("documents_sha256"),
+                     "train": self.meta["sha256"]["train"]}  # what a run keeps in trained_on
 
     def split(self, which):
         """Return the ids of 'train', 'val' or 'test': a read-only uint16 array (tokens,)."""
@@ -41,6 +44,34 @@ class Corpus:
         first = np.full(len(rows), self.special_ids.cls)
         last = np.full(len(rows), self.special_ids.sep)
         return np.column_stack([first, rows, last])
+
+
+def open_corpus(name, *paths, seen=False):
+    """Open data/<name> for the models of `paths`, which must have its vocabulary.
+
+    UserError if one was trained on the same documents, split otherwise, unless `seen`. Prints if a
+    model's text is not known, or was another one of this name.
+    """
+    corpus = Corpus(name)
+    own = vocab_hash(load_tokenizer(corpus.folder))
+    for path in paths:
+        folder, vocab = find_weights(path)
+        if vocab_hash(load_tokenizer(vocab)) != own:
+            raise UserError(f"{path} was trained with another vocabulary than data/{name}: prepare "
+                            f"the corpus with --vocab {vocab}, or leave one of them out")
+        for text in trained_on(folder):
+            if text["train"] == corpus.text["train"]:
+                continue
+            if None in (text["documents"], corpus.text["documents"]):
+                print(f"{path}: not known whether it was trained on text of data/{name} "
+                      f"({text['name']})")
+            elif text["documents"] == corpus.text["documents"] and not seen:
+                raise UserError(f"{path} was trained on the documents of data/{name}, split "
+                                "otherwise: text held out here was training text there. Prepare it "
+                                "as before (measure.py --seen measures all the same)")
+            elif text["name"] == name:
+                print(f"{path} was trained on another text named {name}")
+    return corpus
 
 
 def mask_tokens(ids, rng, corpus):

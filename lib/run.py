@@ -23,6 +23,8 @@ from lib.ranks import barrier, first_rank, get_world_size
 from lib.settings import ROOT, UserError
 from lib.tokenizer import load_tokenizer, vocab_hash, write_vocab
 
+CHECKPOINT, SNAPSHOT = "step_{:06d}", "step_{:06d}.npz"
+
 
 class Run:
     """Read and write a folder, which need not exist yet. open() comes before log()."""
@@ -68,7 +70,7 @@ class Run:
             from torch.utils.tensorboard import SummaryWriter
 
             self.curves = SummaryWriter(self.folder, purge_step=step and step + 1)
-        for number, snapshot in numbered(self.folder / "usage", "step_").items():
+        for number, snapshot in numbered(self.folder / "usage", SNAPSHOT).items():
             if number > step:
                 discard(snapshot)
         tokenizer = load_tokenizer(vocab)
@@ -112,20 +114,20 @@ class Run:
 
     def newest_checkpoint(self):
         """Return the path of the newest checkpoint, or None. It is whole."""
-        checkpoints = numbered(self.folder, "step_")
+        checkpoints = numbered(self.folder, CHECKPOINT)
         return checkpoints[max(checkpoints)] if checkpoints else None
 
     def save_checkpoint(self, step, files, keep):
         """Write a checkpoint of {name: content}; only the `keep` newest stay. Returns its path."""
         if self.log_file:
             os.fsync(self.log_file.fileno())  # no checkpoint is newer than its log
-        folder = self.folder / f"step_{step:06d}"
+        folder = self.folder / CHECKPOINT.format(step)
         with atomic(folder) as temporary:
             temporary.mkdir()
             for name, content in files.items():
                 save_tensors(content, temporary / f"{name}.pt")
         barrier()  # the other ranks wait until it is there
-        for old in list(numbered(self.folder, "step_").values())[:-keep]:
+        for old in list(numbered(self.folder, CHECKPOINT).values())[:-keep]:
             discard(old)
         return folder
 
@@ -139,13 +141,13 @@ class Run:
         """Write a usage snapshot: layer<n>_read and layer<n>_top1, int32 (n_slots,)."""
         arrays = {f"layer{n}_{what}": sums[what].astype(np.int32)
                   for n, sums in counts.items() for what in ("read", "top1")}
-        with atomic(self.folder / "usage" / f"step_{step:06d}.npz") as temporary:
+        with atomic(self.folder / "usage" / SNAPSHOT.format(step)) as temporary:
             np.savez_compressed(temporary, **arrays)
 
     def usage_snapshots(self):
         """Read the usage snapshots, oldest first: {step: {"layer2_top1": (n_slots,) counts}}."""
         snapshots = {step: dict(np.load(path))
-                     for step, path in numbered(self.folder / "usage", "step_").items()}
+                     for step, path in numbered(self.folder / "usage", SNAPSHOT).items()}
         if not snapshots:
             raise UserError(f"{self.folder}/usage: no snapshot: a run with memory writes one every "
                             "usage_interval steps, a run without memory none")
@@ -153,7 +155,7 @@ class Run:
 
     def seeds(self):
         """List a fine-tuned run's seeds, each a Run. If this is a seed, it is the only one."""
-        folders = [self.folder, *numbered(self.folder, "seed").values()]
+        folders = [self.folder, *numbered(self.folder, "seed{}").values()]
         return [run for run in map(Run, folders) if "task" in run.settings()]
 
     def results(self):
@@ -165,13 +167,13 @@ class Run:
         write_text(self.folder / "eval_results.json", to_json(results, indent=1))
 
 
-def numbered(folder, prefix):
-    """Find the files and folders named <prefix><number>. Returns {number: path}, lowest first."""
+def numbered(folder, name):
+    """Find the files and folders of an exact name, as "seed{}". Returns {number: path} in order."""
     found = {}
-    for path in folder.glob(f"{prefix}*"):
-        number = path.name.removeprefix(prefix).removesuffix(".npz")
-        if number.isdecimal():
-            found[int(number)] = path
+    for path in folder.glob("*"):
+        digits = "".join(filter(str.isdecimal, path.name))
+        if digits and path.name == name.format(int(digits)):  # not seed1.old, seed01
+            found[int(digits)] = path
     return dict(sorted(found.items()))
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.corpus import causal_heldout, cut_split
+from lib.corpus import causal_heldout, cut_split, open_corpus
 from lib.device import use_device
 from lib.ranks import Progress
 from lib.run import Run
 from lib.settings import UserError
 from lib.tokenizer import full_tokenizer, load_tokenizer, special_ids
-from lib.usage import open_corpus, tally, watch_reads
+from lib.usage import tally, watch_reads
 from lib.weights import find_weights, load_model, read_weights
 from model import value_tables
 
@@ -44,15 +44,16 @@ def training_text(path):
     return settings.get("seq_len", longest), settings.get("dataset")
 
 
-def open_model(path, data, device):
+def open_model(path, data, device, seen=False):
     """Load the model at `path` with its tokenizer, and read a corpus with it.
 
     Returns (model, tokenizer, CorpusReads of data/<data>). The last is None without a memory.
+    seen: see open_corpus.
     """
     device, _ = use_device(device, "float32")
     model, tokenizer = load_with_tokenizer(path)
     model.to(device)
-    corpus = CorpusReads(model, path, data) if value_tables(model) else None
+    corpus = CorpusReads(model, path, data, seen) if value_tables(model) else None
     return model, tokenizer, corpus
 
 
@@ -64,12 +65,12 @@ class CorpusReads:
     """
 
     @torch.no_grad()
-    def __init__(self, model, path, data):
+    def __init__(self, model, path, data, seen=False):
         seq_len, trained_on = training_text(path)
         self.name = data or trained_on
         if not self.name:
             raise UserError(f"{path}: its corpus is not known: --data NAME")
-        corpus = open_corpus(self.name, path)
+        corpus = open_corpus(self.name, path, seen=seen)
         self.tokenizer = load_tokenizer(corpus.folder)
         if model.bert.config.causal:
             [batch] = causal_heldout(corpus, "test", seq_len, SEQUENCES, SEQUENCES)

@@ -14,12 +14,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from lib.corpus import Corpus
 from lib.device import autocast, to_device
 from lib.ranks import deal_batches, sum_over_ranks
-from lib.settings import UserError
-from lib.tokenizer import load_tokenizer, vocab_hash
-from lib.weights import find_weights
 from model import value_tables
 
 
@@ -146,15 +142,3 @@ def describe_evaluation(results):
         yield (f"layer {layer}: top-1 MU {m['top1_mu']:.1%} (uniform use: "
                f"{m['top1_mu_uniform']:.1%}), KL_u {m['kl_u']:.2f}, KL_w {m['kl_w']:.2f}, "
                f"{m['accesses']:,} accesses")
-
-
-def open_corpus(name, *paths):
-    """Open data/<name>; UserError if the model of a path has another vocabulary."""
-    corpus = Corpus(name)
-    own = vocab_hash(load_tokenizer(corpus.folder))
-    for path in paths:
-        _, vocab = find_weights(path)
-        if vocab_hash(load_tokenizer(vocab)) != own:
-            raise UserError(f"{path} was trained with another vocabulary than data/{name}: prepare "
-                            f"the corpus with --vocab {vocab}, or leave one of them out")
-    return corpus

@@ -1,25 +1,33 @@
 """Load trained weights: checkpoints of runs, and folders in Hugging Face layout."""
+import hashlib
 import re
 from dataclasses import asdict
 from pathlib import Path
 
-from lib.files import load_file
+from lib.files import file_sha256, load_file
 from lib.huggingface import FILES, read_folder
-from lib.ranks import get_world_size
+from lib.ranks import first_rank, get_world_size
 from lib.run import Run, numbered, read_state
 from lib.settings import ROOT, UserError
 from model import HEADS, BertConfig, Classifier, build_model
 
 
 def model_file(model, labels=()):
-    """Return the content of model.pt: config, weights, head (of HEADS), a classifier's labels."""
+    """Return the content of model.pt: config, weights, head (of HEADS), a classifier's labels.
+
+    sha256 is of the weights, and tells models apart.
+    """
     head = next(head for head, kind in HEADS.items() if type(model) is kind)
     weights = model.state_dict()
     if get_world_size() > 1:
         from lib import sharding
 
         weights = sharding.whole_weights(model)
-    saved = {"config": asdict(model.bert.config), "weights": weights, "head": head}
+    digest = hashlib.sha256()
+    for weight in weights.values() if first_rank() else ():  # the others do not write
+        digest.update(weight.cpu().numpy().reshape(-1))
+    saved = {"config": asdict(model.bert.config), "weights": weights, "head": head,
+             "sha256": digest.hexdigest()}
     if head == "classifier":
         saved["labels"] = list(labels)
     return saved
@@ -33,7 +41,7 @@ def find_weights(path):
     out/<run>/step_000500     this checkpoint; out/<run>/seed1/best works, too
     anything else             a folder in Hugging Face layout, or the name of one in data/weights/
     """
-    for run in (Path(path), *numbered(Path(path), "seed").values()):
+    for run in (Path(path), *numbered(Path(path), "seed{}").values()):
         for folder in (run, run / "best", Run(run).newest_checkpoint()):
             if folder and (folder / "model.pt").is_file():
                 return folder, folder.parent / "vocab.txt"
@@ -57,6 +65,22 @@ def read_weights(path):
         return read_folder(folder)
     saved = load_file(folder / "model.pt")
     return {**saved, "config": BertConfig(**saved["config"])}
+
+
+def model_hash(folder):
+    """Return the SHA-256 of the weights in a folder, or of a Hugging Face folder's file."""
+    if (folder / "model.pt").is_file():
+        return load_file(folder / "model.pt").get("sha256")  # None: an old run
+    return next(file_sha256(folder / name) for name in FILES if (folder / name).is_file())
+
+
+def trained_on(folder):
+    """Return the texts that the weights in a folder were trained on, those of initial models too.
+
+    Returns dicts: name, and the SHA-256 of its documents and train.bin, which are None if unknown.
+    """
+    unknown = {"name": str(folder), "documents": None, "train": None}
+    return Run(folder.parent).settings().get("trained_on", [unknown])
 
 
 def load_model(path):
@@ -93,7 +117,8 @@ def init_from(model, path, reinit_ffn=False):
     Prints what was loaded, left as it was drawn, or dropped. A task's head keeps its random
     weights; with reinit_ffn (ResM'), memory layers' FFNs do, too. An untrained pooler is not
     copied into a Classifier: all seeds would share it. Returns the origin that the run keeps:
-    init_checkpoint (path of the weights), first_step (0 if unknown), pooler_trained.
+    init_checkpoint (path of the weights), init_sha256 (model_hash), first_step (0 if unknown),
+    pooler_trained, trained_on (see trained_on).
     """
     source, _ = find_weights(path)
     saved = read_weights(source)
@@ -129,5 +154,6 @@ def init_from(model, path, reinit_ffn=False):
         parts = {re.sub(r"bert\.|layers\.\d+\.", "", name).split(".")[0] for name in names}
         print(f"  {what:12} {size:13,d} parameters  {', '.join(sorted(parts))}")
 
-    return {"init_checkpoint": str(source), "first_step": first_step,
-            "pooler_trained": pooler_trained}
+    return {"init_checkpoint": str(source), "init_sha256": model_hash(source),
+            "first_step": first_step, "pooler_trained": pooler_trained,
+            "trained_on": trained_on(source)}

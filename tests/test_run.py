@@ -72,7 +72,8 @@ def test_what_a_killed_process_wrote_after_its_checkpoint_goes(begun):
 
 def test_folders_count_under_their_exact_names_only(tmp_path):
     """Nothing that a run did not write is read, continued or deleted."""
-    mine = "step_000009.old", "step_000004.keep", "seed1.diverged", ".tmp_notes"
+    mine = ("step_000009.old", "step_000004.keep", "step_9", "seed1.diverged", "seed01", "seed²",
+            ".tmp_notes")
     for name in mine:
         (tmp_path / name).mkdir()
     model = tiny_bert()

@@ -1,0 +1,94 @@
+"""
+Know what a model was trained on: no table shows text that was training text.
+"""
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import finetune
+import measure
+from lib.run import Run
+from lib.weights import model_hash
+from tests.helpers import assert_one_line, prepare, save_model, tiny_bert, train, tune
+
+
+def measured(*args):
+    return measure.main(["table", *args, "--device", "cpu"])
+
+
+@pytest.fixture
+def split_anew(place):
+    """Train on data/tiny and train that model on; then split the same documents otherwise."""
+    assert train("--max_steps=2", "--eval_interval=100") == 0
+    assert train("--max_steps=2", "--eval_interval=100", "--init_from=out/tiny",
+                 "--out=out/more") == 0
+    first, second = Path("text.txt").read_text().split("\n\n", 1)
+    Path("first.txt").write_text(first)
+    Path("second.txt").write_text(second)
+    prepare("text", "anew", "second.txt", "first.txt", "--vocab", "tiny.txt", "--val_every", "4")
+    return place
+
+
+@pytest.mark.parametrize("run", ["out/tiny", "out/more"])
+def test_text_that_a_model_was_trained_on_is_not_measured(split_anew, capsys, run):
+    words = [f"{run} was trained on the documents of data/anew, split otherwise", "--seen"]
+    assert_one_line(capsys, run, "--data", "anew", main=lambda args: measured(*args), words=words)
+    assert_one_line(capsys, "tiny.py", "--dataset=anew", f"--init_from={run}", "--out=out/new",
+                    words=words)
+    measured(run, "--data", "anew", "--seen")
+    measured(run, "--data", "tiny")
+    assert "trained on" not in capsys.readouterr().out
+
+
+def test_a_run_keeps_what_it_and_its_initial_model_were_trained_on(place):
+    meta = json.loads(Path("data/tiny/meta.json").read_text())
+    shutil.copytree("data/tiny", "data/copy")
+    Path("text.txt").write_text("a cat .\n\na dog .\n\nan elk .\n" * 10)
+    prepare("text", "others", "text.txt", "--vocab", "tiny.txt", "--val_every", "3")
+    short = ["--max_steps=1", "--seq_len=4", "--batch_size=1", "--eval_interval=100"]
+    assert train("--max_steps=1", "--eval_interval=100") == 0
+    assert train(*short, "--dataset=others", "--init_from=out/tiny", "--out=out/more") == 0
+    first, second = Run("out/more").settings()["trained_on"]
+    assert first == {"name": "tiny", "documents": meta["documents_sha256"],
+                     "train": meta["sha256"]["train"]}
+    assert second["name"] == "others"
+    assert second["documents"] != first["documents"]
+    assert train(*short[1:], "--max_steps=2", "--dataset=others", "--init_from=out/tiny",
+                 "--out=out/more") == 0  # goes on
+    assert Run("out/more").settings()["trained_on"] == [first, second]
+
+
+def test_text_that_is_not_known_is_said(place, capsys):
+    assert train("--max_steps=1", "--eval_interval=100") == 0
+    Path("text.txt").write_text("the shy elk bit .\n" + Path("text.txt").read_text())
+    prepare("text", "tiny", "text.txt", "--vocab", "tiny.txt", "--val_every", "10", "--force")
+    capsys.readouterr()
+    measured("out/tiny", "--data", "tiny")
+    assert "out/tiny was trained on another text named tiny\n" in capsys.readouterr().out
+    path = Path("out/tiny/config.json")
+    settings = json.loads(path.read_text())
+    del settings["trained_on"]  # a run of an earlier version
+    path.write_text(json.dumps(settings))
+    measured("out/tiny", "--data", "tiny")
+    assert "out/tiny: not known whether it was trained on text of" in capsys.readouterr().out
+
+
+def test_seeds_start_from_one_model(tuned, capsys):
+    """Refuse a model that was trained anew, at the same path and step."""
+    assert tune("--max_steps=2") == 0
+    shutil.rmtree("out/tiny")
+    assert train("--max_steps=4", "--eval_interval=100", "--seed=1") == 0
+    assert_one_line(capsys, "tune.py", "--max_steps=2", "--seed=1", main=finetune.main,
+                    words=["out/tiny_own/seed0 started from other weights", "--out=out/NAME"])
+
+
+def test_a_hash_tells_weights_apart(tmp_path):
+    model = tiny_bert(memory_layers=(2,))
+    before = model_hash(save_model(tmp_path / "a", model))
+    assert model_hash(save_model(tmp_path / "b", tiny_bert(memory_layers=(2,)))) == before
+    with torch.no_grad():
+        model.bert.layers[1].memory.values.weight[0, 0] += 1e-3
+    assert model_hash(save_model(tmp_path / "c", model)) != before
