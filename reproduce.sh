@@ -18,16 +18,17 @@ gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi -L 2> /dev/null | sed -n 's/^GPU \([0-9
 gpus=$(echo "$gpus" | tr , ' ')
 [ "$gpus" ] || gpus=$(for x in $(seq "${JOBS:-2}"); do echo -1; done)  # no card
 ranks=$(($(echo $gpus | wc -w)))
+while [ $((32 % ranks)) != 0 ]; do ranks=$((ranks - 1)); done  # they share 32 micro-batches
 
 # ---- the scales: their systems, texts, tasks and seeds, and what cuts a command short
-train_cut="" tune_cut="" bench_cut="" sizes="" slots="" short=""
+train_cut="" tune_cut="" bench_cut="" sizes="" slots="" short="" more_seeds=""
 case $scale in
 paper)
     corpus=wikibooks tests="wikitext2 wikitext103 pg19"
     a=base b=base_500k_more c=base_pkm d=base_resm e=base_pkm_init f=base_resm_init
     google="bert-base-uncased bert-large-uncased"  # (g) and (h)
     small=distilbert-base-uncased small_resm=distil_resm_init middle=bert-base-uncased  # Table 7
-    causal="causal_12 causal_24 causal_12_memory"
+    causal="causal_12 causal_24 causal_12_memory causal_12_pkm"
     table4="squad mnli qqp qnli sst2 cola" table5="squad mnli sst2 cola"
     table6="mnli sst2 cola" table7="squad mnli sst2" figure4=sst2
     first=$a scratch="$c $d" seeds="0 1 2 3 4"
@@ -36,9 +37,10 @@ demo | quick)
     corpus=docs tests=docs
     a=demo b=demo_more c=demo_pkm d=demo_resm e=demo_pkm_init f=demo_resm_init
     google=demo_large small=demo_distil small_resm=demo_distil_resm_init middle=demo
-    causal="demo_causal demo_causal_8 demo_causal_memory"
+    causal="demo_causal demo_causal_8 demo_causal_memory demo_causal_pkm"
     table4=docs table5=docs table6=docs table7=docs figure4=docs
     first="$a $small" scratch="$c $d $google" short="--lengths 128"  # its positions
+    more_seeds="1 2"  # of pretraining (a), (b), (e) and (f): out/reproduce_demo/demo_s1
     seeds="0 1 2" tune_cut="--train_examples=6000 --epochs=3" bench_cut="--rounds 3"
     ;;
 *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 2 ;;
@@ -46,7 +48,7 @@ esac
 if [ "$scale" = quick ]; then
     train_cut="--max_steps=20 --warmup_steps=2 --checkpoint_interval=5 --eval_interval=10
                --usage_interval=10 --eval_sequences=16"
-    seeds=0 tune_cut="--train_examples=64 --epochs=1"
+    seeds=0 more_seeds=1 tune_cut="--train_examples=64 --epochs=1"
     bench_cut="--lengths 16 --rounds 1" sizes="--sizes demo" slots="32 64"
 fi
 
@@ -97,14 +99,20 @@ models() {  # NAME...: the folders of runs, and the names of public weights
     for name; do [ ! -e "configs/$name.py" ] || name=$out/$name; echo "$name"; done
 }
 
+more() {  # NAME...: the folders of the other seeds
+    for n in $more_seeds; do for name; do echo "$out/${name}_s$n"; done; done
+}
+
 tuned() {  # "NAMES" "TASKS" [_fixed]: the folders of fine-tuned runs
     for name in $1; do for task in $2; do echo "$out/${name}_$task${3:-}"; done; done
 }
 
-pretrain() {  # NAME [INITIAL]: train configs/NAME.py; the paper's sizes take all GPUs
-    how="spread $out/$1 python"
-    [ "$scale" != paper ] || how="run $out/$1 torchrun --standalone --nproc_per_node=$ranks"
-    $how pretrain.py "configs/$1.py" "--out=$out/$1" ${2:+--init_from=$(models $2)} $train_cut
+pretrain() {  # NAME [INITIAL [SEED]]: train configs/NAME.py; the paper's sizes take all GPUs
+    folder=$out/$1${3:+_s$3} initial=${2:+$(models $2)${3:+_s$3}}
+    how="spread $folder python"
+    [ "$scale" != paper ] || how="run $folder torchrun --standalone --nproc_per_node=$ranks"
+    $how pretrain.py "configs/$1.py" "--out=$folder" ${initial:+"--init_from=$initial"} \
+        ${3:+"--seed=${3}${2:+1}"} $train_cut
 }
 
 tune() {  # "NAMES" "TASKS" [SETTING]: fine-tune each model on each task, with each seed
@@ -152,13 +160,15 @@ step data nothing "texts, tasks, public weights" && {
 
 step pretrain data "all systems, (a) first" && {
     for x in $first; do pretrain $x; done
+    for n in $more_seeds; do pretrain $a "" $n; done
     finish
     for x in $scratch; do pretrain $x; done
     for x in $b $e $f ${f}_ffn; do pretrain $x $a; done
+    for n in $more_seeds; do for x in $b $e $f; do pretrain $x $a $n; done; done
     pretrain $small_resm $small
 }
 step table2 pretrain "perplexity of test texts, and usage of the memory on the longest" &&
-    measure table2 table $(models $a $b $c $d $e $f) --data $tests
+    measure table2 table $(models $a $b $c $d $e $f) $(more $a $b $e $f) --data $tests
 step figure2 pretrain "when slots were last in use" &&
     measure figure2 staleness $(models $c $d $e $f)
 step figure3 pretrain "the curves of PKM, ResM and ResM' from one trained model" &&

@@ -5,7 +5,7 @@ dropout = 0.0
 seq_len = 64
 batch_size = 32  # x 64 = 2,048 tokens a step
 accumulation = 1
-max_steps = 4000  # x 2,048 = 8.2 million tokens
+max_steps = 2800  # x 2,048 = 5.7 million tokens
 warmup_steps = 100
 lr = 4e-3
 log_interval = 50

@@ -3,5 +3,8 @@ from configs.demo import *  # all else is the same
 
 init_from = "out/demo"
 seed = 1  # not demo.py's: another order of the text, other masks
-max_steps = 1800  # x 2,048 = 3.7 million tokens
+max_steps = 1200  # x 2,048 = 2.5 million tokens
 lr = 3e-3  # with a new warm-up; high, as demo.py's model is far from done (results/demo.md)
+eval_interval = 240
+usage_interval = 240  # five snapshots, as in Figure 2
+checkpoint_interval = 240
