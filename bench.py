@@ -5,11 +5,12 @@ $ python bench.py                           # Table 1: batches/s of a classifier
 $ python bench.py layer                     # one memory layer: forward, training step
 $ python bench.py train                     # a training step of base, base_pkm and base_resm
 $ python bench.py train configs/demo.py     # a training step of other configs
-$ python bench.py causal                    # 12 layers, 24, and 12 with a memory (Lample et al.)
+$ python bench.py causal                    # 12 layers, 24, and 12 with PKM or ResM (Lample et al.)
 $ python bench.py causal --slots            # the last model: product keys and flat keys, by size
 
 The paper's Table 1 is of one V100, and names neither length nor precision: --lengths and --dtype
-are our reading.
+are our reading. On CUDA the models run twice, eager and compiled with CUDA graphs. The paper's
+numbers of parameters fit "mlm_parameters": those with a masked-LM head, not the timed classifier.
 
 A table shows the median time with [lowest, highest], and its ratio to a baseline: the median over
 the rounds. The last line is JSON. All weights and tokens are random.
@@ -19,6 +20,7 @@ micro-batches x sequences x tokens. "Hours" are the time of max_steps steps, wit
 "Peak bytes" are the memory of the first rank's process; on a CPU they never fall.
 """
 import copy
+import itertools
 import json
 import os
 import platform
@@ -47,7 +49,8 @@ from pkm import LazyAdam
 from pretrain import Config, bert_config
 
 TRAINED = ["configs/base.py", "configs/base_pkm.py", "configs/base_resm.py"]
-CAUSAL = ["configs/causal_12.py", "configs/causal_24.py", "configs/causal_12_memory.py"]
+CAUSAL = ["configs/causal_12.py", "configs/causal_24.py", "configs/causal_12_pkm.py",
+          "configs/causal_12_memory.py"]
 
 
 class PlainPKM(pkm.PKM):
@@ -90,10 +93,10 @@ def build(args, config, head=None):
         return build_model(config, head, labels=("no", "yes"))
 
 
-def forward(args, model, x, **more):
+def forward(args, model, x, compiled=False, **more):
     """Make a function that calls the model in evaluation mode, without gradients."""
     model.eval()
-    if args.compile:
+    if compiled:
         model = torch.compile(model, mode="reduce-overhead")  # on CUDA with graphs
 
     @torch.no_grad()
@@ -106,18 +109,19 @@ def forward(args, model, x, **more):
 def time_inference(args, models, what, bases=1):
     """Time {name: model} at batch size 1, by length. A causal model predicts the next token."""
     results = []
-    for length in args.lengths:
+    for length, compiled in itertools.product(args.lengths, args.modes):
         torch.compiler.reset()  # it compiles only so many versions
         ids = torch.randint(1000, (1, length), device=args.device)  # in any vocabulary
         last = torch.tensor([[length - 1]], device=args.device)
         calls = {}
         for name, model in models.items():
             more = {"positions": last} if model.bert.config.causal else {}
-            calls[name] = forward(args, model, ids, **more)
-        results += time_in_turn(f"{what}, 1 x {length}", calls, args.device, 5 * args.rounds,
-                                bases=bases)
-    for record in results:
-        record["parameters"] = training.count_parameters(models[record["system"]])
+            calls[name] = forward(args, model, ids, compiled, **more)
+        for record in time_in_turn(f"{what}, 1 x {length}", calls, args.device, 5 * args.rounds,
+                                   bases=bases):
+            record["parameters"] = training.count_parameters(models[record["system"]])
+            record["compiled"] = compiled
+            results.append(record)
     return results
 
 
@@ -125,11 +129,14 @@ def inference(args):
     """Time a classifier at batch size 1: Table 1."""
     results = []
     for size in args.sizes:
-        models = {}
+        models, mlm_parameters = {}, {}
         for system, suffix in ("", ""), (" +PKM", "_pkm"), (" +ResM", "_resm"):
             config = bert_config(load_settings(Config, [f"configs/{size}{suffix}.py"]))
             models[size + system] = build(args, config, "classifier")
+            with torch.device("meta"):
+                mlm_parameters[size + system] = training.count_parameters(build_model(config))
         for record in time_inference(args, models, "inference"):
+            record["mlm_parameters"] = mlm_parameters[record["system"]]
             record["batches/s"] = 1 / median(record["seconds"])
             record["relative_batches/s"] = 1 / record[f"times_{size}"]
             results.append(record)
@@ -299,7 +306,7 @@ def print_times(records):
             if isinstance(value, list):
                 low, middle, high = 1e3 * min(value), 1e3 * median(value), 1e3 * max(value)
                 value = f"{middle:.4g} [{low:.4g}, {high:.4g}] ms"
-            row.append(f"{value:,}" if isinstance(value, int) else value)
+            row.append(f"{value:,}" if type(value) is int else value)  # True is an int, too
         tables.setdefault(tuple(record), []).append(row)
     for keys, rows in tables.items():
         print(markdown(keys, rows))
@@ -340,7 +347,7 @@ def main(argv):
     option("configs", nargs="*", help="train, causal: config files")
     option("--device", default="auto", help="cuda, mps or cpu")
     option("--dtype", default="auto", help="float32, bfloat16, float16 or auto: by the card")
-    option("--compile", default="auto", help="on, off or auto: on CUDA")
+    option("--compile", default="auto", help="off, on (inference: both) or auto: on CUDA")
     option("--rounds", type=int, default=7, help="timed rounds, after warm-up")
     option("--sizes", nargs="+", default=["base", "large"], help="inference: also demo")
     option("--lengths", type=int, nargs="+", default=[128, 512], help="tokens; not for train")
@@ -353,11 +360,14 @@ def main(argv):
     args.compile = wants_compile(args.compile, args.device)
     if args.command == "layer":  # the baseline has neither mixed precision nor compilation
         args.dtype, args.compile = torch.float32, False
+    args.modes = [args.compile]
+    if args.command == "inference" and args.compile:
+        args.modes = [False, True]
     torch.manual_seed(0)
     results = COMMANDS[args.command](args)
     print_times(results)
     facts = {"command": " ".join(["python bench.py", *argv]), **machine_facts(args.device),
-             "ranks": ranks.get_world_size(), "dtype": str(args.dtype)[6:]}
+             "ranks": ranks.get_world_size(), "dtype": str(args.dtype)[6:], "compiled": args.modes}
     print(json.dumps({**facts, "results": results}))
 
 

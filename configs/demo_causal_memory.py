@@ -1,4 +1,4 @@
-"""demo_causal.py and a memory in its third layer, from scratch as in Lample et al. (2019)."""
+"""demo_causal.py and a residual memory in its third layer, from scratch."""
 from configs.demo_causal import *  # all else is the same
 
 memory_layers = (3,)  # of 4, counted from 1

@@ -32,7 +32,6 @@ try demo python pretrain.py configs/demo.py --out=out/gpu/demo
 try resm python pretrain.py configs/demo_resm_init.py --init_from=out/gpu/demo --out=out/gpu/resm
 try table python measure.py table out/gpu/demo out/gpu/resm --data docs
 try inference python bench.py
-try eager python bench.py --compile=off
 try layer python bench.py layer --lengths 512 2048 8192 16384
 try train python bench.py train
 try large python bench.py train configs/large.py configs/large_resm.py --accumulation=4

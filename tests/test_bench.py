@@ -95,14 +95,25 @@ def test_flat_keys_of_all_pairs_equal_product_keys():
     assert_near(weights, expected_weights, 1e-6)
 
 
-def test_inference_is_table_1(run):
+def test_inference_is_table_1(run, monkeypatch):
+    """If models are compiled, they are timed eager, too."""
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda model, **_: compiled.append(model) or model)
     records = run("inference", "--sizes", "demo", "--lengths", "8")
     assert [record["system"] for record in records] == ["demo", "demo +PKM", "demo +ResM"]
+    assert not any(record["compiled"] for record in records) and not compiled
     for record in records:
         assert record["batches/s"] == 1 / median(record["seconds"])
         assert record["relative_batches/s"] == 1 / record["times_demo"]
+        # demo: transform and its norm, bias of the words; a classifier has two outputs
+        head = 64 * 64 + 3 * 64 + 30522 - (2 * 64 + 2)
+        assert record["mlm_parameters"] == record["parameters"] + head
     plain, replaced, added = (record["parameters"] for record in records)
     assert plain < replaced < added
+    both = run("inference", "--sizes", "demo", "--lengths", "8", "--compile=on")
+    assert [(record["system"], record["compiled"]) for record in both] == [
+        (record["system"], mode) for mode in (False, True) for record in records]
+    assert [len(model.bert.config.memory_layers) for model in compiled] == [0, 2, 2]
 
 
 def test_a_layer_is_timed_beside_the_baseline(run):
