@@ -13,7 +13,7 @@ $ python measure.py sample out/demo_causal_memory "Returns a new"   # a causal l
 $ python measure.py browse out/demo_resm_init --out memory      # memory.html: what a slot knows
 $ python measure.py predict out/base_sst2 new.tsv --out said    # a fine-tuned run on new text
 
---out NAME writes a table to NAME.md and NAME.json, a figure to NAME.png and NAME.svg. For browse it
+--out NAME writes NAME.md and NAME.json, and for a figure NAME.png and NAME.svg, too. For browse it
 writes NAME.html, for predict NAME.tsv. python measure.py COMMAND --help lists a command's options.
 """
 import itertools
@@ -129,22 +129,16 @@ def check_language_model(path, causal):
 
 
 def table_6(args, device):
-    """Count what each fine-tuned model reads in texts of its task.
-
-    The split is dev if uniform reads would touch 95% of the slots there, otherwise train.
-    """
+    """Count what each fine-tuned model reads in texts of its task: dev, then train."""
     rows, records = [], []
-    for path in args.runs:
-        for split in ("dev", "train"):
-            facts, examples = task_examples(path, split)
-            counts = count_task_reads(path, examples, device)
-            layers = {layer: usage_metrics(**sums) for layer, sums in counts.items()}
-            if all(usage["top1_mu_uniform"] > 0.95 for usage in layers.values()):
-                break
+    for path, split in itertools.product(args.runs, ("dev", "train")):
+        facts, examples = task_examples(path, split)
+        counts = count_task_reads(path, examples, device)
+        layers = {layer: usage_metrics(**sums) for layer, sums in counts.items()}
         records.append({"run": path, **facts, "layers": layers})
         rows.append({"run": path, **facts, **usage_cells(layers)})
-    note = ("Best epoch so far. Split: dev if it has about 3 accesses a slot, otherwise train (our "
-            "reading). CoLA's dev has fewer accesses than the slots that the paper found in use.")
+    note = ("Best epoch so far, dev (MNLI: matched) and train: the paper names no split. Padding "
+            "does not count as an access.")
     write_table(args.out, rows, note, records)
 
 
@@ -236,7 +230,7 @@ def by_class(args):
         _, examples = task_examples(path, "train")
         parts = draw_parts(examples)
         negative, positive = (labels[part[0].label] for part in parts[::3])
-        facts = {"run": path, "classes": f"{positive} against {negative}"}
+        facts = {"run": path, "split": "train", "classes": f"{positive} against {negative}"}
         start = Run(find_weights(path)[0].parent).settings()["init_checkpoint"]
         for when, weights in (("before", start), ("after", path)):
             counts = [count_task_reads(weights, part, device) for part in parts]
@@ -246,10 +240,13 @@ def by_class(args):
                                 **class_distances(top1[3:5], top1[:2]),
                                 **whole_distances(top1[3:].sum(0), top1[:3].sum(0)),
                                 "accesses": int(top1[[0, 1, 3, 4]].sum()) // 4})
-    note = ("Train split. Whole: the paper's KL (nats) and IOU of top-1 slots; KL over slots that "
-            "both classes read. Between: KL(p || 0.9 q + 0.1 p) and IOU of random "
-            "halves of the classes. Floor: of two halves of one class. Accesses: of a half.")
-    write_table(args.out, records, note, records, draw_class_distances)
+    note = ("Whole: the paper's KL (nats) and IOU of top-1 slots; KL over slots that both classes "
+            "read, which have the share `shared` of their reads. Between: KL(p || 0.9 q + 0.1 p) "
+            "and IOU of random halves of the classes. Floor: of two halves of one class. Accesses: "
+            "of a half.")
+    rows = [{"kl_whole (slots of both)" if key == "kl_whole" else key: value
+             for key, value in record.items()} for record in records]
+    write_table(args.out, rows, note, records, draw_class_distances)
 
 
 def draw_parts(examples):
@@ -275,15 +272,16 @@ def whole_distances(positive, negative):
 
     positive, negative: top-1 counts (n_slots,) of all examples of a class. The KL is infinite where
     only positive examples read a slot. It is taken over the slots that both classes read, whose
-    shares are normalised again (our reading).
+    shares are normalised again (our reading). "shared": the share of the reads there, the mean of
+    both classes.
     """
     p = positive / positive.sum()
     q = negative / negative.sum()
     iou = np.minimum(p, q).sum() / np.maximum(p, q).sum()
     both = (p > 0) & (q > 0)
-    p = p[both] / p[both].sum()
-    q = q[both] / q[both].sum()
-    return {"kl_whole": divergence(p, q), "iou_whole": iou}
+    p, q = p[both], q[both]
+    shared = (p.sum() + q.sum()) / 2
+    return {"kl_whole": divergence(p / p.sum(), q / q.sum()), "shared": shared, "iou_whole": iou}
 
 
 def class_distances(positive, negative):
@@ -557,7 +555,7 @@ def command_line():
 
     runs, device, text, reader = (Parser(add_help=False) for _ in range(4))  # of several commands
     runs.add_argument("runs", nargs="+", metavar="out/RUN")
-    runs.add_argument("--out", metavar="NAME", help="write NAME.md and NAME.json")
+    runs.add_argument("--out", metavar="NAME", help="write NAME.md, .json; a figure: .png, .svg")
     device.add_argument("--device", default="auto", help="auto, cuda, mps or cpu")
     text.add_argument("--seen", action="store_true",
                       help="read documents that a run was trained on in another split, too")

@@ -78,7 +78,7 @@ def test_candidates_of_32_are_119_of_1024():
 
 
 def test_initialization():
-    """Draw as section 5.1 and XLM do: Xavier-uniform queries, uniform sub-keys, normal values."""
+    """Draw sub-keys and values as XLM does, and Xavier-uniform queries (our reading)."""
     memory = PKM(64, n_keys=64, heads=4, topk=8, key_dim=64)
     bound = math.sqrt(6 / (64 + 4 * 64))
     assert 0.99 * bound < memory.query.weight.abs().max() <= bound
