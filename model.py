@@ -96,7 +96,7 @@ class Layer(nn.Module):
         if self.alpha:
             ffn = self.down(F.gelu(self.up(x)))
             y = torch.add(y, F.dropout(ffn, self.dropout, self.training), alpha=self.alpha)
-        if self.memory is not None:  # no dropout, as in XLM (our reading; section 6 leaves it open)
+        if self.memory is not None:  # no dropout, as in XLM (our reading: the paper is silent)
             y = torch.add(y, self.memory(x, mask), alpha=self.beta)
         return self.norm(y)
 
