@@ -28,7 +28,7 @@ paper)
     a=base b=base_500k_more c=base_pkm d=base_resm e=base_pkm_init f=base_resm_init
     google="bert-base-uncased bert-large-uncased"  # (g) and (h)
     small=distilbert-base-uncased small_resm=distil_resm_init middle=bert-base-uncased  # Table 7
-    causal="causal_12 causal_24 causal_12_memory causal_12_pkm"
+    causal="causal_12 causal_24 causal_12_pkm causal_12_memory"
     table4="squad mnli qqp qnli sst2 cola" table5="squad mnli sst2 cola"
     table6="mnli sst2 cola" table7="squad mnli sst2" figure4=sst2
     first=$a scratch="$c $d" seeds="0 1 2 3 4"
@@ -37,7 +37,7 @@ demo | quick)
     corpus=docs tests=docs
     a=demo b=demo_more c=demo_pkm d=demo_resm e=demo_pkm_init f=demo_resm_init
     google=demo_large small=demo_distil small_resm=demo_distil_resm_init middle=demo
-    causal="demo_causal demo_causal_8 demo_causal_memory demo_causal_pkm"
+    causal="demo_causal demo_causal_8 demo_causal_pkm demo_causal_memory"
     table4=docs table5=docs table6=docs table7=docs figure4=docs
     first="$a $small" scratch="$c $d $google" short="--lengths 128"  # its positions
     more_seeds="1 2"  # of pretraining (a), (b), (e) and (f): out/reproduce_demo/demo_s1
