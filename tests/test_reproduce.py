@@ -72,6 +72,12 @@ def test_every_command_is_understood_and_comes_after_what_it_needs(scale, monkey
     assert commands > 40
 
 
+def test_pretraining_takes_the_most_gpus_that_divide_the_batch(monkeypatch):
+    for gpus, ranks in ("3", 1), ("0,1,2", 2), ("0,1,2,3,4,5", 4), ("0,1,2,3,4,5,6,7", 8):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+        assert f"--nproc_per_node={ranks} pretrain" in reproduce("paper", "pretrain", "--list")
+
+
 def test_a_table_and_the_page_stand_beside_the_papers_numbers(tmp_path):
     for path in ROOT.iterdir():
         if path.name in ("reproduce.sh", "bench.py", "results", "configs"):
