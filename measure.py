@@ -89,7 +89,7 @@ def table_2(args, device):
     for path in args.runs:
         checkpoint, _ = find_weights(path)
         model = load_model(checkpoint).to(device)
-        row = {"run": path, **steps_and_seed(checkpoint)}
+        row = {"run": path, **how_trained(checkpoint)}
         record = {"checkpoint": str(checkpoint), **row, "results": {}}
         for name, batches in heldout.items():
             batches = Progress(batches, f"{path}, data/{name}")
@@ -102,22 +102,25 @@ def table_2(args, device):
         records.append(record)
     note = (f"Test splits, sequences of {seq_len}. Usage on data/{longest}, the longest "
             f"({tokens[longest]:,} tokens; our reading). Steps: those of the initial model + the "
-            "run's own. Only rows with the same number of steps show what the memory does.")
+            "run's own, which took so many seconds. Only rows with the same number of steps show "
+            "what the memory does.")
     write_table(args.out, rows, note, {"note": note, "runs": records})
 
 
-def steps_and_seed(checkpoint):
-    """Return how a checkpoint was trained: {"steps": "1,000 + 3,000", "seed": 1}.
+def how_trained(checkpoint):
+    """Return how a checkpoint was trained: {"steps": "1,000 + 3,000", "seed": 1, "seconds": 95}.
 
     The steps are the initial model's and its own. "?" stands for Hugging Face's weights.
     """
     if not (checkpoint / "state.pt").is_file():
-        return {"steps": "?", "seed": "?"}
-    settings, steps = Run(checkpoint.parent).settings(), f"{read_state(checkpoint)['step']:,}"
+        return {"steps": "?", "seed": "?", "seconds": "?"}
+    settings, state = Run(checkpoint.parent).settings(), read_state(checkpoint)
+    steps = f"{state['step']:,}"
     if settings["init_checkpoint"]:
         first = settings["first_step"]  # 0 for an initial model in Hugging Face layout
         steps = f"{first:,} + {steps}" if first else f"? + {steps}"
-    return {"steps": steps, "seed": settings["seed"]}
+    seconds = round(state["elapsed"] + state["seconds"])
+    return {"steps": steps, "seed": settings["seed"], "seconds": seconds}
 
 
 def check_language_model(path, causal):

@@ -37,7 +37,7 @@ def tiny_bert(seed=0, **settings):
 def save_model(run, model, labels=(), step=3):
     """Save a checkpoint of a model that was not trained."""
     files = {"model": model_file(model, labels), "optimizer": {"dense": {}, "values": {}},
-             "state": {"step": step}}
+             "state": {"step": step, "elapsed": 0.0, "seconds": 0.0}}
     folder = Run(run).save_checkpoint(step, files, keep=2)
     config = folder.parent / "config.json"
     if not config.exists():

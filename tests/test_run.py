@@ -15,7 +15,7 @@ import torch
 from lib.run import Run, git_commit
 from lib.settings import UserError
 from lib.weights import find_weights, init_from, load_model
-from measure import steps_and_seed
+from measure import how_trained
 from pretrain import Config
 from tests.helpers import log, save_model, tiny_bert, train
 
@@ -132,10 +132,12 @@ def test_how_a_checkpoint_was_trained(place):
     assert train("--max_steps=4", "--checkpoint_interval=2", "--eval_interval=2") == 0
     assert train("--max_steps=3", "--out=out/more", "--init_from=out/tiny", "--seed=1") == 0
     run, more, middle = Run("out/tiny"), Run("out/more"), Path("out/tiny/step_000002")
-    assert steps_and_seed(middle) == {"steps": "2", "seed": 0}
-    assert steps_and_seed(run.newest_checkpoint()) == {"steps": "4", "seed": 0}
-    assert steps_and_seed(more.newest_checkpoint()) == {"steps": "4 + 3", "seed": 1}
-    assert steps_and_seed(Path("elsewhere")) == {"steps": "?", "seed": "?"}
+    torch.save({"step": 2, "elapsed": 90.2, "seconds": 4.4}, middle / "state.pt")
+    assert how_trained(middle) == {"steps": "2", "seed": 0, "seconds": 95}
+    assert how_trained(run.newest_checkpoint())["steps"] == "4"
+    assert how_trained(more.newest_checkpoint()) | {"seconds": 0} == {
+        "steps": "4 + 3", "seed": 1, "seconds": 0}
+    assert how_trained(Path("elsewhere")) == {"steps": "?", "seed": "?", "seconds": "?"}
     assert run.evaluations(middle)[-1]["step"] == 2
     assert more.evaluations(more.newest_checkpoint())[-1]["step"] == 4 + 3
     assert init_from(load_model("out/more"), "out/more")["first_step"] == 4 + 3
