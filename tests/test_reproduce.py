@@ -4,6 +4,7 @@ Test reproduce.sh: its commands are understood, in an order in which each finds 
 import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import bench
 import finetune
 import measure
 import pretrain
+from lib import page
 from lib.settings import load_settings
 from tests.helpers import ROOT, prepare
 
@@ -91,3 +93,81 @@ def test_a_table_and_the_page_stand_beside_the_papers_numbers(tmp_path):
     assert "(79.8)" in text
     assert "sh reproduce.sh quick table2" in text
     assert "python bench.py" not in reproduce("quick", "table1", folder=tmp_path)
+
+
+CLAIMS = [(name, *claim) for name, claims in page.PAPER["claims"].items() for claim in claims]
+
+
+def exchange(sides, named):
+    """Exchange the numbers of a claim's two systems; its sides where that is another claim."""
+    lower, higher = [[word for word in re.split(" (?:-|/|per) ", side) if word in named]
+                     for side in sides]
+    if not higher and len(lower) == 2:  # perplexity (c) / perplexity (a) below 1
+        lower, higher = lower[:1], lower[1:]
+    if len(lower) != len(higher) or {*lower} & {*higher} or " per " in sides[0]:
+        return page.compare(sides[::-1], [named])
+    exchanged = zip(lower + higher, higher + lower)
+    return page.compare(sides, [{**named, **{name: named[other] for name, other in exchanged}}])
+
+
+@pytest.mark.parametrize("name, claim, lower, higher", CLAIMS)
+def test_the_papers_numbers_hold_and_exchanged_ones_do_not(name, claim, lower, higher):
+    sides = [lower, higher]
+    named = page.numbers(page.paper_cells(name)) | page.PAPER["in_words"].get(name, {})
+    paper = page.compare(sides, [named])
+    if not paper:
+        return  # a picture, or not legible
+    assert page.verdict(paper, paper) == "yes"
+    assert page.verdict(exchange(sides, named), paper) == "**no**"
+    assert page.verdict(page.compare(sides, [dict.fromkeys(named, 95)]), paper) == "undecided"
+
+
+def test_the_papers_tables_read_as_ours_give_no_other_word_than_yes():
+    holds = [row[1] for name in page.PAPER["claims"]
+             for row in page.decide(name, {"0": page.paper_cells(name)}, "paper")]
+    assert holds.count("yes") == 44 and set(holds) == {"yes", "no result"}
+
+
+def test_several_seeds_decide_by_twice_the_standard_error():
+    for low, holds in (1, "yes"), (0, "undecided"), (-1, "undecided"), (-2, "undecided"):
+        pairs = [(10, 10 + low + more) for more in (0, 1, 2)]  # mean low + 1, twice 1 / sqrt(3)
+        assert page.verdict(pairs, []) == holds
+    assert page.verdict([(13, 10), (12, 10), (11, 10)], []) == "**no**"
+    assert page.verdict([(10, 10.9)], []) == "undecided"  # below 10%
+    assert page.verdict([(10, 11.1)], []) == "yes"
+    assert page.verdict([(10, 10.9)], [(1, 3)]) == "undecided"  # half of the paper's 2
+    assert page.verdict([(10, 8.9)], [(1, 3)]) == "**no**"
+
+
+def test_a_claim_reads_the_worse_layer_and_the_mean_of_the_tasks():
+    cells = {"KL_u": "1.62/0.89", "top-1 MU": "2.2%/84.1%", "MNLI": "84.0/99.0", "SST-2": "86.0"}
+    assert page.numbers({"(c) +PKM, N": cells}) == {
+        "KL_u (c), N": 1.62, "top-1 MU (c), N": 2.2, "MNLI (c), N": 84, "SST-2 (c), N": 86,
+        "score (c), N": 85}
+
+
+def test_runs_of_one_system_are_its_seeds(tmp_path):
+    assert page.system("out/base_500k_more_s1_sst2") == ("(b) +500k steps", "1")
+    assert page.system("out/base_sst2_fixed") == ("(a) BERT base", "0")
+    cells = {seed: {"(f)": {"top-1 MU": text}} for seed, text in
+             (("0", "9.0%/70.0%"), ("1", "10.0%/50.0%"), ("2", "11.0%/60.0%"))}
+    assert page.over_seeds(cells) == {"(f)": {"seeds": "3", "top-1 MU": "10.0%/60.0%"}}
+    runs = [{"run": f"out/demo{name}", "results": {"docs": [
+        {"perplexity": perplexity, "masked_tokens": 1, "layers": {}}]}}
+        for name, perplexity in (("", 20), ("_s1", 22), ("_s2", 30), ("_pkm", 10))]
+    folder = tmp_path / "reproduce_demo"
+    folder.mkdir()
+    (folder / "table2.json").write_text(json.dumps({"runs": runs}))
+    rows = []
+    for name, scores in ("demo_more", (0.5, 0.7)), ("demo_resm_init", (0.6, 0.9)):
+        rows.append({"initial model": f"out/{name}", "memory update": "Y", "docs": "1.0 (2)"})
+        (folder / f"{name}_docs").mkdir()
+        seeds = {seed: {"eval_accuracy": score} for seed, score in enumerate(scores)}
+        (folder / f"{name}_docs/eval_results.json").write_text(json.dumps({"seeds": seeds}))
+    (folder / "table4.json").write_text(json.dumps(rows))
+    page.main(folder)
+    text = (folder / "page.md").read_text()
+    assert re.search(r"\(a\) BERT base .* 3 +\| 22.00 ", text)
+    assert re.search(r"yes +\| perplexity \(c\) / perplexity \(a\) = 0.5 \(0.8948\)[ |]*1[ |]*1 ",
+                     text)
+    assert re.search(r"yes +\| score \(b\) = 60 \(84\) +\| score \(f\) = 75 .* 2 +\|", text)
