@@ -42,7 +42,6 @@ from lib.slots import (
 )
 from lib.squad import best_answers, make_windows, read_squad
 from lib.tasks import (
-    TASKS,
     batches_by_length,
     encode_examples,
     find_task,
@@ -52,6 +51,7 @@ from lib.tasks import (
     predict_examples,
     prediction_table,
     read_table,
+    score_row,
     task_name,
     tsv_text,
 )
@@ -174,52 +174,29 @@ def count_task_reads(path, examples, device):
     return counts
 
 
-TABLE_4 = list(TASKS)[:6]  # its columns; its average leaves SQuAD out
-TWO_SCORES = ["squad", "mnli", "mrpc", "stsb"]  # tasks with two in a cell, the others have one
-
-
 def glue(args):
     """Print Tables 4, 5 and 7: dev scores of fine-tuned runs, medians over their seeds."""
-    systems = {}  # {(initial model, update_memory): {task: eval_results.json}}
+    systems = {}  # {(initial model, update_memory, its hash): {task: eval_results.json}}
     for path in args.runs:
         results = Run(path).results()
         if not results:
             continue
         settings = Run(path).seeds()[0].settings()
         task = task_name(settings["task"])
-        tasks = systems.setdefault((Path(settings["init_from"]), settings["update_memory"]), {})
+        key = (Path(settings["init_from"]), settings["update_memory"],
+               settings.get("init_sha256"))  # a model may be trained anew at its path
+        tasks = systems.setdefault(key, {})
         if task in tasks:
             raise UserError(f"{path}: a second run of {task} from {settings['init_from']}: name "
                             "only one")
         tasks[task] = results
     if not systems:
         raise UserError(f"{', '.join(args.runs)}: no fine-tuned run that is done")
-    rows = [score_row(*system, tasks) for system, tasks in systems.items()]
+    rows = [score_row(*key[:2], tasks) for key, tasks in systems.items()]
     note = ("Dev splits, median over the seeds of each seed's best epoch; (n): of n seeds. "
             "squad: exact match/F1; mnli: matched/mismatched; cola: Matthews' correlation. "
             "Avg: of the six numbers from mnli to cola, once all are there.")
     write_table(args.out, rows, note, rows)
-
-
-def score_row(initial, updated, tasks):
-    """Make a row of Table 4, a dict by column. tasks: {task: eval_results.json}.
-
-    A cell has the medians over the seeds of one initial model, and ends with their number.
-    """
-    row = {"initial model": str(initial), "memory update": "Y" if updated else "N",
-           **dict.fromkeys([*TABLE_4, "Avg"])}
-    averaged = []
-    for task, results in tasks.items():
-        seeds = len(results.get("seeds", [results]))  # a seed's folder has no more
-        scores = [score if task == "squad" else 100 * score for name, score in results.items()
-                  if name not in ("eval_epoch", "seeds")]
-        scores = scores[:2 if task in TWO_SCORES else 1]
-        row[task] = "/".join(f"{score:.1f}" for score in scores) + f" ({seeds})"
-        if task in TABLE_4[1:]:
-            averaged += scores
-    if len(averaged) == 6:  # MNLI has two
-        row["Avg"] = f"{np.mean(averaged):.1f}"
-    return row
 
 
 def by_class(args):

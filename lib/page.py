@@ -19,7 +19,7 @@ import numpy as np
 from lib.files import markdown, null_to_nan, write_text
 from lib.settings import ROOT
 from lib.slots import usage_cells
-from measure import score_row
+from lib.tasks import score_row
 
 PAPER = json.loads((ROOT / "results" / "paper.json").read_text(encoding="utf-8"))
 SYSTEMS = {run: name for name, runs in PAPER["systems"].items() for run in runs}

@@ -65,6 +65,9 @@ SQUAD = Task("squad", "data/squad", [], ["f1", "exact_match"],
              ["train-v1.1.json", "dev-v1.1.json"], texts=(), reads_spans=True)
 TASKS = {task.name: task for task in [SQUAD, *GLUE]}
 
+TABLE_4 = list(TASKS)[:6]  # its columns; its average leaves SQuAD out
+TWO_SCORES = ["squad", "mnli", "mrpc", "stsb"]  # tasks with two in a cell, the others have one
+
 # Columns of texts and of labels, in the official files and in a person's own
 TEXTS = ["question", "question1", "question2", "sentence1", "sentence2", "#1 String", "#2 String",
          "sentence"]
@@ -306,6 +309,27 @@ def score_dev(task, dev, predictions):
         for metric in task.metrics:
             scores[metric + suffix] = float(METRICS[metric](labels, predicted))
     return scores
+
+
+def score_row(initial, updated, tasks):
+    """Make a row of Table 4, a dict by column. tasks: {task: eval_results.json}.
+
+    A cell has the medians over the seeds of one initial model, and ends with their number.
+    """
+    row = {"initial model": str(initial), "memory update": "Y" if updated else "N",
+           **dict.fromkeys([*TABLE_4, "Avg"])}
+    averaged = []
+    for task, results in tasks.items():
+        seeds = len(results.get("seeds", [results]))  # a seed's folder has no more
+        scores = [score if task == "squad" else 100 * score for name, score in results.items()
+                  if name not in ("eval_epoch", "seeds")]
+        scores = scores[:2 if task in TWO_SCORES else 1]
+        row[task] = "/".join(f"{score:.1f}" for score in scores) + f" ({seeds})"
+        if task in TABLE_4[1:]:
+            averaged += scores
+    if len(averaged) == 6:  # MNLI has two
+        row["Avg"] = f"{np.mean(averaged):.1f}"
+    return row
 
 
 def pearson(x, y):

@@ -265,9 +265,9 @@ def test_figure_3(runs, capsys):
     assert lower.lines[3].get_ydata().tolist() == usage
 
 
-def finished(folder, task, scores, initial="L", updated=False, seeds=1):
+def finished(folder, task, scores, sha256="a", updated=False, seeds=1):
     """Write a run whose medians are `scores`."""
-    settings = {"task": task, "init_from": initial, "update_memory": updated}
+    settings = {"task": task, "init_from": "L", "init_sha256": sha256, "update_memory": updated}
     Path(folder, "seed0").mkdir(parents=True)
     Path(folder, "seed0/config.json").write_text(json.dumps(settings))
     medians = {f"eval_{name}": score for name, score in scores.items()}
@@ -298,6 +298,9 @@ def test_the_table_of_scores(tmp_path, monkeypatch, capsys):
     finished("again", "SST-2", {"accuracy": 0.6})
     with pytest.raises(UserError, match="again: .*sst2 from L"):
         measure.main(["glue", *paths, "again"])
+    finished("anew", "SST-2", {"accuracy": 0.6}, sha256="b")  # of a model trained anew
+    measure.main(["glue", "anew", "fixed_QQP"])
+    assert len(rows_of(capsys.readouterr().out)) == 2
 
 
 def predict(run, file):
