@@ -37,8 +37,8 @@ def use_device(device="auto", dtype="auto", file=None):
         name += f" ({torch.cuda.get_device_name(chosen)})"
         # pytorch #196678: with a mask and 128 n + 64 tokens cuDNN can give a NaN gradient
         torch.backends.cuda.enable_cudnn_sdp(False)
-    if dtype == "auto":
-        dtype, reason = "float32", "mixed precision is for CUDA"
+    if dtype == "auto" or dtype == "float32" and not card:
+        dtype, reason = "float32", f"the default on {'a CPU' if name == 'cpu' else name}"
         if card:
             dtype, reason = "float16", "the card has no bfloat16: gradients are scaled"
         if card and torch.cuda.get_device_capability(chosen) >= (8, 0):

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
+import re
 import runpy
 import subprocess
 import sys
@@ -32,7 +33,8 @@ class Parser(argparse.ArgumentParser):
                          **settings)
 
     def error(self, message):
-        raise UserError(f"{message} ({self.prog} --help)")
+        hint = "options have _, not -; " if re.search(r"--\w+-\w", message) else ""
+        raise UserError(f"{message} ({hint}{self.prog} --help)")
 
     def parse_known_args(self, *args):
         parsed, rest = super().parse_known_args(*args)
@@ -41,34 +43,39 @@ class Parser(argparse.ArgumentParser):
 
 
 def load_settings(Config, argv):
-    """Read the arguments `[CONFIG.py] [--key=value ...]`. Prints and returns an instance of Config.
+    """Read the arguments `[CONFIG.py] [--key=value ...]`. Returns an instance of Config.
 
-    Config is a dataclass. A setting has the type of its default: bool, int, float, str or tuple
-    (of ints). Config.MAY_BE_ZERO and AT_MOST_ONE say which numbers may be 0 and not above 1.
-    UserError for an unknown key, another type and a number out of range.
+    "--key value" works, too. Prints the settings that are not the defaults. Config is a dataclass.
+    A setting has the type of its default: bool, int, float, str or tuple (of ints).
+    Config.MAY_BE_ZERO and AT_MOST_ONE say which numbers may be 0 and not above 1. UserError for an
+    unknown key, another type and a number out of range.
     """
     if "--help" in argv or "-h" in argv:
         print(sys.modules[Config.__module__].__doc__)
         print(inspect.getsource(Config))
         sys.exit(0)
     defaults = {field.name: field.default for field in dataclasses.fields(Config)}
-    values = {}
-    for path in argv:
-        if not path.startswith("--"):
-            if not path.endswith(".py") or not Path(path).is_file():
-                near = difflib.get_close_matches(path, map(str, Path("configs").glob("*.py")), n=1)
-                hint = f" (did you mean {near[0]}?)" if near else ""
-                raise UserError(f"{path}: no such config file, a .py{hint}")
-            for key, value in runpy.run_path(path).items():
-                if not key.startswith("_") and not isinstance(value, types.ModuleType):
-                    values[key] = as_typed(path, key, value, defaults)
-    for arg in argv:
+    from_files, given = {}, {}
+    arguments = iter(argv)
+    for arg in arguments:
         if arg.startswith("--"):
-            key, _, text = arg.removeprefix("--").partition("=")
-            values[key] = as_typed("command line", key, text, defaults)
-    config = Config(**values)
+            key, equals, text = arg.removeprefix("--").partition("=")
+            key = key.replace("-", "_")
+            text = text if equals else next(arguments, "")
+            given[key] = as_typed("command line", key, text, defaults)
+            continue
+        if not arg.endswith(".py") or not Path(arg).is_file():
+            near = difflib.get_close_matches(arg, map(str, Path("configs").glob("*.py")), n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise UserError(f"{arg}: no such config file, a .py{hint}")
+        for key, value in runpy.run_path(arg).items():
+            if not key.startswith("_") and not isinstance(value, types.ModuleType):
+                from_files[key] = as_typed(arg, key, value, defaults)
+    config = Config(**from_files | given)
     check_numbers(dataclasses.asdict(config), Config.MAY_BE_ZERO, Config.AT_MOST_ONE)
-    print("settings: " + ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(config).items()))
+    changed = [f"{key}={value}" for key, value in dataclasses.asdict(config).items()
+               if value != defaults[key]]
+    print("settings:", ", ".join(changed) or "the defaults")
     return config
 
 

@@ -26,6 +26,9 @@ from tests.helpers import ROOT, Settings
     (["--layers="], {"layers": ()}),
     (["--seed=0", "--clip=0"], {"seed": 0, "clip": 0.0}),
     (["--clip=1"], {"clip": 1.0}),
+    (["--lr", "1e-3", "--flag", "True", "--layers", "4,8", "--name", ""],
+     {"lr": 1e-3, "flag": True, "layers": (4, 8), "name": ""}),
+    (["--steps", "7", "c.py"], {"lr": 2.0, "layers": (1, 2), "steps": 7}),
     (["c.py"], {"lr": 2.0, "layers": (1, 2), "steps": 6}),
     (["--steps=7", "c.py", "--steps=8"], {"lr": 2.0, "layers": (1, 2), "steps": 8}),
 ])
@@ -37,7 +40,9 @@ def test_load(tmp_path, monkeypatch, capsys, args, expected):
     assert config == Settings(**expected)
     for field in dataclasses.fields(Settings):
         assert type(getattr(config, field.name)) is type(field.default)
-    assert f"lr={config.lr}" in capsys.readouterr().out
+    changed = [f"{key}={value}" for key, value in dataclasses.asdict(config).items()
+               if value != getattr(Settings, key)]
+    assert capsys.readouterr().out == f"settings: {', '.join(changed) or 'the defaults'}\n"
 
 
 @pytest.mark.parametrize("args, words", [
@@ -47,7 +52,7 @@ def test_load(tmp_path, monkeypatch, capsys, args, expected):
     (["--steps=2.5"], "steps = '2.5'.* int"),
     (["--lr=high"], "lr = 'high'.* float"),
     (["--flag=yes"], "flag = 'yes'.* bool"),
-    (["--flag"], "flag = ''.* bool"),
+    (["--flag"], "flag = ''.* bool"), (["--flag", "c.py"], "flag = 'c.py'.* bool"),
     (["--steps=True"], "steps = 'True'.* int"),
     (["--layers=4.5"], "layers = '4.5'.* tuple"),
     (["--layers=4,-8"], "layers = -8"), (["--steps=0"], "steps = 0"), (["--lr=0"], "lr = 0.0"),
