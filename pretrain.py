@@ -44,11 +44,11 @@ class Config:
     seed: int = 0  # for weights, data order, masks and dropout
     objective: str = "masked"  # masked or causal: what to predict
     # model
-    model: str = "base"  # demo, distil, base or large: names for the four sizes below
-    n_layer: int = 0  # number of layers; 0: the named model's
-    n_head: int = 0  # attention heads; 0: the named model's
-    d_model: int = 0  # width; 0: the named model's
-    d_ff: int = 0  # width of the FFN; 0: the named model's
+    model: str = ""  # demo, distil, base or large: its sizes; empty: init_from's, or base's
+    n_layer: int = 0  # number of layers; 0: the model's
+    n_head: int = 0  # attention heads; 0: the model's
+    d_model: int = 0  # width; 0: the model's
+    d_ff: int = 0  # width of the FFN; 0: the model's
     dropout: float = 0.1  # in embeddings, attention and FFN
     memory_layers: tuple = ()  # with a memory, counted from 1: (4, 8) of 12; 5.1 tries no others
     alpha: float = 1.0  # weight of the FFN; 0: the memory replaces it (PKM)
@@ -99,7 +99,6 @@ def main(argv):
     if not argv:
         raise UserError("which config? python pretrain.py configs/demo.py; --help lists settings")
     config = load_settings(Config, argv)
-    check_config(config)
     name = next((Path(arg).stem for arg in argv if arg.endswith(".py")), "pretrain")
     run = Run(config.out or f"out/{name}")
     with lock(run.folder, "trains there"):
@@ -108,6 +107,10 @@ def main(argv):
 
 def train(config, run, argv):
     """Train a new run, or go on with a stopped one. Returns the exit status."""
+    checkpoint = run.newest_checkpoint()
+    initial = run.folder if checkpoint else config.init_from
+    initial_config = read_weights(initial)["config"] if initial else None
+    check_config(config, initial_config)
     device, dtype = use_device(config.device, config.dtype)
     config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."))
 
@@ -115,8 +118,6 @@ def train(config, run, argv):
     with ranks.first_rank_first():
         if config.dataset == "docs" and not Path("data/docs").exists():
             run_script("prepare_data.py", "docs")
-    checkpoint = run.newest_checkpoint()
-    initial = run.folder if checkpoint else config.init_from
     corpus = open_corpus(config.dataset, initial) if initial else Corpus(config.dataset)
     if checkpoint:
         run.check_settings(config, corpus.meta["sha256"])
@@ -127,7 +128,8 @@ def train(config, run, argv):
 
     # the model
     torch.manual_seed(config.seed)
-    model = LanguageModel(bert_config(config, corpus.vocab_size))
+    sizes = bert_config(config, corpus.vocab_size, initial_config)
+    model = LanguageModel(sizes)
     if config.values == "zero":
         for table in value_tables(model).values():
             torch.nn.init.zeros_(table.weight)
@@ -143,7 +145,8 @@ def train(config, run, argv):
     print(f"corpus {corpus.name}: {tokens['train']:,} training tokens, {tokens['val']:,} held out, "
           f"vocabulary {corpus.vocab_size:,}\n"
           f"unigram perplexity of the held-out text: {corpus.meta['unigram_perplexity']:.2f}\n"
-          f"model {config.model}: {training.count_parameters(model):,} parameters\n"
+          f"model of {sizes.n_layer} layers of width {sizes.d_model}: "
+          f"{training.count_parameters(model):,} parameters\n"
           f"{config.max_steps:,} steps of {config.batch_size} x {config.accumulation} sequences, "
           f"{batches.size:,} tokens: {batches.epochs(config.max_steps):.1f} epochs")
     if ranks.get_world_size() > 1:
@@ -300,22 +303,28 @@ class CausalBatches(MaskedBatches):
         return {"ids": rows[:, :-1], "labels": rows[:, 1:]}
 
 
-def bert_config(config, vocab_size=30522):
-    """Make the BertConfig: the named model's sizes, overridden by settings."""
-    named, given = SIZES[config.model], {}
+def bert_config(config, vocab_size=30522, initial=None):
+    """Make the BertConfig: the sizes of a model, overridden by settings.
+
+    The model is the one that the settings name, else that of the BertConfig `initial`, else base.
+    """
+    model = initial or BertConfig()
+    if config.model:
+        model = BertConfig(**SIZES[config.model])
+    given = {"causal": config.objective == "causal", "vocab_size": vocab_size}
     for name, value in asdict(config).items():
-        if name in BertConfig.__dataclass_fields__ and (value or name not in named):
+        if hasattr(model, name) and (value or name not in SIZES["base"]):
             given[name] = value
-    sizes = {**named, **given, "causal": config.objective == "causal", "vocab_size": vocab_size}
-    if sizes["d_model"] != named["d_model"]:  # see model.SIZES
-        sizes["init_std"] = 0.02 * (768 / sizes["d_model"]) ** 0.5
-    return BertConfig(**sizes)
+    sizes = replace(model, **given)
+    if sizes.d_model != model.d_model:  # see model.SIZES
+        sizes.init_std = 0.02 * (768 / sizes.d_model) ** 0.5
+    return sizes
 
 
-def check_config(config):
+def check_config(config, initial=None):
     """Raise UserError for settings that do not fit together, before anything is written."""
     check_choice("objective", config.objective, ("masked", "causal"))
-    check_choice("model", config.model, SIZES)
+    check_choice("model", config.model or "base", SIZES)
     check_choice("values", config.values, ("random", "zero"))
     if config.reinit_ffn and not config.init_from:
         raise UserError("reinit_ffn = True needs init_from: without it every FFN is new")
@@ -324,14 +333,14 @@ def check_config(config):
                         f"{config.max_steps}: add --warmup_steps=N")
     ranks.check_accumulation(config)
     try:
-        sizes = bert_config(config)
+        sizes = bert_config(config, initial=initial)
         with torch.device("meta"):
             LanguageModel(sizes)
     except AssertionError as error:
         raise UserError(str(error)) from None
     if not 3 <= config.seq_len <= sizes.max_len:  # [CLS], a token, [SEP]
         raise UserError(f"seq_len = {config.seq_len}: expected 3 to {sizes.max_len}, the positions "
-                        f"of {config.model}")
+                        "of the model")
 
 
 if __name__ == "__main__":

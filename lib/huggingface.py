@@ -4,6 +4,7 @@ Hugging Face's BERT and DistilBERT: their weights under our names, ours under th
 >>> saved = read_folder(Path("data/weights/bert-base-uncased"))   # {"config": ..., "weights": ...}
 """
 import re
+from collections import Counter
 from dataclasses import asdict
 
 import torch
@@ -53,6 +54,7 @@ DEFAULTS = {  # of settings that a config.json may leave out; DistilBERT has no 
 # The hidden_act of a model with memory. transformers' own BERT would load the folder and leave the
 # memory out. It has no activation of this name, and its error shows the name.
 MEMORY_ACT = "gelu (this model has a memory: AutoModelFor..., trust_remote_code=True)"
+COPIES = re.compile("predictions.decoder|vocab_projector.weight|position_ids")  # tied or constant
 KINDS = {  # what a config.json may have in a setting, if it has it
     "model_type": ("bert", "distilbert", "pkm-bert"), "hidden_act": ("gelu", MEMORY_ACT),
     "activation": ("gelu",), "position_embedding_type": ("absolute",),
@@ -90,8 +92,8 @@ def to_huggingface(weights, head=None):
 def from_huggingface(weights, config, head=None, source="the weights"):
     """Rename the tensors of Hugging Face's BERT or DistilBERT as ours.
 
-    Their prefix, heads and pooler may be missing. UserError if another tensor is. Rows beyond
-    config.vocab_size are dropped.
+    Their prefix, heads and pooler may be missing. UserError if another tensor is. Returns (weights,
+    dropped): {what our model has no place for: number of parameters}.
     """
     theirs = {}
     for name, w in weights.items():
@@ -101,7 +103,7 @@ def from_huggingface(weights, config, head=None, source="the weights"):
         theirs[name] = w
     with torch.device("meta"):  # only its names are needed
         ours = build_model(config, head).state_dict()
-    renamed = {}
+    renamed, dropped = {}, Counter()
     for name in ours:
         parts = [theirs[part] for part in their_names(name, head) if part in theirs]
         if parts:
@@ -113,18 +115,23 @@ def from_huggingface(weights, config, head=None, source="the weights"):
     if not 0 <= padding < 128:
         raise UserError(f"{source}: {config.vocab_size + padding:,} rows for a vocabulary of "
                         f"{config.vocab_size:,} tokens: of another model?")
-    if padding:  # Google and NVIDIA pad to a multiple of 8 or 64
-        print(f"{source}: {padding} rows beyond its vocabulary are dropped")
     for name in renamed.keys() & {"bert.words.weight", "bias"}:
+        if padding:  # Google and NVIDIA pad to a multiple of 8 or 64
+            dropped[f"{padding} rows beyond the vocabulary"] += renamed[name][-padding:].numel()
         renamed[name] = renamed[name][:config.vocab_size]
-    return renamed
+    used = {part for name in ours for part in their_names(name, head)}
+    for name in theirs.keys() - used:
+        if not COPIES.search(name):
+            dropped[name.rpartition(".")[0]] += theirs[name].numel()
+    return renamed, dropped
 
 
 def read_folder(folder):
     """Read a folder in Hugging Face's layout, theirs or an exported one.
 
     Returns a dict like a checkpoint's: config, weights under our names, head and a classifier's
-    labels. UserError for a damaged folder or another kind of model.
+    labels; and what was dropped, see from_huggingface(). UserError for a damaged folder or another
+    kind of model.
     """
     settings = read_json(folder / "config.json")
     config = read_config(settings, folder / "config.json")
@@ -138,8 +145,8 @@ def read_folder(folder):
     if broken:
         raise UserError(f"{file}: {broken[0]} has NaN in it")
     head = next((head for head, name in HEAD_NAMES.items() if f"{name}.weight" in theirs), None)
-    weights = from_huggingface(theirs, config, head, file)
-    saved = {"config": config, "weights": weights, "head": head}
+    weights, dropped = from_huggingface(theirs, config, head, file)
+    saved = {"config": config, "weights": weights, "head": head, "dropped": dropped}
     if head == "classifier":
         names, count = settings.get("id2label", {}), len(weights["head.weight"])
         labels = [names.get(str(n), f"LABEL_{n}") for n in range(count)]

@@ -1,6 +1,7 @@
 """Load trained weights: checkpoints of runs, and folders in Hugging Face layout."""
 import hashlib
 import re
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -102,6 +103,19 @@ def check_objective(path, config, causal):
         raise UserError(f"{path} is a {found} language model, expected a {expected} one")
 
 
+def check_sizes(path, initial, config):
+    """Raise UserError if a model has other sizes than the initial one. Both are BertConfigs."""
+    different = []
+    for name in ("n_layer", "n_head", "d_model", "d_ff", "max_len", "type_vocab"):
+        theirs, own = getattr(initial, name), getattr(config, name)
+        if theirs != own:
+            different.append(f"{name} = {theirs}, not {own}")
+    if different:
+        raise UserError(f"{path} has {'; '.join(different)}: it brings its sizes along, leave out "
+                        "model, n_layer, n_head, d_model and d_ff (--model= --n_layer=0 ... undo "
+                        "a config file's)")
+
+
 def load_weights(model, weights, source, strict=True, assign=False):
     """Load a state dict as torch does; UserError with `source` for another model's."""
     try:
@@ -111,10 +125,17 @@ def load_weights(model, weights, source, strict=True, assign=False):
         raise UserError(f"{source} has weights of another model: {reason}") from None
 
 
+def module_name(name):
+    """Return a tensor's module, without the layer: memory, up, LM head, ..."""
+    if not name.startswith(("bert.", "head.")):
+        return "LM head"
+    return re.sub(r"bert\.|layers\.\d+\.", "", name).split(".")[0]
+
+
 def init_from(model, path, reinit_ffn=False):
     """Start from the trained model at `path` (see find_weights; section 4.1 of the paper).
 
-    Prints what was loaded, left as it was drawn, or dropped. A task's head keeps its random
+    Prints what was loaded, what is new, and what was dropped. A task's head keeps its random
     weights; with reinit_ffn (ResM'), memory layers' FFNs do, too. An untrained pooler is not
     copied into a Classifier: all seeds would share it. Returns the origin that the run keeps:
     init_checkpoint (path of the weights), init_sha256 (model_hash), first_step (0 if unknown),
@@ -124,10 +145,7 @@ def init_from(model, path, reinit_ffn=False):
     saved = read_weights(source)
     config = model.bert.config
     check_objective(source, saved["config"], config.causal)
-    heads = saved["config"].n_head
-    if heads != config.n_head:  # their weights have the same shapes
-        raise UserError(f"{source} has n_head = {heads}, this model {config.n_head}: give "
-                        f"--n_head={heads}")
+    check_sizes(source, saved["config"], config)
     # only Google's next-sentence pretraining and classification train a pooler
     first_step, pooler_trained = 0, any("pooler" in name for name in saved["weights"])
     if (source / "model.pt").is_file():
@@ -147,12 +165,13 @@ def init_from(model, path, reinit_ffn=False):
     load_weights(model, loaded, source, strict=False)
     print(f"init_from {source}:")
     sizes = {name: w.numel() for name, w in (theirs | own).items()}
-    groups = {"loaded": own.keys() & loaded.keys(), "left random": own.keys() - loaded.keys(),
+    groups = {"loaded": own.keys() & loaded.keys(), "new": own.keys() - loaded.keys(),
               "dropped": theirs.keys() - model.state_dict().keys()}
     for what, names in groups.items():
-        size = sum(sizes[name] for name in names)
-        parts = {re.sub(r"bert\.|layers\.\d+\.", "", name).split(".")[0] for name in names}
-        print(f"  {what:12} {size:13,d} parameters  {', '.join(sorted(parts))}")
+        parts = Counter(saved.get("dropped", {}) if what == "dropped" else ())
+        for name in names:
+            parts[module_name(name)] += sizes[name]
+        print(f"  {what:8} {parts.total():13,d} parameters  {', '.join(sorted(parts))}")
 
     return {"init_checkpoint": str(source), "init_sha256": model_hash(source),
             "first_step": first_step, "pooler_trained": pooler_trained,

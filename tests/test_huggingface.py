@@ -109,7 +109,7 @@ def test_our_names_become_theirs_and_come_back(head):
     weights = models[head](config).state_dict()
     theirs = to_huggingface(weights, head)
     assert "bert.encoder.layer.0.attention.self.query.weight" in theirs
-    assert_same(dict(from_huggingface(theirs, config, head)), dict(weights))
+    assert_same(from_huggingface(theirs, config, head), (dict(weights), {}))
 
 
 @pytest.mark.parametrize("prefix", ["", "bert."])
@@ -128,8 +128,8 @@ def test_an_encoder_without_a_head_is_a_start(tmp_path, capsys, prefix):
             pooled = model.bert.eval().pool(model.bert(ids))
             torch.testing.assert_close(pooled, theirs(ids)[1], rtol=0, atol=1e-5)
     output = " ".join(capsys.readouterr().out.split())
-    assert "left random 1,160 parameters bias, transform, transform_norm" in output
-    assert "left random 66 parameters head" in output
+    assert "new 1,160 parameters LM head" in output
+    assert "new 66 parameters head" in output
 
 
 def test_a_vocabulary_with_capitals_is_of_a_cased_bert(tmp_path):
@@ -222,12 +222,21 @@ def test_a_tokenizer_goes_with_its_weights(place):
         assert load_tokenizer(folder).encode("cat cát CAT").tokens == ["cat", "[UNK]", "cat"]
 
 
-def test_googles_pooler_is_trained_and_goes_with_a_run(place):
-    theirs = hugging_face("BertForPreTraining", vocab_size=25, max_position_embeddings=128)
+def test_a_folder_brings_its_sizes_and_a_trained_pooler(place, capsys):
+    """Name what has no place here, and all sizes that differ. Google's pooler is trained."""
+    theirs = hugging_face("BertForPreTraining", vocab_size=25, max_position_embeddings=99)
     save(theirs, "google")
     shutil.copy("tiny.txt", "google/vocab.txt")
-    assert train("--init_from=google", "--memory_layers=", "--n_layer=3", "--n_head=4",
-                 "--d_model=32", "--d_ff=64", "--max_steps=1") == 0
+    args = ["--init_from", "google", "--memory_layers=2", "--max_steps=1"]
+    with pytest.raises(UserError, match="google has n_layer = 3, not 4; d_model = 32, not 64; d_ff"
+                                        " = 64, not 128; max_len = 99, not 128: .*--model="):
+        train(*args)
+    assert train("--model=", *args) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "new 3,424 parameters memory" in output
+    assert "dropped 66 parameters cls.seq_relationship" in output
+    assert train("--model=", *args[:-1], "--max_steps=2") == 0  # goes on, with its own sizes
     tuned = Classifier(load_model("out/tiny").bert.config, 2)
+    assert (tuned.bert.config.n_layer, tuned.bert.config.max_len) == (3, 99)
     assert init_from(tuned, "out/tiny")["pooler_trained"]
     assert torch.equal(tuned.bert.pooler.weight, theirs.bert.pooler.dense.weight)

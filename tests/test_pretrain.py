@@ -158,7 +158,7 @@ def test_init_from(tmp_path, capsys, alpha, reinit_ffn):
     ffn = 8 * 16 * 2 + 8 + 16
     new = f"{memory + ffn} parameters down, memory, up" if reinit_ffn else (
         f"{memory} parameters memory")
-    assert f"left random {new}" in said
+    assert f"new {new}" in said
     assert (f"dropped {ffn} parameters down, up" in said) == (alpha == 0)
 
 
