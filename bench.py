@@ -15,8 +15,9 @@ numbers of parameters fit "mlm_parameters": those with a masked-LM head, not the
 A table shows the median time with [lowest, highest], and its ratio to a baseline: the median over
 the rounds. The last line is JSON. All weights and tokens are random.
 
-`train` takes settings as pretrain.py does: on a CPU --accumulation=1 --batch_size=2. "What" shows
-micro-batches x sequences x tokens. "Hours" are the time of max_steps steps, without evaluations.
+`train` takes settings as pretrain.py does. On a CPU time a small step: --accumulation=1
+--batch_size=2. "What" shows its micro-batches x sequences x tokens. "Hours" are the time of
+max_steps steps of the config's own batch, without evaluations.
 "Peak bytes" are the memory of the first rank's process; on a CPU they never fall.
 """
 import copy
@@ -38,12 +39,12 @@ from torch import nn
 
 import pkm
 from lib import ranks, training
-from lib.corpus import MASKED
+from lib.corpus import MASKED, Corpus
 from lib.device import autocast, use_device, wants_compile
 from lib.files import markdown
 from lib.ranks import Progress
 from lib.settings import Parser, load_settings
-from lib.weights import check_objective
+from lib.weights import check_objective, read_weights
 from model import build_model
 from pkm import LazyAdam
 from pretrain import Config, bert_config
@@ -182,8 +183,16 @@ def train(args):
 def time_config(args, path):
     """Time a training step of a config, as in pretrain.py, on random tokens."""
     config = load_settings(Config, [path, *args.settings])
+    own_batch = config.accumulation * config.batch_size
+    config = replace(config, accumulation=args.accumulation or config.accumulation,
+                     batch_size=args.batch_size or config.batch_size)
     ranks.check_accumulation(config)
-    sizes = bert_config(config)
+    vocab_size, initial = 30522, None
+    if Path("data", config.dataset).exists():
+        vocab_size = Corpus(config.dataset).vocab_size
+    if config.init_from and not config.model:
+        initial = read_weights(config.init_from)["config"]
+    sizes = bert_config(config, vocab_size, initial)
     model = build(args, sizes)
     parameters = training.count_parameters(model)
     # 16: weights, gradients, two moments; 200: activations as measured for base, in float32
@@ -201,7 +210,7 @@ def time_config(args, path):
         positions = torch.arange(predicted, device=args.device).expand(config.batch_size, -1)
     batches = []
     for _ in ranks.my_micro_batches(config.accumulation):
-        ids = torch.randint(30522, (config.batch_size, config.seq_len), device=args.device)
+        ids = torch.randint(vocab_size, (config.batch_size, config.seq_len), device=args.device)
         batches.append({"ids": ids, "positions": positions, "labels": ids[:, :predicted]})
     torch.compiler.reset()  # it compiles only so many versions
     model.train()
@@ -223,12 +232,13 @@ def time_config(args, path):
     what = f"{config.accumulation} x {config.batch_size} x {config.seq_len}"
     [record] = time_in_turn(what, {path: step}, args.device, args.rounds, bases=0)
     seconds = median(record["seconds"])
-    rate = config.accumulation * config.batch_size * config.seq_len / seconds
+    batch = config.accumulation * config.batch_size
+    rate = batch * config.seq_len / seconds
     peak_share = training.share_of_peak(model, config.seq_len, args.device, args.dtype)
     return record | {
         "tokens/s": round(rate),
         "mfu": peak_share and rate * peak_share,
-        "hours": config.max_steps * seconds / 3600,
+        "hours": config.max_steps * seconds * own_batch / batch / 3600,
         "parameters": parameters,
         "checkpoint_bytes": 12 * parameters,  # weights and two moments in float32
         "peak_bytes": peak_bytes(args.device),
@@ -304,8 +314,9 @@ def print_times(records):
         row = []
         for value in record.values():
             if isinstance(value, list):
-                low, middle, high = 1e3 * min(value), 1e3 * median(value), 1e3 * max(value)
-                value = f"{middle:.4g} [{low:.4g}, {high:.4g}] ms"
+                factor, unit = (1e3, "ms") if median(value) < 1 else (1, "s")
+                low, middle, high = (factor * f(value) for f in (min, median, max))
+                value = f"{middle:.4g} [{low:.4g}, {high:.4g}] {unit}"
             row.append(f"{value:,}" if type(value) is int else value)  # True is an int, too
         tables.setdefault(tuple(record), []).append(row)
     for keys, rows in tables.items():
@@ -348,6 +359,8 @@ def main(argv):
     option("--device", default="auto", help="cuda, mps or cpu")
     option("--dtype", default="auto", help="float32, bfloat16, float16 or auto: by the card")
     option("--compile", default="auto", help="off, on (inference: both) or auto: on CUDA")
+    option("--batch_size", type=int, help="train: sequences at a time, not the config's")
+    option("--accumulation", type=int, help="train: batches per step, not the config's")
     option("--rounds", type=int, default=7, help="timed rounds, after warm-up")
     option("--sizes", nargs="+", default=["base", "large"], help="inference: also demo")
     option("--lengths", type=int, nargs="+", default=[128, 512], help="tokens; not for train")

@@ -13,8 +13,10 @@ import torch
 import bench
 import pkm
 from lib.settings import UserError
+from lib.training import count_parameters
+from lib.weights import load_model
 from model import value_tables
-from tests.helpers import assert_near
+from tests.helpers import assert_near, train
 
 SMALL = """
 model = "demo"
@@ -166,6 +168,17 @@ def test_rates_are_of_the_median_step(configs, run, clock):
     assert (first["what"], first["tokens/s"]) == ("3 x 2 x 16", 24)
     assert (first["hours"], second["hours"]) == (8, 16)  # of 7,200 steps
     assert (first["times_the_first"], second["times_the_first"]) == (1, 2)
+    clock(50, 50, 2, 2)
+    [small] = run("train", "plain.py", "--accumulation", "1", "--batch_size=1", "--max_steps=3600")
+    assert (small["what"], small["tokens/s"], small["hours"]) == ("1 x 1 x 16", 8, 12)
+
+
+def test_a_model_is_the_runs(place, run):
+    """Its vocabulary is the corpus's, its sizes those of the initial model."""
+    assert train("--max_steps=1", "--memory_layers=", "--n_layer=2") == 0
+    expected = count_parameters(load_model("out/tiny"))
+    [record] = run("train", "tiny.py", "--model=", "--init_from=out/tiny", "--memory_layers=")
+    assert record["parameters"] == expected
 
 
 @pytest.mark.parametrize("config", ["resm.py", "causal_resm.py"])
@@ -199,8 +212,10 @@ def test_times_are_of_the_timed_rounds_and_ratios_of_the_same_round(clock, capsy
     assert fast["times_slow"] == 1 / 3  # of 1/2, 1/3 and 1/4
     bench.print_times([slow, fast])
     table = capsys.readouterr().out
-    assert "3000 [2000, 8000] ms" in table
-    assert "1000 [1000, 2000] ms" in table
+    assert "3 [2, 8] s" in table
+    assert "1 [1, 2] s" in table
+    bench.print_times([{"seconds": [0.25, 0.5, 2]}])
+    assert "500 [250, 2000] ms" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
