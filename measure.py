@@ -57,7 +57,7 @@ from lib.tasks import (
 )
 from lib.tokenizer import special_tokens, text_tokenizer
 from lib.usage import count_reads, evaluate_language_model, usage_metrics
-from lib.weights import check_objective, find_weights, load_model, read_weights
+from lib.weights import check_objective, find_weights, load_model, median_seed, read_weights
 from model import SpanReader, value_tables
 
 
@@ -129,6 +129,9 @@ def check_language_model(path, causal):
     if saved.get("head"):
         raise UserError(f"{path}: a fine-tuned checkpoint has no language-model head")
     check_objective(path, saved["config"], causal)
+    if "transform.weight" not in saved["weights"]:
+        raise UserError(f"{path}: no masked-LM head: train one first: python pretrain.py "
+                        f"configs/own_bert_resm.py --init_from={path}")
 
 
 def table_6(args, device):
@@ -193,6 +196,8 @@ def glue(args):
     if not systems:
         raise UserError(f"{', '.join(args.runs)}: no fine-tuned run that is done")
     rows = [score_row(*key[:2], tasks) for key, tasks in systems.items()]
+    empty = {name for name in rows[0] if all(row.get(name) is None for row in rows)}
+    rows = [{name: row[name] for name in row if name not in empty} for row in rows]
     note = ("Dev splits, median over the seeds of each seed's best epoch; (n): of n seeds. "
             "squad: exact match/F1; mnli: matched/mismatched; cola: Matthews' correlation. "
             "Avg: of the six numbers from mnli to cola, once all are there.")
@@ -490,13 +495,13 @@ def browse(args):
 
 
 def predict(args):
-    """Predict for new texts with a fine-tuned model; print or write a TSV table.
+    """Predict for new texts with a fine-tuned model's median seed; print or write a TSV table.
 
     It has the columns of the file, or ids and questions. Then come the prediction, and a class's
     probability or an answer's score.
     """
     file = Path("/dev/stdin" if args.file == "-" else args.file)
-    folder, vocab = find_weights(args.run)
+    folder, vocab = find_weights(median_seed(args.run))
     settings = Run(folder.parent).settings()
     if "task" not in settings:
         raise UserError(f"{args.run}: not a fine-tuned model: python finetune.py makes one")

@@ -2,7 +2,7 @@
 Write a trained model as a folder that transformers' from_pretrained loads.
 
 $ python -m for_transformers.export out/demo my_folder        # a run, or one of its checkpoints
-$ python -m for_transformers.export out/demo_docs my_folder   # the best epoch of the first seed
+$ python -m for_transformers.export out/demo_docs my_folder   # the best epoch of the median seed
 
 A model with memory brings its code along: AutoModelForMaskedLM.from_pretrained("my_folder",
 trust_remote_code=True) loads it. Fine-tuned models load by the class that the model card names.
@@ -20,14 +20,14 @@ from lib.run import Run
 from lib.settings import ROOT, Parser, UserError, run_main
 from lib.tokenizer import full_tokenizer, load_tokenizer, special_tokens, tokens_by_id
 from lib.usage import describe_evaluation
-from lib.weights import find_weights, read_weights
+from lib.weights import find_weights, median_seed, read_weights
 
 CODE = "pkm.py", "for_transformers/add_memory.py", "for_transformers/modeling_pkm.py"
 TASKS = "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"
 
 
 def export(path, folder):
-    """Write the model of `path` (see find_weights) as a new folder for transformers.
+    """Write the model of `path` (see median_seed, find_weights) as a new folder for transformers.
 
     The folder has the weights, the tokenizer and a model card; a model with memory adds its code.
     A pooler that was never trained is left out, and fine-tuning draws a new one.
@@ -36,7 +36,7 @@ def export(path, folder):
 
     if Path(folder).exists():
         raise UserError(f"{folder} exists already: name a new folder")
-    source, vocab_file = find_weights(path)
+    source, vocab_file = find_weights(median_seed(path))
     saved, vocab = read_weights(source), tokens_by_id(load_tokenizer(vocab_file))
     config, head, weights = saved["config"], saved.get("head"), saved["weights"]
     has_memory = bool(config.memory_layers) and (config.alpha, config.beta) != (1, 0)

@@ -161,4 +161,5 @@ def read_config(settings, file):
         if settings.get(key, choices[0]) not in choices:
             raise UserError(f"{file}: {key} = {settings[key]!r}: expected {choices[0]!r}")
     names = SETTINGS[settings["model_type"]]
-    return BertConfig(**{ours: settings[theirs] for ours, theirs in names.items()})
+    return BertConfig(**{ours: settings[theirs] for ours, theirs in names.items()
+                         if theirs in settings})  # an older export may lack a new setting

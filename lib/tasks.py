@@ -177,9 +177,9 @@ def find_columns(path, rows, known):
     """Return the one or two of the `known` names that are columns of a file, else a UserError."""
     found = [name for name in known if name in rows[0]]
     if len(found) not in (1, 2):
-        raise UserError(f"{path}:1: columns {list(rows[0])}: expected sentence (or sentence1 and "
-                        "sentence2) and label or score, with tabs between them; official names: "
-                        f"{', '.join(known)}")
+        raise UserError(f"{path}:1: expected the columns sentence and label (or sentence1 and "
+                        "sentence2; or score), with tabs between them; found "
+                        f"{', '.join(rows[0])}")
     return found
 
 

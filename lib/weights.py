@@ -1,9 +1,12 @@
 """Load trained weights: checkpoints of runs, and folders in Hugging Face layout."""
 import hashlib
 import re
+import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+
+import numpy as np
 
 from lib.files import file_sha256, load_file
 from lib.huggingface import FILES, read_folder
@@ -54,6 +57,26 @@ def find_weights(path):
     if (ROOT / recipe).is_file():
         way = f"pretrain.py {recipe}"
     raise UserError(f"{path}: no weights there: python {way}")
+
+
+def median_seed(path):
+    """Find the seed of a fine-tuned run whose score on dev is the median. Prints which, to stderr.
+
+    The score is the task's first metric; of two in the middle, the lower one counts. Another path,
+    as that of a seed, is returned as it is.
+    """
+    scores = {}
+    for run in Run(path).seeds():
+        results = run.results()
+        if results:  # it is done
+            metric = "eval_f1" if "eval_exact_match" in results else next(iter(results))  # SQuAD's
+            scores[run.folder] = np.nan_to_num(results[metric], nan=-2)  # less than any number
+    if len(scores) < 2:
+        return path
+    seed = sorted(scores, key=scores.get)[(len(scores) - 1) // 2]
+    print(f"{seed}: the median of {len(scores)} seeds, {metric} {scores[seed]:.4f}",
+          file=sys.stderr)
+    return seed
 
 
 def read_weights(path):

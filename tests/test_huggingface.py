@@ -120,6 +120,8 @@ def test_an_encoder_without_a_head_is_a_start(tmp_path, capsys, prefix):
                tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match=str(tmp_path)):
         load_model(tmp_path)
+    with pytest.raises(UserError, match=f"no masked-LM head: .* --init_from={tmp_path}"):
+        measure.main(["fill", str(tmp_path), "the [MASK]"])
     sizes = {"n_head": 4, "d_model": 32, "d_ff": 64, "max_len": 24}
     for model in (tiny_bert(**sizes), Classifier(tiny_bert(**sizes).bert.config, 2)):
         init_from(model, tmp_path)

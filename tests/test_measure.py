@@ -295,6 +295,9 @@ def test_the_table_of_scores(tmp_path, monkeypatch, capsys):
         ("mnli", "50.0/60.0 (5)"), ("qqp", "70.0 (5)"), ("qnli", "80.0 (5)"),
         ("sst2", "90.0 (5)"), ("cola", "40.0 (5)"), ("Avg", "65.0"), ("own", "25.0 (1)")]
     assert (updated["memory update"], updated["sst2"], updated["Avg"]) == ("Y", "95.0 (1)", "")
+    measure.main(["glue", "own"])
+    [row] = rows_of(capsys.readouterr().out)
+    assert list(row) == ["initial model", "memory update", "own"]  # no empty column
     finished("again", "SST-2", {"accuracy": 0.6})
     with pytest.raises(UserError, match="again: .*sst2 from L"):
         measure.main(["glue", *paths, "again"])

@@ -88,7 +88,7 @@ def test_the_first_of_equal_documents_stays(workdir):
     assert corpus.meta["duplicates"] == 2
 
 
-def test_one_document_in_val_every_is_held_out(workdir):
+def test_one_document_in_val_every_is_held_out(workdir, capsys):
     Path("books").mkdir()
     for number in range(1, 21):
         Path(f"books/{number:02}.txt").write_text("cat\n\n" * number)
@@ -97,6 +97,7 @@ def test_one_document_in_val_every_is_held_out(workdir):
     assert texts_of(corpus, "val") == [" ".join(["cat"] * number) for number in (9, 19)]
     assert texts_of(corpus, "test") == [" ".join(["cat"] * number) for number in (10, 20)]
     assert corpus.meta["documents"]["train"] == 16
+    assert "only 2 documents for val, as for test: --val_every" in capsys.readouterr().out
 
 
 def test_text_that_is_not_utf8_is_named(workdir):

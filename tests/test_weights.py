@@ -1,22 +1,28 @@
 """
 Find weights and load them.
 """
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
+import measure
+from for_transformers.export import export
+from lib.files import write_text
+from lib.run import Run
 from lib.settings import UserError
 from lib.slots import load_with_tokenizer
 from lib.weights import (
     find_weights,
     init_from,
     load_model,
+    median_seed,
     model_file,
     read_weights,
 )
 from model import Classifier, SpanReader
-from tests.helpers import assert_same, save_model, tiny_bert, train
+from tests.helpers import assert_same, save_model, tiny_bert, train, tune
 
 
 @pytest.mark.parametrize("kind, labels", [("lm", ()), ("classifier", ("a", "b")),
@@ -43,6 +49,46 @@ def test_changing_a_model_does_not_change_its_file(tmp_path):
         for p in load_model(tmp_path).parameters():
             p.zero_()
     assert load_model(tmp_path).bert.words.weight.abs().sum() > 0
+
+
+def test_a_setting_that_an_old_model_lacks_is_its_default(tmp_path):
+    path = save_model(tmp_path, tiny_bert(alpha=1.0)) / "model.pt"
+    saved = torch.load(path)
+    del saved["config"]["alpha"]
+    torch.save(saved, path)
+    assert load_model(tmp_path).bert.config.alpha == 1.0
+
+
+@pytest.mark.parametrize("scores, median", [
+    ([5, 9, 7], 2), ([5, 9, 7, 6], 3), ([math.nan, 1, 2], 1), ([3], None), ([], None)])
+@pytest.mark.parametrize("metrics", [["accuracy", "f1"], ["f1", "exact_match"]])
+def test_the_median_seed(tmp_path, capsys, metrics, scores, median):
+    """Take the lower of two in the middle, of seeds that are done, by the task's first metric."""
+    for seed in range(5):
+        run = Run(tmp_path / f"seed{seed}")
+        write_text(run.folder / "config.json", '{"task": "own"}')
+        if seed < len(scores):
+            results = dict(zip(metrics, (scores[seed], -seed)))
+            run.write_results({f"eval_{name}": results[name] for name in sorted(results)})
+    found = median_seed(tmp_path)
+    assert found == (tmp_path if median is None else tmp_path / f"seed{median}")
+    assert (f"seed{median}: the median of" in capsys.readouterr().err) == (median is not None)
+    assert median_seed(tmp_path / "seed0") == tmp_path / "seed0"
+
+
+def test_the_median_seed_predicts_and_is_exported(tuned, capsys):
+    tune("--epochs=1", "--seeds=3", "--train_examples=40")
+    seeds = [run for run in Run("out/tiny_own").seeds()]
+    _, seed, _ = sorted(seeds, key=lambda run: run.results()["eval_accuracy"])
+    Path("new.tsv").write_text("sentence\nthe cat\nthe old one saw\n")
+    tables = []
+    for run in ("out/tiny_own", str(seed.folder)):
+        capsys.readouterr()
+        measure.main(["predict", run, "new.tsv", "--device=cpu"])
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1]
+    export("out/tiny_own", "exported")
+    assert f"weights of {seed.folder}/best" in capsys.readouterr().out
 
 
 def test_a_run_for_a_notebook(place):
