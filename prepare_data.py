@@ -405,7 +405,7 @@ def write_corpus(name, origin, sources, tokenizer, val_every=None, force=False):
         print(f"data/{name}: {what} {meta[what]}")
     held = meta["documents"]["val"]
     if sources[0][1] is None and held < 10:
-        print(f"only {held} documents for val, as for test: --val_every=N takes one of N for each")
+        print(f"documents for val: only {held}; --val_every=N takes one of N, and one for test")
     unknown = sizes["unknown"].sum() / counts.sum()
     if unknown > 0.01:
         print(f"WARNING: {unknown:.1%} of the tokens are unknown: give a larger --vocab_size, or "

@@ -69,11 +69,12 @@ def median_seed(path):
     for run in Run(path).seeds():
         results = run.results()
         if results:  # it is done
-            metric = "eval_f1" if "eval_exact_match" in results else next(iter(results))  # SQuAD's
-            scores[run.folder] = np.nan_to_num(results[metric], nan=-2)  # less than any number
+            first = "eval_f1" if "eval_exact_match" in results else next(iter(results))  # SQuAD's
+            scores[run.folder] = np.nan_to_num(results[first], nan=-2)  # less than any number
     if len(scores) < 2:
         return path
     seed = sorted(scores, key=scores.get)[(len(scores) - 1) // 2]
+    metric = first.removeprefix("eval_")
     print(f"{seed}: the median of {len(scores)} seeds, {metric} {scores[seed]:.4f}",
           file=sys.stderr)
     return seed

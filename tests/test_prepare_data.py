@@ -97,7 +97,7 @@ def test_one_document_in_val_every_is_held_out(workdir, capsys):
     assert texts_of(corpus, "val") == [" ".join(["cat"] * number) for number in (9, 19)]
     assert texts_of(corpus, "test") == [" ".join(["cat"] * number) for number in (10, 20)]
     assert corpus.meta["documents"]["train"] == 16
-    assert "only 2 documents for val, as for test: --val_every" in capsys.readouterr().out
+    assert "documents for val: only 2; --val_every" in capsys.readouterr().out
 
 
 def test_text_that_is_not_utf8_is_named(workdir):
