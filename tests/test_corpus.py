@@ -34,7 +34,8 @@ def corpus(tmp_path, monkeypatch):
     for split, size in SIZES.items():
         rng.integers(5, 500, size).astype("<u2").tofile(folder / f"{split}.bin")
     ids = {f"{use}_id": number for number, use in enumerate(Specials._fields)}
-    (folder / "meta.json").write_text(json.dumps({"vocab_size": 500, "tokens": SIZES, **ids}))
+    meta = {"vocab_size": 500, "tokens": SIZES, "sha256": {"train": "a" * 64}, **ids}
+    (folder / "meta.json").write_text(json.dumps(meta))
     return Corpus("random")
 
 

@@ -24,7 +24,7 @@ from lib.run import Run
 from lib.settings import Failure, UserError
 from lib.training import seed_dropout
 from lib.usage import evaluate_language_model
-from lib.weights import init_from, load_model
+from lib.weights import init_from, load_model, model_hash, trained_on
 from model import BertConfig, Classifier, LanguageModel, value_tables
 from tests.helpers import (
     KILLS,
@@ -148,7 +148,8 @@ def test_init_from(tmp_path, capsys, alpha, reinit_ffn):
     model = tiny_bert(memory_layers=(2,), alpha=alpha)
     fresh = {name: w.clone() for name, w in model.state_dict().items()}
     origin = init_from(model, initial, reinit_ffn)
-    assert origin == {"init_checkpoint": str(initial), "first_step": 3, "pooler_trained": False}
+    assert origin == {"init_checkpoint": str(initial), "init_sha256": model_hash(initial),
+                      "first_step": 3, "pooler_trained": False, "trained_on": trained_on(initial)}
     for name, w in model.state_dict().items():
         ffn = name.startswith(("bert.layers.1.up", "bert.layers.1.down"))
         is_fresh = "memory" in name or reinit_ffn and ffn
