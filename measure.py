@@ -27,7 +27,7 @@ import torch
 from lib.corpus import causal_heldout, masked_heldout, open_corpus
 from lib.device import to_device, use_device
 from lib.files import markdown, to_json, write_text
-from lib.ranks import Progress, deal_batches, run_ranks
+from lib.ranks import Progress, deal_batches, run_ranks, sum_over_ranks
 from lib.run import Run, read_state
 from lib.settings import Parser, UserError
 from lib.slots import (
@@ -56,7 +56,8 @@ from lib.tasks import (
     tsv_text,
 )
 from lib.tokenizer import special_tokens, text_tokenizer
-from lib.usage import count_reads, evaluate_language_model, usage_metrics
+from lib.training import evaluate_language_model
+from lib.usage import count_reads, usage_metrics
 from lib.weights import check_objective, find_weights, load_model, median_seed, read_weights
 from model import SpanReader, value_tables
 
@@ -170,7 +171,7 @@ def count_task_reads(path, examples, device):
     """Count what the model at `path` reads in Examples or Windows (see count_reads)."""
     model = load_model(path).to(device).eval()
     lengths = np.array([len(example.ids) for example in examples])
-    with count_reads(model) as counts:
+    with count_reads(value_tables(model), sum_over_ranks) as counts:
         for index in deal_batches(Progress(batches_by_length(lengths, 32), path)):
             batch = pad([examples[n] for n in index])
             model.bert(**to_device(batch, device))
@@ -437,11 +438,11 @@ def slots(args):
     if args.layer not in layers:
         raise UserError(f"{args.run}: no memory in layer {args.layer}; its memory layers: "
                         f"{list(layers)}")
-    counts = corpus.counts[args.layer]
+    reads = corpus.reads[args.layer]
     rows, records = [], []
-    for slot in np.argsort(-counts["read"], kind="stable")[:10].tolist():
-        facts = {"slot": slot, "reads": int(counts["read"][slot]),
-                 "top1": int(counts["top1"][slot])}
+    for slot in reads.top_slots(10):
+        facts = {"slot": slot, "reads": int(reads.counts["read"][slot]),
+                 "top1": int(reads.counts["top1"][slot])}
         contexts = []
         for weight, text, _ in corpus.contexts(args.layer, slot, args.contexts):
             contexts.append((weight, text))

@@ -31,7 +31,6 @@ from lib.device import autocast, to_device, use_device, wants_compile
 from lib.files import lock
 from lib.run import Run
 from lib.settings import UserError, check_choice, load_settings, run_script
-from lib.usage import describe_evaluation, evaluate_language_model
 from lib.weights import init_from, load_weights, read_weights
 from model import SIZES, BertConfig, LanguageModel, value_tables
 
@@ -233,9 +232,10 @@ def train(config, run, argv):
 
 def evaluate(step, model, heldout, device, dtype, run):
     """Evaluate, log and print. Returns the counts of the slots' reads."""
-    results, counts = evaluate_language_model(model, heldout, device, dtype)
+    results, counts = training.evaluate_language_model(model, heldout, device, dtype)
     run.log({"step": step, **results})
-    print(f"step {step:,}: " + "\n  ".join(describe_evaluation(results)), flush=True)
+    lines = training.describe_evaluation(results)
+    print(f"step {step:,}: " + "\n  ".join(lines), flush=True)
     return counts
 
 

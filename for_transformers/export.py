@@ -19,7 +19,7 @@ from lib.huggingface import ARCHITECTURES, MEMORY_ACT, SETTINGS, to_huggingface
 from lib.run import Run
 from lib.settings import ROOT, Parser, UserError, run_main
 from lib.tokenizer import full_tokenizer, load_tokenizer, special_tokens, tokens_by_id
-from lib.usage import describe_evaluation
+from lib.training import describe_evaluation
 from lib.weights import find_weights, median_seed, read_weights
 
 CODE = "pkm.py", "for_transformers/add_memory.py", "for_transformers/modeling_pkm.py"

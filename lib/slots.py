@@ -4,7 +4,6 @@ Read texts with a model to see which slots they read, and show what a slot knows
 measure.py's commands slots, fill, sample and browse use it. page_data() gathers what the page of
 browse shows, and page_html() puts it into slots.html as JSON.
 """
-import collections
 import json
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from lib.ranks import Progress
 from lib.run import Run
 from lib.settings import UserError
 from lib.tokenizer import full_tokenizer, load_tokenizer, special_ids
-from lib.usage import tally, watch_reads
+from lib.usage import record_reads, watch_reads
 from lib.weights import find_weights, load_model, read_weights
 from model import value_tables
 
@@ -61,7 +60,7 @@ class CorpusReads:
     """Read the test text of a corpus with a model, nothing masked, at most SEQUENCES of it.
 
     path: the model's run. data: the corpus, None for the run's.
-    Attributes: name and tokenizer of the corpus; ids (sequences, time); counts {layer: tally()}.
+    Attributes: name and tokenizer of the corpus; ids (sequences, time); reads {layer: Reads}.
     """
 
     @torch.no_grad()
@@ -78,18 +77,9 @@ class CorpusReads:
         else:
             self.ids = cut_split(corpus, "test", seq_len, SEQUENCES)
         device = model.bert.words.weight.device
-        reads = {layer: [] for layer in value_tables(model)}
-        with watch_reads(model, lambda layer, *read: reads[layer].append(read)):
+        with record_reads(value_tables(model)) as self.reads:
             for batch in Progress(torch.from_numpy(self.ids).split(8), f"data/{self.name}"):
                 model.bert(batch.to(device))
-        self.counts = {}
-        self.reads = {}  # {layer: (weights (tokens, heads * topk), places in them of each slot)}
-        for layer, batches in reads.items():
-            slots, weights = map(torch.cat, zip(*batches))
-            self.counts[layer] = tally(slots, weights, model.bert.config.n_keys**2)
-            places = np.argsort(slots.flatten().numpy(), kind="stable")
-            ends = self.counts[layer]["read"].cumsum()
-            self.reads[layer] = weights.flatten(1), np.split(places, ends[:-1])
 
     def contexts(self, layer, slot, most):
         """List the contexts that read a slot with the most weight, at most `most`.
@@ -97,13 +87,8 @@ class CorpusReads:
         Returns [(weight, text, token)]. weight is the sum over the heads. text has the token in «»
         and is listed once. token is its place in ids.flat.
         """
-        weights, places = self.reads[layer]
-        tokens = places[slot] // weights.shape[1]
-        sums = collections.Counter()
-        for token, weight in zip(tokens.tolist(), weights.flatten()[places[slot]].tolist()):
-            sums[token] += weight
         found = {}
-        for token, weight in sums.most_common():
+        for weight, token in self.reads[layer].contexts(slot):
             text = self.text(token)
             found.setdefault(text, (weight, text, token))
             if len(found) == most:
@@ -128,7 +113,7 @@ def print_guess(model, tokenizer, ids, position, corpus, most):
     """
     reads = {}
     ids = torch.tensor([ids], device=model.bias.device)
-    with watch_reads(model, lambda layer, *read: reads.update({layer: read})):
+    with watch_reads(value_tables(model), lambda layer, *read: reads.update({layer: read})):
         chances = model(ids)[0, position].softmax(0)
     for probability, token in zip(*(part.tolist() for part in chances.topk(5))):
         print(f"  {probability:6.1%}  {tokenizer.id_to_token(token)}")
@@ -146,13 +131,13 @@ def page_data(corpus, most):
     most: contexts for a slot.
     """
     layers = []
-    for layer, counts in corpus.counts.items():
+    for layer, reads in corpus.reads.items():
         contexts = []  # of each slot: [(token, weight)]
-        for slot in range(len(counts["read"])):
+        for slot in range(len(reads.ends)):
             found = corpus.contexts(layer, slot, most)
             contexts.append([(token, round(weight, 2)) for weight, _, token in found])
-        layers.append({"layer": layer, "read": counts["read"].tolist(),
-                       "top1": counts["top1"].tolist(), "contexts": contexts})
+        layers.append({"layer": layer, "read": reads.counts["read"].tolist(),
+                       "top1": reads.counts["top1"].tolist(), "contexts": contexts})
     used, text = np.unique(corpus.ids, return_inverse=True)
     mask = special_ids(corpus.tokenizer).mask  # in front, as a decoder drops the first space
     start, *pieces = corpus.tokenizer.decode_batch(

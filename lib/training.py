@@ -1,4 +1,7 @@
-"""Offer the parts of a training step. The loops are in pretrain.py and finetune.py."""
+"""Offer the parts of a training step, and the evaluation of language models.
+
+The loops are in pretrain.py and finetune.py.
+"""
 import copy
 import math
 import os
@@ -8,12 +11,15 @@ from datetime import timedelta
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from lib.corpus import DROPOUT, MASKED
+from lib.device import autocast, to_device
 from lib.files import load_file
-from lib.ranks import get_world_size, under_torchrun
+from lib.ranks import deal_batches, get_world_size, sum_over_ranks, under_torchrun
 from lib.run import read_state
 from lib.settings import Failure
+from lib.usage import count_reads, usage_metrics
 from lib.weights import model_file
 from model import value_tables
 from pkm import LazyAdam
@@ -124,6 +130,45 @@ def log_training(run, state, config, batches, norm, peak_share=None):
     print(f"step {step:,}/{config.max_steps:,} | epoch {record['epoch']:.2f} | "
           f"loss {record['loss']:.4f} | {rate:,.0f} {batches.unit}/s{mfu} | "
           f"lr {record['lr']:.2e} | eta {eta}", flush=True)
+
+
+@torch.no_grad()
+def evaluate_language_model(model, batches, device, dtype=torch.float32):
+    """Measure perplexity and slot usage on batches of masked_heldout or causal_heldout.
+
+    Returns (results, the counts of count_reads). results: loss (nats), perplexity and accuracy over
+    all predicted positions; masked_tokens, their number; layers, {layer: usage_metrics}.
+    """
+    was_training = model.training
+    model.eval()
+    loss = correct = masked = 0
+    with count_reads(value_tables(model), sum_over_ranks) as counts:
+        for batch in deal_batches(batches):
+            batch = to_device(batch, device)
+            labels = batch.pop("labels").flatten()
+            with autocast(device, dtype):
+                logits = model(**batch)
+            logits = logits.flatten(0, 1).float()
+            loss += F.cross_entropy(logits, labels, reduction="sum").item()
+            correct += (logits.argmax(1) == labels).sum().item()
+            masked += (labels != -100).sum().item()
+    model.train(was_training)
+    loss, correct, masked = map(sum_over_ranks, (loss, correct, masked))
+    results = {"loss": loss / masked,
+               "perplexity": math.exp(min(loss / masked, 700)),  # above, it is no float
+               "accuracy": correct / masked,
+               "masked_tokens": masked,
+               "layers": {n: usage_metrics(**sums) for n, sums in counts.items()}}
+    return results, counts
+
+
+def describe_evaluation(results):
+    """Yield the results of evaluate_language_model as lines to print."""
+    yield f"perplexity {results['perplexity']:.2f}, accuracy {results['accuracy']:.1%}"
+    for layer, m in results["layers"].items():
+        yield (f"layer {layer}: top-1 MU {m['top1_mu']:.1%} (uniform use: "
+               f"{m['top1_mu_uniform']:.1%}), KL_u {m['kl_u']:.2f}, KL_w {m['kl_w']:.2f}, "
+               f"{m['accesses']:,} accesses")
 
 
 def checkpoint_files(model, labels, dense, sparse, scaler, state):

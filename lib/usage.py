@@ -1,9 +1,15 @@
 """
-Count which slots the memories of a model read, and evaluate language models.
+See which slots memories read, and which tokens read a slot. Copy it beside pkm.py.
 
->>> with count_reads(model) as counts:
-...     model(ids)
->>> usage_metrics(**counts[4])                      # of layer 4: MU, top-1 MU, KL_u, KL_w
+tables: {name: ValueTable}, with any model around them. It needs numpy and torch alone.
+
+>>> with torch.no_grad(), record_reads(tables) as reads:
+...     model.eval()(ids)
+>>> usage_metrics(**reads[4].counts)        # of the table named 4: MU, top-1 MU, KL_u, KL_w
+>>> for slot in reads[4].top_slots(10):
+...     reads[4].contexts(slot, 5)          # [(weight, token)]: ids.flatten()[token] read it
+
+count_reads() is for texts of any length: it keeps the counts, and not the reads.
 """
 import contextlib
 import math
@@ -12,68 +18,105 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-
-from lib.device import autocast, to_device
-from lib.ranks import deal_batches, sum_over_ranks
-from model import value_tables
 
 
 @contextlib.contextmanager
-def watch_reads(model, on_read):
-    """Call on_read(layer, slots, weights) at every memory lookup inside the block.
+def watch_reads(tables, on_read):
+    """Call on_read(name, slots, weights) at every memory lookup inside the block.
 
-    Both tensors are on the CPU: (tokens, heads, topk), best first, without padded tokens. Call the
-    model itself inside, not what torch.compile returned: its graphs call no hooks.
+    Both tensors are on the CPU: (tokens, heads, topk), best first. The weights of a padded token
+    are 0. Compiled models run uncompiled inside: a compiled graph calls no hooks.
     """
-    def hook(layer, table, args, output):
-        slots = args[0].detach().cpu()
-        weights = args[1].detach().cpu()
-        real = weights.any(2).any(1)  # the weights of a padded token are 0
-        on_read(layer, slots[real], weights[real])
+    def hook(name, table, args, output):
+        on_read(name, args[0].detach().cpu(), args[1].detach().cpu())
 
-    hooks = [table.register_forward_hook(partial(hook, layer))
-             for layer, table in value_tables(model).items()]
+    hooks = [table.register_forward_hook(partial(hook, name)) for name, table in tables.items()]
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         for handle in hooks:
             handle.remove()
 
 
 @contextlib.contextmanager
-def count_reads(model):
-    """Count what every memory reads inside the block: {layer: counts of tally()}.
+def count_reads(tables, sum_over_ranks=lambda counts: counts):
+    """Count what every memory reads inside the block: {name: counts of tally()}.
 
-    When the block ends, the counts are summed over the ranks.
+    sum_over_ranks: sums an array or a number over the ranks, when the block ends.
     """
-    tables = value_tables(model)
     nothing = torch.zeros(0, 1, 1, dtype=torch.int), torch.zeros(0, 1, 1)
-    counts = {layer: Counter(tally(*nothing, len(table.weight)))
-              for layer, table in tables.items()}
+    counts = {name: Counter(tally(*nothing, len(table.weight))) for name, table in tables.items()}
 
-    def count(layer, slots, weights):
-        counts[layer].update(tally(slots, weights, len(tables[layer].weight)))  # adds
+    def count(name, slots, weights):
+        counts[name].update(tally(slots, weights, len(tables[name].weight)))  # adds
 
-    with watch_reads(model, count):
+    with watch_reads(tables, count):
         yield counts
     for sums in counts.values():
         for name in sums:
             sums[name] = sum_over_ranks(sums[name])
 
 
+@contextlib.contextmanager
+def record_reads(tables):
+    """Record what every memory reads inside the block: {name: Reads}, filled when it ends."""
+    found = {name: [] for name in tables}
+    reads = {}
+    with watch_reads(tables, lambda name, *read: found[name].append(read)):
+        yield reads
+    for name, parts in found.items():
+        slots, weights = map(torch.cat, zip(*parts))
+        reads[name] = Reads(slots, weights, len(tables[name].weight))
+
+
+class Reads:
+    """The reads of one memory: how often each slot was read, and by which tokens.
+
+    slots, weights: tensors (tokens, heads, topk). counts: those of tally().
+    """
+
+    def __init__(self, slots, weights, n_slots):
+        self.counts = tally(slots, weights, n_slots)
+        self.ends = self.counts["read"].cumsum()  # where each slot's reads end in `order`
+        weights = weights.flatten(1)
+        slots = slots.flatten(1).where(weights.any(1, keepdim=True), n_slots)  # padding: last
+        self.order = np.argsort(slots.flatten().numpy(), kind="stable")
+        self.weights = weights.numpy()  # (tokens, heads * topk)
+
+    def top_slots(self, most):
+        """List the slots that were read most often, at most `most`."""
+        return np.argsort(-self.counts["read"], kind="stable")[:most].tolist()
+
+    def contexts(self, slot, most=None):
+        """List the tokens that read a slot, [(weight, token)], the largest weights first.
+
+        weight: the sum over the heads. token: its place among all tokens inside the block, padding
+        included. most: how many to list; None: all.
+        """
+        end = self.ends[slot]
+        places = self.order[end - self.counts["read"][slot]:end]
+        tokens = places // self.weights.shape[1]
+        sums = Counter()
+        for token, weight in zip(tokens.tolist(), self.weights.flat[places].tolist()):
+            sums[token] += weight
+        return [(weight, token) for token, weight in sums.most_common(most)]
+
+
 def tally(slots, weights, n_slots):
     """Count the accesses of a lookup.
 
     An access is one head reading for one token, which we take to be x in section 3.2. slots,
-    weights: tensors (tokens, heads, topk), best first. Returns a dict:
+    weights: tensors (tokens, heads, topk), best first. Padded tokens do not count: their weights
+    are 0. Returns a dict:
 
     - read (n_slots,): how often each slot was among the top k
     - top1 (n_slots,): how often it was the best
     - weight (n_slots,): the sum of its softmax weights
     - effective_k: the sum of exp(entropy of the weights) over the accesses
     """
-    weights = weights.double()
+    real = weights.flatten(1).any(1)
+    slots, weights = slots[real], weights[real].double()
     entropy = torch.special.entr(weights).sum(2)  # (tokens, heads)
     return {"read": np.bincount(slots.flatten(), minlength=n_slots),
             "top1": np.bincount(slots[..., 0].flatten(), minlength=n_slots),
@@ -103,42 +146,3 @@ def usage_metrics(read, top1, weight, effective_k):
             "accesses": accesses,
             "mu_uniform": 1 - (1 - topk / n_slots) ** accesses,
             "top1_mu_uniform": 1 - (1 - 1 / n_slots) ** accesses}
-
-
-@torch.no_grad()
-def evaluate_language_model(model, batches, device, dtype=torch.float32):
-    """Measure perplexity and slot usage on batches of masked_heldout or causal_heldout.
-
-    Returns (results, the counts of count_reads). results: loss (nats), perplexity and accuracy over
-    all predicted positions; masked_tokens, their number; layers, {layer: usage_metrics}.
-    """
-    was_training = model.training
-    model.eval()
-    loss = correct = masked = 0
-    with count_reads(model) as counts:
-        for batch in deal_batches(batches):
-            batch = to_device(batch, device)
-            labels = batch.pop("labels").flatten()
-            with autocast(device, dtype):
-                logits = model(**batch)
-            logits = logits.flatten(0, 1).float()
-            loss += F.cross_entropy(logits, labels, reduction="sum").item()
-            correct += (logits.argmax(1) == labels).sum().item()
-            masked += (labels != -100).sum().item()
-    model.train(was_training)
-    loss, correct, masked = map(sum_over_ranks, (loss, correct, masked))
-    results = {"loss": loss / masked,
-               "perplexity": math.exp(min(loss / masked, 700)),  # above, it is no float
-               "accuracy": correct / masked,
-               "masked_tokens": masked,
-               "layers": {n: usage_metrics(**sums) for n, sums in counts.items()}}
-    return results, counts
-
-
-def describe_evaluation(results):
-    """Yield the results of evaluate_language_model as lines to print."""
-    yield f"perplexity {results['perplexity']:.2f}, accuracy {results['accuracy']:.1%}"
-    for layer, m in results["layers"].items():
-        yield (f"layer {layer}: top-1 MU {m['top1_mu']:.1%} (uniform use: "
-               f"{m['top1_mu_uniform']:.1%}), KL_u {m['kl_u']:.2f}, KL_w {m['kl_w']:.2f}, "
-               f"{m['accesses']:,} accesses")

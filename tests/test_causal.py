@@ -14,7 +14,7 @@ import pretrain
 from lib.corpus import Corpus, causal_heldout
 from lib.slots import continue_text
 from lib.tokenizer import load_tokenizer
-from lib.usage import evaluate_language_model
+from lib.training import evaluate_language_model
 from lib.weights import load_model
 from tests.helpers import TINY, tiny_bert, train
 

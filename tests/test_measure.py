@@ -20,9 +20,10 @@ from lib.run import Run
 from lib.settings import UserError
 from lib.tasks import encode_examples, find_task, read_split
 from lib.tokenizer import text_tokenizer
-from lib.usage import evaluate_language_model, watch_reads
+from lib.training import evaluate_language_model
+from lib.usage import watch_reads
 from lib.weights import load_model
-from model import Classifier
+from model import Classifier, value_tables
 from tests.helpers import PIECES, prepare, save_model, squad_file, tiny_bert, train, tune
 
 CPU = torch.device("cpu")
@@ -173,7 +174,8 @@ def test_figure_4_and_table_6_slot_by_slot(tuned):
     def count(path, split):
         """Count layer 2's top-1 reads by class, text by text, which needs no padding."""
         model, counts, reads = load_model(path).eval(), np.zeros((2, 64), int), {}
-        with watch_reads(model, lambda layer, *read: reads.update({layer: read})), torch.no_grad():
+        tables = value_tables(model)
+        with torch.no_grad(), watch_reads(tables, lambda *read: reads.update({read[0]: read[1:]})):
             for example in examples[split]:
                 model.bert(torch.from_numpy(example.ids.astype(int))[None])
                 slots, _ = reads[2]

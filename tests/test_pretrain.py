@@ -22,8 +22,7 @@ import pretrain
 from lib.corpus import Corpus, masked_heldout
 from lib.run import Run
 from lib.settings import Failure, UserError
-from lib.training import seed_dropout
-from lib.usage import evaluate_language_model
+from lib.training import evaluate_language_model, seed_dropout
 from lib.weights import init_from, load_model, model_hash, trained_on
 from model import BertConfig, Classifier, LanguageModel, value_tables
 from tests.helpers import (

@@ -16,6 +16,7 @@ from lib.slots import page_html
 from lib.tokenizer import load_tokenizer
 from lib.usage import watch_reads
 from lib.weights import load_model
+from model import value_tables
 from tests.helpers import PIECES, prepare, save_model, tiny_bert
 
 
@@ -62,7 +63,8 @@ def test_slots_are_those_that_contexts_read_most(run):
     counts, top1, reads = collections.Counter(), collections.Counter(), {}
     strength = collections.defaultdict(dict)  # {slot: {context: weight}}
     text = []
-    with watch_reads(model, lambda layer, *read: reads.update({layer: read})), torch.no_grad():
+    tables = value_tables(model)
+    with torch.no_grad(), watch_reads(tables, lambda *read: reads.update({read[0]: read[1:]})):
         for ids in torch.from_numpy(cut_split(Corpus("books"), "test", 16)):
             model.bert(ids[None])
             words = [tokenizer.id_to_token(i) for i in ids.tolist()]

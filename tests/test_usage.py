@@ -2,14 +2,21 @@
 Slot usage and perplexity, against section 3.2 read by read and plain loops in float64.
 """
 import math
+import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from lib import usage
 from lib.corpus import Corpus, masked_heldout
-from lib.usage import count_reads, evaluate_language_model, usage_metrics, watch_reads
+from lib.training import evaluate_language_model
+from lib.usage import count_reads, record_reads, usage_metrics, watch_reads
+from model import value_tables
+from pkm import PKM
 from tests.helpers import tiny_bert
 
 CPU = torch.device("cpu")
@@ -60,7 +67,7 @@ def test_counts_are_those_of_a_search_over_all_slots():
     model = tiny_bert(memory_layers=(1,), n_layer=1).eval()
     memory, x = model.bert.layers[0].memory, torch.randn(5, 7, 8)
     for mask in (None, torch.arange(7) < torch.tensor([7, 5, 1, 6, 2])[:, None]):
-        with count_reads(model) as counts:
+        with count_reads({1: memory.values}) as counts:
             memory(x, mask)
         real = x.flatten(0, 1) if mask is None else x[mask]
         expected, read, top1, weight = metrics_read_by_read(*search_all_slots(memory, real), 16)
@@ -143,9 +150,41 @@ def test_an_evaluation_changes_nothing_in_the_model(training):
 def test_watching_ends_with_the_block():
     model, seen = tiny_bert(memory_layers=(2,)).eval(), []
     ids = torch.randint(40, (2, 12))
-    with watch_reads(model, lambda layer, slots, weights: seen.append((layer, slots, weights))):
+    with watch_reads(value_tables(model), lambda *read: seen.append(read)):
         model(ids)
     model(ids)
     [(layer, slots, weights)] = seen
     assert layer == 2 and slots.shape == weights.shape == (24, 2, 3)
     assert (weights.diff(dim=2) <= 0).all() and weights.sum(2).allclose(torch.ones(24, 2))
+
+
+@torch.no_grad()
+def test_contexts_are_the_tokens_that_a_search_over_all_slots_finds():
+    """In any model, also a compiled one. Padded tokens read nothing, and are counted as places."""
+    memory = PKM(8, n_keys=4, heads=2, topk=3, key_dim=4).eval()
+    compiled = torch.compile(memory, backend="eager")
+    x, mask = torch.randn(10, 7, 8), torch.arange(7) < torch.randint(1, 8, (10, 1))
+    compiled(x[:5], mask[:5])
+    with record_reads({"mine": memory.values}) as reads:
+        for part in (slice(0, 5), slice(5, 10)):
+            compiled(x[part], mask[part])
+    found = reads["mine"]
+    weight = np.zeros((16, 70))  # of each slot for each token
+    for token in mask.flatten().nonzero().flatten().tolist():
+        for slots, weights in zip(*search_all_slots(memory, x.flatten(0, 1)[token, None])):
+            np.add.at(weight[:, token], slots.flatten(), weights.flatten())
+    for slot in range(16):
+        expected = sorted(weight[slot][weight[slot] > 0], reverse=True)
+        assert [w for w, _ in found.contexts(slot)] == pytest.approx(expected, rel=1e-5)
+        assert all(w == pytest.approx(weight[slot, token]) for w, token in found.contexts(slot))
+        assert found.contexts(slot, 2) == found.contexts(slot)[:2]
+    real = x[mask]
+    assert found.counts["read"].tolist() == metrics_read_by_read(
+        *search_all_slots(memory, real), 16)[1]
+    most = sorted(found.counts["read"], reverse=True)[:5]
+    assert [found.counts["read"][slot] for slot in found.top_slots(5)] == most
+
+
+def test_the_file_needs_nothing_but_numpy_and_torch():
+    imports = re.findall(r"(?m)^ *(?:from|import) (\w+)", Path(usage.__file__).read_text())
+    assert set(imports) - sys.stdlib_module_names == {"numpy", "torch"}
