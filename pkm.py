@@ -14,22 +14,42 @@ To use a memory in another model, copy this file. It needs nothing but torch:
 ...     def forward(self, x):
 ...         return x + self.ffn(x) + self.memory(x)
 >>> model = Block(32)
->>> dense = torch.optim.AdamW(model.parameters())      # skips the values: they have no .grad
->>> sparse = LazyAdam([model.memory.values], lr=1e-3)  # updates the rows that were read
->>> model(torch.randn(4, 16, 32)).square().mean().backward()
->>> for optimizer in (dense, sparse):
-...     optimizer.step()
-...     optimizer.zero_grad()
+>>> tables = {name: m for name, m in model.named_modules() if isinstance(m, ValueTable)}
 
-It trains under autocast, gradient accumulation, activation checkpointing and torch.compile (a
-training graph breaks at the values), and under DistributedDataParallel, where LazyAdam joins the
-reads of all ranks. Values learn in float32 or float64, and only by loss.backward():
-backward(inputs=...) and torch.autograd.grad() train none. With a GradScaler one call makes both
-steps, and leaves out both after an overflow:
+If the rest is trained already, let values begin at 0: nn.init.zeros_(model.memory.values.weight).
+Values have no .grad, and other optimizers and clipping pass them by. LazyAdam updates those that
+were read, at a constant rate. Query and sub-keys need no weight decay:
 
->>> scaler = torch.amp.GradScaler("cpu")
->>> scaler.scale(model(torch.randn(4, 16, 32)).square().mean()).backward()
->>> sparse.step_with(dense, scaler)  # scaler.step(dense), scaler.update() and sparse.step()
+>>> dense = torch.optim.AdamW([{"params": model.ffn.parameters()},
+...                            {"params": model.memory.parameters(), "weight_decay": 0.0}])
+>>> sparse = LazyAdam(tables.values(), lr=1e-3)
+>>> scaler = torch.amp.GradScaler("cpu")     # enabled=False: without float16
+>>> for step in range(2):
+...     for x in torch.randn(4, 2, 16, 32):  # the gradients of 4 batches add up
+...         with torch.autocast("cpu", torch.float16):
+...             loss = model(x).square().mean() / 4
+...         scaler.scale(loss).backward()
+...     sparse.step_with(dense, scaler)      # without a scaler: dense.step() and sparse.step()
+...     dense.zero_grad()
+...     sparse.zero_grad()
+
+step_with() makes both steps and calls scaler.update(); after an overflow it makes no step. To save
+a training, keep the state_dict() of model, dense, sparse and scaler. A memory also trains under
+activation checkpointing, torch.compile (a graph breaks at the values) and DistributedDataParallel
+(LazyAdam joins the reads of all ranks). Values learn in float32 or float64.
+
+In training the batch norm of the queries sees the whole batch: a causal model's output depends a
+little on later tokens and other sequences, and a single token raises an error. In evaluation
+neither holds.
+
+lib/usage.py is the second file to copy. It shows which slots are in use, and which tokens read one:
+
+>>> from lib.usage import record_reads, usage_metrics
+>>> with torch.no_grad(), record_reads(tables) as reads:
+...     out = model.eval()(torch.randn(4, 16, 32))          # then model.train()
+>>> usage = usage_metrics(**reads["memory.values"].counts)  # usage["top1_mu"]: share in use
+>>> for slot in reads["memory.values"].top_slots(10):
+...     found = reads["memory.values"].contexts(slot, 5)    # [(weight, token)], token < 4 * 16
 """
 import warnings
 
@@ -148,7 +168,7 @@ class ValueTable(nn.Module):
     2. loss.backward() gives them grad_out. A hook keeps (slots, weights, grad_out) in `pending`.
     3. LazyAdam.step() takes what is pending. The gradient of row r is the sum, over the reads of r,
        of weight * grad_out[token].
-    `learns = False` freezes the table.
+    `learns = False` freezes the table. backward(inputs=...) and torch.autograd.grad() train none.
     """
     replicated = True  # under several ranks each rank has the whole table
 
@@ -196,8 +216,11 @@ class LazyAdam(torch.optim.Optimizer):
     """
 
     def __init__(self, tables, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
-        self.tables = list(dict.fromkeys(tables))
+        self.tables = list(dict.fromkeys(tables)) if hasattr(tables, "__iter__") else [tables]
         for table in self.tables:
+            if not isinstance(table, ValueTable):
+                raise TypeError("LazyAdam takes a list of ValueTables, such as "
+                                f"[model.memory.values], not a {type(table).__name__}")
             table.weight.requires_grad_(False)
         weights = [table.weight for table in self.tables]
         super().__init__([{"params": weights}], {"lr": lr, "betas": betas, "eps": eps})

@@ -313,7 +313,7 @@ def test_a_copy_of_model_and_optimizer_goes_on_as_they_do(clone):
 
 
 def test_what_lazy_adam_is_given():
-    """A table that is named twice moves once. A replaced weight is an error."""
+    """A table that is named twice moves once. A replaced weight, or no table, is an error."""
     moved = []
     for times in (1, 2):
         torch.manual_seed(0)
@@ -326,6 +326,10 @@ def test_what_lazy_adam_is_given():
     table.weight = nn.Parameter(torch.zeros(6, 4))
     with pytest.raises(AssertionError, match="new weight"):
         optimizer.step()
+    memory = PKM(4, n_keys=2, topk=1, key_dim=2)
+    for wrong in (None, memory, [memory], memory.values.weight, {"name": memory.values}):
+        with pytest.raises(TypeError, match="takes a list of ValueTables"):
+            LazyAdam(wrong)
 
 
 def test_a_closure_makes_the_gradient_and_the_step_returns_its_loss():
