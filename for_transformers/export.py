@@ -7,8 +7,10 @@ $ python -m for_transformers.export out/demo_docs my_folder   # the best epoch o
 A model with memory brings its code along: AutoModelForMaskedLM.from_pretrained("my_folder",
 trust_remote_code=True) loads it. Fine-tuned models load by the class that the model card names.
 """
+import inspect
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -21,8 +23,12 @@ from lib.settings import ROOT, Parser, UserError, run_main
 from lib.tokenizer import full_tokenizer, load_tokenizer, special_tokens, tokens_by_id
 from lib.training import describe_evaluation
 from lib.weights import find_weights, median_seed, read_weights
+from model import BertConfig
+from pkm import PKM
 
 CODE = "pkm.py", "for_transformers/add_memory.py", "for_transformers/modeling_pkm.py"
+USED = {*SETTINGS["bert"], "memory_layers", "alpha", "beta", "memory_heads",
+        *inspect.signature(PKM).parameters}  # settings that CODE and transformers' BERT know
 TASKS = "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"
 
 
@@ -42,6 +48,10 @@ def export(path, folder):
     has_memory = bool(config.memory_layers) and (config.alpha, config.beta) != (1, 0)
     if config.causal and has_memory:
         raise UserError(f"{path} is a causal language model with memory: transformers has none")
+    for name, default in asdict(BertConfig()).items():
+        if name not in USED and getattr(config, name) != default:
+            raise UserError(f"{path}: {name} = {getattr(config, name)!r} would be lost: teach "
+                            "for_transformers/modeling_pkm.py, and add it to USED in export.py")
     if not config.type_vocab:  # BERT has two token types: vectors of 0 have no effect
         config.type_vocab = 2
         weights["bert.token_types.weight"] = torch.zeros(2, config.d_model)

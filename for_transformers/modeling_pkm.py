@@ -5,10 +5,12 @@ Classes of transformers with product-key memory, which an exported folder has be
 >>> values = model.value_optimizer(lr=1e-3)                  # updates the rows that were read
 >>> dense = torch.optim.AdamW(model.parameters(), lr=1e-4)   # skips the values: they have no .grad
 """
+import inspect
+
 import transformers
 
 from for_transformers.add_memory import add_memory
-from pkm import LazyAdam
+from pkm import PKM, LazyAdam
 
 
 class PKMBertConfig(transformers.BertConfig):
@@ -25,9 +27,10 @@ class WithMemory:
         config.hidden_act = "gelu"
         super().__init__(config, *args, **kwargs)
         config.hidden_act = refused
-        self.tables = add_memory(
-            self, config.memory_layers, config.alpha, config.beta, n_keys=config.n_keys,
-            heads=config.memory_heads, topk=config.topk, key_dim=config.key_dim)
+        names = inspect.signature(PKM).parameters
+        sizes = {name: getattr(config, name) for name in names if hasattr(config, name)}
+        self.tables = add_memory(self, config.memory_layers, config.alpha, config.beta,
+                                 heads=config.memory_heads, **sizes)
 
     def value_optimizer(self, lr=1e-3):
         return LazyAdam(self.tables.values(), lr=lr)

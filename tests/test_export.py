@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from for_transformers.add_memory import find_layers
-from for_transformers.export import export, main
+from for_transformers.export import USED, export, main
 from lib.settings import UserError
 from lib.slots import load_with_tokenizer
 from lib.tokenizer import SPECIALS
@@ -121,6 +121,17 @@ def test_an_exported_memory_trains(tmp_path):
     assert_near(find_layers(theirs)[2].memory.values.weight, ours, 1e-5)
 
 
+def test_an_exported_memory_gets_all_settings_of_pkm(tmp_path):
+    """A new argument of PKM and setting of its name reach the memory, as an added one does here."""
+    _, folder = exported(tmp_path, memory_layers=(1, 3))
+    changes = {"pkm.py": ("key_dim=256):", "key_dim=256, gate=0):\n        self.gate = gate"),
+               "config.json": ('"n_keys"', '"gate": 7, "n_keys"')}
+    for name, (old, new) in changes.items():
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.replace(old, new, 1))
+    assert find_layers(load(folder))[2].memory.gate == 7
+
+
 def test_an_exported_memory_needs_no_file_of_this_repository(tmp_path):
     _, folder = exported(tmp_path, memory_layers=(1, 3))
     for file in folder.glob("*.py"):
@@ -168,3 +179,9 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match="out exists already"):
         export(tmp_path / "run", tmp_path / "out")
+
+
+def test_a_setting_that_would_be_lost_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("for_transformers.export.USED", USED - {"init_std"})  # as if it were new
+    with pytest.raises(UserError, match="init_std = 0.5 would be lost"):
+        exported(tmp_path, init_std=0.5)
