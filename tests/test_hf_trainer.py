@@ -2,18 +2,21 @@
 Memories trained by transformers' Trainer, and by accelerate, in one process and in two.
 """
 import os
+import re
+import runpy
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from for_transformers.add_memory import add_memory
-from lib.settings import UserError
+from lib.settings import ROOT, UserError
 from pkm import LazyAdam
 from tests.helpers import assert_near, assert_same
 from tests.on_ranks import finish, start
-from tests.small_models import MEMORY, transformers
+from tests.small_models import MEMORY, small_model, transformers
 from tests.test_adapter import base, lora
 
 accelerate = pytest.importorskip("accelerate")
@@ -55,6 +58,24 @@ def trainer(folder, model, callback, rows=None, kind=transformers.Trainer, **mor
         "disable_tqdm": True, "use_cpu": True, "logging_steps": 100, **more})
     return kind(model, arguments, train_dataset=rows or examples(), eval_dataset=examples(4),
                 callbacks=[callback])
+
+
+def test_the_guide_runs(tmp_path, monkeypatch, capsys):
+    """docs/transformers.md trains, measures, saves and loads a memory, here of a small model."""
+    text = "The cat sat on the mat. A memory updates what it has read."
+    vocab = {word: n for n, word in enumerate(text.split())}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="A"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="A")
+    monkeypatch.chdir(tmp_path)
+    tokenizer.save_pretrained("Qwen")
+    small_model("Qwen3ForCausalLM", num_hidden_layers=18).save_pretrained("Qwen")
+    guide = (ROOT / "docs/transformers.md").read_text().split("## Layers")[0]
+    code = "".join(re.findall(r"```python\n(.*?)```", guide, re.DOTALL))
+    Path("guide.py").write_text(code.replace("Qwen/Qwen3-0.6B", "Qwen"))
+    names = runpy.run_path("guide.py")
+    assert names["reads"][9].counts["top1"].sum() == 4 * 8 * len(vocab)  # heads, texts, words
+    assert "The cat sat on the mat. A memory updates\n" in capsys.readouterr().out  # a context
 
 
 @pytest.mark.parametrize("adapter", [False, True])
