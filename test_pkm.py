@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pkm
+from lib import usage
 from pkm import PKM, LazyAdam, MaskedBatchNorm, ValueTable, candidates
 
 torch.set_num_threads(1)  # at these sizes threads mostly wait for each other
@@ -62,12 +63,13 @@ def test_the_docstrings_example_runs():
     assert len(examples.globs["found"]) == 5 and 0 < examples.globs["usage"]["top1_mu"] < 1
 
 
-def test_the_file_needs_nothing_but_torch():
-    nodes = list(ast.walk(ast.parse(Path(pkm.__file__).read_text())))
+@pytest.mark.parametrize("module, needed", [(pkm, {"torch"}), (usage, {"numpy", "torch"})])
+def test_the_two_files_need_nothing_of_this_project(module, needed):
+    nodes = list(ast.walk(ast.parse(Path(module.__file__).read_text())))
     imported = {alias.name for node in nodes if isinstance(node, ast.Import)
                 for alias in node.names}
     imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    assert {name.split(".")[0] for name in imported} - sys.stdlib_module_names == {"torch"}
+    assert {name.split(".")[0] for name in imported} - sys.stdlib_module_names == needed
 
 
 # the search
