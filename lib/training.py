@@ -1,7 +1,4 @@
-"""Offer the parts of a training step, and the evaluation of language models.
-
-The loops are in pretrain.py and finetune.py.
-"""
+"""Offer the parts of training and evaluation. The loops are in pretrain.py and finetune.py."""
 import copy
 import math
 import os
