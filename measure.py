@@ -58,7 +58,14 @@ from lib.tasks import (
 from lib.tokenizer import special_tokens, text_tokenizer
 from lib.training import evaluate_language_model
 from lib.usage import count_reads, usage_metrics
-from lib.weights import check_objective, find_weights, load_model, median_seed, read_weights
+from lib.weights import (
+    check_objective,
+    find_weights,
+    load_model,
+    median_seed,
+    read_weights,
+    trained_on,
+)
 from model import SpanReader, value_tables
 
 
@@ -111,15 +118,17 @@ def table_2(args, device):
 def how_trained(checkpoint):
     """Return how a checkpoint was trained: {"steps": "1,000 + 3,000", "seed": 1, "seconds": 95}.
 
-    The steps are the initial model's and its own. "?" stands for Hugging Face's weights.
+    The steps are those of its initial models and its own. "?" stands for Hugging Face's weights.
     """
     if not (checkpoint / "state.pt").is_file():
         return {"steps": "?", "seed": "?", "seconds": "?"}
     settings, state = Run(checkpoint.parent).settings(), read_state(checkpoint)
     steps = f"{state['step']:,}"
-    if settings["init_checkpoint"]:
-        first = settings["first_step"]  # 0 for an initial model in Hugging Face layout
-        steps = f"{first:,} + {steps}" if first else f"? + {steps}"
+    if settings["first_step"]:
+        steps = f"{settings['first_step']:,} + {steps}"
+    unknown = any(text["train"] is None for text in trained_on(checkpoint))
+    if settings["init_checkpoint"] and unknown:  # Hugging Face's weights were at the beginning
+        steps = f"? + {steps}"
     seconds = round(state["elapsed"] + state["seconds"])
     return {"steps": steps, "seed": settings["seed"], "seconds": seconds}
 

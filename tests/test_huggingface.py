@@ -183,6 +183,8 @@ def test_a_run_starts_from_hugging_faces_weights(place, capsys):
     assert settings["init_checkpoint"] == "data/weights/bert-base-uncased"
     assert settings["pooler_trained"] is False
     assert train(*args, "--max_steps=3", "--out=out/init") == 0  # goes on
+    assert train(*args, "--max_steps=1", "--init_from=out/init", "--out=out/more") == 0
+    assert measure.how_trained(Path("out/more/step_000001"))["steps"] == "? + 3 + 1"
     measure.main(["fill", "bert-base-uncased", "the [MASK] cat"])
     assert "[MASK] at token 2:" in capsys.readouterr().out
     vocab.write_text(vocab.read_text() + "\n".join(map(str, range(8))))
