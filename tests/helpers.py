@@ -119,6 +119,12 @@ def seeded_kills():
     return random.Random(int(seed))
 
 
+def trains_pooler(run):
+    """Make a run one whose pooler was trained, as those that start from Google's weights."""
+    path = Path(run, "config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pooler_trained": True}))
+
+
 def steps_saved(run):
     newest = Run(run).newest_checkpoint()
     return int(newest.name[5:]) if newest else 0

@@ -89,6 +89,7 @@ def test_masking():
 def test_a_batch_is_a_function_of_seed_step_and_micro_batch(corpus):
     batches = MaskedBatches(corpus, settings())
     assert batches.size == 3 * 2 * 16  # tokens of a step
+    assert batches.epochs(batches.per_epoch) == 3 * 2
     batch = batches.get(2, 1)
     batches.get(1000, 0)  # of another epoch
     again = batches.get(2, 1)

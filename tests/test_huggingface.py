@@ -148,6 +148,8 @@ def test_a_vocabulary_with_capitals_is_of_a_cased_bert(tmp_path):
     ("position_embedding_type", "relative_key", "'relative_key'"),
     ("model_type", "roberta", "model_type = 'roberta'"),
     ("problem_type", "multi_label_classification", "multi_label_classification"),
+    ("layer_norm_eps", 1e-5, "layer_norm_eps = 1e-05"),
+    ("tie_word_embeddings", False, "tie_word_embeddings = False"),
     ("num_hidden_layers", 4, r"pytorch_model.bin: .* encoder\.layer\.3")])
 def test_a_folder_of_another_model_is_refused(tmp_path, key, value, words):
     theirs = hugging_face("BertForMaskedLM")

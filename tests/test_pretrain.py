@@ -179,6 +179,9 @@ def test_seeds_share_no_random_pooler(tmp_path):
     tuned = Classifier(tiny_bert().bert.config, 2)
     start = save_model(tmp_path / "tuned", tuned)
     assert torch.equal(pooler(0, start), tuned.bert.pooler.weight)
+    other = Classifier(tuned.bert.config, 2)
+    init_from(other, start)
+    assert not torch.equal(other.head.weight, tuned.head.weight)
 
 
 def test_values_that_start_at_0_change_no_output(place):

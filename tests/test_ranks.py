@@ -4,6 +4,7 @@ Share one run among several processes, which make what one makes, and survive ki
 $ PKM_TEST_KILLS=20 PKM_TEST_SEED=1 python -m pytest tests/test_ranks.py     # 20 kills, not 1
 """
 import collections
+import functools
 import itertools
 import json
 import os
@@ -26,6 +27,7 @@ import pretrain
 from lib.ranks import Progress, any_signalled, barrier, get_rank, get_world_size
 from lib.run import Run
 from lib.sharding import ShardedValueTable, columns, cut_moments
+from lib.weights import read_weights
 from pkm import LazyAdam, ValueTable
 from tests.helpers import ROOT, log, seeded_kills, steps_saved, write_tasks
 from tests.on_ranks import finish, start
@@ -121,6 +123,29 @@ def test_any_number_of_ranks_makes_the_same_run(compared, monkeypatch, name, wor
     monkeypatch.chdir(compared)
     seed = "/seed0" if name == "tuned" else ""
     assert_equal_runs(f"out/{name}_{world}{seed}", f"out/{name}_0{seed}", 1e-12)
+
+
+def overflow(out):
+    """Fine-tune in float16. The first step overflows at a scale of 2^30, the second has 2^15."""
+    torch.amp.GradScaler = functools.partial(
+        torch.amp.GradScaler, init_scale=2.0**30, backoff_factor=2.0**-15)
+    finetune.main(["tune.py", "--init_from=out/resm_0", "--accumulation=4", "--max_steps=2",
+                   "--train_examples=16", "--log_interval=1", "--dropout=0", "--warmup=0",
+                   "--dtype=float16", f"--out={out}"])
+
+
+def test_float16_leaves_out_the_same_step_on_all_ranks(compared, monkeypatch):
+    """After it the second step is the first one, and moves the values, too."""
+    monkeypatch.chdir(compared)
+    finish(*(start(world, overflow, f"out/float16_{world}") for world in (2, 0)))
+    runs = "resm_0", "float16_2", "float16_0"
+    before, ours, theirs = (read_weights(f"out/{run}")["weights"] for run in runs)
+    for name in ("bert.layers.0.memory.values.weight", "bert.layers.1.up.weight"):
+        moved = theirs[name] - before[name]
+        assert 0 < (ours[name] - theirs[name]).norm() < 0.05 * moved.norm(), name
+    for run in runs[1:]:
+        first, second = [r["grad_norm"] for r in log(f"out/{run}/seed0") if "lr" in r]
+        assert first is None and 0 < second < 100
 
 
 def test_checkpoints_know_nothing_of_the_number_of_ranks(compared, monkeypatch):

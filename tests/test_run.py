@@ -1,23 +1,26 @@
 """
 Go on with a run, refuse what does not fit it, and forget what a killed process did.
 """
+import contextlib
 import json
 import os
 import shutil
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import finetune
+import pretrain
+from lib.files import write_text
 from lib.run import Run, git_commit
 from lib.settings import UserError
 from lib.weights import find_weights, init_from, load_model
 from measure import how_trained
-from pretrain import Config
-from tests.helpers import log, save_model, tiny_bert, train
+from tests.helpers import log, save_model, tiny_bert, train, trains_pooler
 
 ORIGIN = {"init_checkpoint": "", "first_step": 0, "pooler_trained": False}
 DATA = {"train.bin": "a" * 64, "labels": ["x", "y"]}
@@ -26,7 +29,7 @@ DATA = {"train.bin": "a" * 64, "labels": ["x", "y"]}
 @pytest.fixture
 def begun(workdir):
     """Begin a run. Returns it and its config."""
-    run, config = Run("run"), Config(max_steps=5, memory_layers=(2,))
+    run, config = Run("run"), pretrain.Config(max_steps=5, memory_layers=(2,))
     run.open(config, Path("vocab.txt"), ORIGIN, DATA, 0)
     return run, config
 
@@ -42,6 +45,22 @@ def test_a_run_goes_on_under_the_same_settings(begun, capsys):
                           ({"lr": 1e-3}, "lr = 0.0001, not 0.001: add --lr=0.0001 to go on")):
         with pytest.raises(UserError, match=f"^run was trained with {words}"):
             run.check_settings(replace(config, **change), DATA)
+
+
+@pytest.mark.parametrize("script, expected", [
+    (pretrain, "max_steps eval_interval eval_sequences usage_interval keep_checkpoints"),
+    (finetune, "init_from seeds")])
+def test_what_may_change_when_a_run_goes_on(tmp_path, script, expected):
+    """Change each setting alone. Some may change in both scripts."""
+    run, before, changed = Run(tmp_path), asdict(script.Config()), set()
+    write_text(tmp_path / "config.json", json.dumps({**before, "data": {}}))
+    for name, value in before.items():
+        more = {str: "x", tuple: (1,)}.get(type(value), 1)
+        with contextlib.suppress(UserError):
+            run.check_settings(script.Config(**{name: value + more}), {})
+            changed.add(name)
+    both = "out log_interval checkpoint_interval tensorboard device compile"
+    assert changed == {*both.split(), *expected.split()}
 
 
 def test_a_run_goes_on_with_the_same_data(begun):
@@ -128,9 +147,15 @@ def test_the_weights_that_a_folder_stands_for(tmp_path):
 
 
 def test_how_a_checkpoint_was_trained(place):
-    """Tell the initial model's steps and its own, and the evaluation that its weights had."""
+    """Tell the initial model's steps and its own, and the evaluation that its weights had.
+
+    A run that was stopped after 2 of its steps keeps all that it knows of its start.
+    """
     assert train("--max_steps=4", "--checkpoint_interval=2", "--eval_interval=2") == 0
-    assert train("--max_steps=3", "--out=out/more", "--init_from=out/tiny", "--seed=1") == 0
+    trains_pooler("out/tiny")
+    for steps in (2, 3):
+        assert train(f"--max_steps={steps}", "--out=out/more", "--init_from=out/tiny",
+                     "--seed=1") == 0
     run, more, middle = Run("out/tiny"), Run("out/more"), Path("out/tiny/step_000002")
     torch.save({"step": 2, "elapsed": 90.2, "seconds": 4.4}, middle / "state.pt")
     assert how_trained(middle) == {"steps": "2", "seed": 0, "seconds": 95}
@@ -140,7 +165,8 @@ def test_how_a_checkpoint_was_trained(place):
     assert how_trained(Path("elsewhere")) == {"steps": "?", "seed": "?", "seconds": "?"}
     assert run.evaluations(middle)[-1]["step"] == 2
     assert more.evaluations(more.newest_checkpoint())[-1]["step"] == 4 + 3
-    assert init_from(load_model("out/more"), "out/more")["first_step"] == 4 + 3
+    assert init_from(load_model("out/more"), "out/more") == {
+        "init_checkpoint": "out/more/step_000003", "first_step": 4 + 3, "pooler_trained": True}
 
 
 def read_curves(run):

@@ -20,6 +20,7 @@ from lib.tasks import (
     pad,
     predict_examples,
     read_split,
+    score_dev,
     tsv_text,
 )
 from lib.tokenizer import SPECIALS, full_tokenizer, wordpiece_tokenizer, write_vocab
@@ -225,6 +226,26 @@ def test_metrics_are_those_computed_by_hand(metric, labels, predictions, expecte
     """By the formulas of the comments, with ties and with classes that never occur."""
     found = METRICS[metric](np.array(labels), np.array(predictions))
     assert found == pytest.approx(expected, abs=1e-7, nan_ok=True)
+
+
+SCORES = {  # the first one picks the epoch; of 6 labels 3 are 1, and 4 predictions
+    "mnli": {"accuracy": 5 / 6, "accuracy_mm": 1 / 6}, "qqp": {"accuracy": 5 / 6, "f1": 6 / 7},
+    "qnli": {"accuracy": 5 / 6}, "sst2": {"accuracy": 5 / 6},
+    "cola": {"matthews_correlation": 6 / 72**0.5, "accuracy": 5 / 6},  # 6 = 3 * 2 - 0 * 1
+    "mrpc": {"accuracy": 5 / 6, "f1": 6 / 7}, "stsb": {"pearson": 0.9819805, "spearmanr": 1.0},
+    "rte": {"accuracy": 5 / 6}}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_the_scores_of_each_task(name):
+    task, labels, said = TASKS[name], [1, 0, 1, 1, 0, 0], [1, 0, 1, 1, 1, 0]
+    predictions = {"": np.eye(2)[said], "_mm": 1 - np.eye(2)[said]}
+    if name == "stsb":
+        labels, predictions = [1, 2, 3], {"": np.array([[1], [2], [4]])}
+    examples = [Example(np.zeros(3), 3, label) for label in labels]
+    found = score_dev(task, dict.fromkeys(task.dev, examples), predictions)
+    assert found == pytest.approx(SCORES[name])
+    assert task.metrics[0] == next(iter(SCORES[name]))
 
 
 def test_padding_changes_no_prediction_and_dropout_none():

@@ -31,9 +31,11 @@ from lib.training import (
 from tests.helpers import tiny_bert
 
 
-def test_what_the_optimizers_have():
+@pytest.mark.parametrize("keys_lr", [0.5, 3.0])
+def test_what_the_optimizers_have(keys_lr):
     model = tiny_bert(memory_layers=(2, 3))
-    config = pretrain.Config(weight_decay=0.3, keys_lr=0.5, lr=0.02, warmup_steps=0, max_steps=4)
+    config = pretrain.Config(weight_decay=0.3, keys_lr=keys_lr, lr=0.02, warmup_steps=0,
+                             max_steps=4)
     dense, values = make_optimizers(model, config, torch.device("cpu"))
     decayed, others, keys = dense.param_groups
     assert (decayed["weight_decay"], others["weight_decay"], keys["weight_decay"]) == (0.3, 0, 0)
@@ -46,7 +48,8 @@ def test_what_the_optimizers_have():
         assert any(p is q for q in decayed["params"]) == decays, name
         assert any(p is q for q in keys["params"]) == name.endswith("memory.keys"), name
     set_rate(dense, config, 2)
-    assert [group["lr"] for group in dense.param_groups] == pytest.approx([0.01, 0.01, 0.005])
+    rates = [group["lr"] for group in dense.param_groups]
+    assert rates == pytest.approx([0.01, 0.01, 0.01 * keys_lr])
     assert len(values.tables) == 2
     model.bert.layers[1].memory.values.learns = False
     assert len(make_optimizers(model, config, torch.device("cpu"))[1].tables) == 1
