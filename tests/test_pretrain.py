@@ -395,6 +395,7 @@ def test_a_seed_draws_its_own_weights_and_no_snapshot_is_left_out(place, monkeyp
         assert seeds[number] == torch.initial_seed()
     assert seeds[0] == 3 and len(seeds) == 5  # of the weights, and of 2 x 2 micro-batches
     long = [f"--{name}_interval=100" for name in ("log", "eval", "checkpoint")]
-    assert train("--max_steps=7", "--usage_interval=3", *long) == 0
+    assert train("--max_steps=7", "--usage_interval=3", "--device=auto", *long) == 0
+    assert Run("out/tiny").settings()["device"] != "auto"
     assert [r["step"] for r in log() if "perplexity" in r] == [0, 1, 2, 3, 4, 6, 7]
     assert sorted(os.listdir("out/tiny/usage")) == [f"step_00000{n}.npz" for n in (3, 6, 7)]

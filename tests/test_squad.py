@@ -98,15 +98,19 @@ def test_an_answer_starts_where_it_has_most_context(fox, room, stride):
 
 @pytest.mark.parametrize("longest", [30, 2, 1])
 def test_best_spans(longest):
-    """Against all pairs, one by one. The last two windows have no place for a start."""
+    """Against all pairs, one by one. The last two windows have no place for a start.
+
+    A span has 30 tokens by default. In the first window the best one would have 34.
+    """
     torch.manual_seed(longest)
     windows = [Window(Question("q", "", "", []), np.zeros(length), first, None, starts, (0, 0))
                for length, first, starts in [(40, 5, (5, 39)), (31, 3, (7, 29)), (12, 9, (9, 10)),
                                              (7, 5, (6, 6)), (6, 5, (5, 5))]]
     logits = torch.randn(5, 40, 2)
     logits[0, 2] = logits[1, 30] = logits[2, 20] = 99  # in the question, its [SEP], the padding
-    for window, scores, row in zip(windows, logits.tolist(),
-                                   best_spans(logits, windows, longest)):
+    logits[0, 5, 0] = logits[0, 38, 1] = 9
+    found = best_spans(logits, windows, *[longest][longest == 30:])
+    for window, scores, row in zip(windows, logits.tolist(), found):
         spans = [(scores[start][0] + scores[end][1], start, end) for start in range(*window.starts)
                  for end in range(start, min(start + longest, len(window.ids) - 1))]
         if spans:

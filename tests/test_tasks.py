@@ -25,6 +25,7 @@ from lib.tasks import (
 )
 from lib.tokenizer import SPECIALS, full_tokenizer, wordpiece_tokenizer, write_vocab
 from model import Classifier
+from prepare_data import FILES
 from tests.helpers import tiny_bert
 
 MRPC = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"
@@ -67,6 +68,7 @@ def test_official_files(tmp_path, monkeypatch, name):
             (folder / f"{split}.{ending}").write_bytes(content.encode())
     task = find_task(folder.name)  # "SST-2"
     assert task == find_task(name) == TASKS[name]
+    assert task.archives and FILES.keys() >= set(task.archives)
     for split, _, expected in SPLITS_OF[name]:
         if expected:
             texts, labels = read_split(task, split)
@@ -249,14 +251,14 @@ def test_the_scores_of_each_task(name):
 
 
 def test_padding_changes_no_prediction_and_dropout_none():
-    """A model that is training predicts in evaluation mode, and trains on."""
+    """A model that is training predicts in evaluation mode, and trains on with a frozen memory."""
     model = Classifier(tiny_bert(dropout=0.5, memory_layers=(2,)).bert.config, 3).train()
-    rng = np.random.default_rng(0)
+    memory, rng = model.bert.layers[1].memory.eval(), np.random.default_rng(0)
     examples = [Example(rng.integers(5, 40, length), 3, None) for length in (3, 16, 9, 12)]
     together, again = (predict_examples(model, examples) for _ in range(2))
     alone = predict_examples(model, examples, batch_size=1)
     assert (together == again).all()
-    assert model.training
+    assert model.training and not memory.training
     np.testing.assert_allclose(together, alone, atol=1e-6)
 
 
