@@ -165,8 +165,8 @@ def test_how_a_checkpoint_was_trained(place):
     assert how_trained(Path("elsewhere")) == {"steps": "?", "seed": "?", "seconds": "?"}
     assert run.evaluations(middle)[-1]["step"] == 2
     assert more.evaluations(more.newest_checkpoint())[-1]["step"] == 4 + 3
-    assert init_from(load_model("out/more"), "out/more") == {
-        "init_checkpoint": "out/more/step_000003", "first_step": 4 + 3, "pooler_trained": True}
+    origin = init_from(load_model("out/more"), "out/more")
+    assert origin["first_step"] == 4 + 3 and origin["pooler_trained"]
 
 
 def read_curves(run):
