@@ -100,16 +100,17 @@ def main(argv):
     config = load_settings(Config, argv)
     name = next((Path(arg).stem for arg in argv if arg.endswith(".py")), "pretrain")
     run = Run(config.out or f"out/{name}")
+    initial = run.folder if run.newest_checkpoint() else config.init_from
+    sizes = check_config(config, read_weights(initial)["config"] if initial else None)
     with lock(run.folder, "trains there"):
-        return train(config, run, argv)
+        return train(config, run, sizes, argv)
 
 
-def train(config, run, argv):
-    """Train a new run, or go on with a stopped one. Returns the exit status."""
-    checkpoint = run.newest_checkpoint()
-    initial = run.folder if checkpoint else config.init_from
-    initial_config = read_weights(initial)["config"] if initial else None
-    check_config(config, initial_config)
+def train(config, run, sizes, argv):
+    """Train a new run, or go on with a stopped one. Returns the exit status.
+
+    sizes: a BertConfig, for any vocabulary.
+    """
     device, dtype = use_device(config.device, config.dtype)
     config = replace(config, device=str(device), dtype=str(dtype).removeprefix("torch."))
 
@@ -117,6 +118,8 @@ def train(config, run, argv):
     with ranks.first_rank_first():
         if config.dataset == "docs" and not Path("data/docs").exists():
             run_script("prepare_data.py", "docs")
+    checkpoint = run.newest_checkpoint()
+    initial = run.folder if checkpoint else config.init_from
     corpus = open_corpus(config.dataset, initial) if initial else Corpus(config.dataset)
     if checkpoint:
         run.check_settings(config, corpus.meta["sha256"])
@@ -127,8 +130,7 @@ def train(config, run, argv):
 
     # the model
     torch.manual_seed(config.seed)
-    sizes = bert_config(config, corpus.vocab_size, initial_config)
-    model = LanguageModel(sizes)
+    model = LanguageModel(replace(sizes, vocab_size=corpus.vocab_size))
     if config.values == "zero":
         for table in value_tables(model).values():
             torch.nn.init.zeros_(table.weight)
@@ -322,7 +324,10 @@ def bert_config(config, vocab_size=30522, initial=None):
 
 
 def check_config(config, initial=None):
-    """Raise UserError for settings that do not fit together, before anything is written."""
+    """Return the BertConfig of the settings. UserError if they do not fit together.
+
+    initial: the BertConfig of the model to start from, or None.
+    """
     check_choice("objective", config.objective, ("masked", "causal"))
     check_choice("model", config.model or "base", SIZES)
     check_choice("values", config.values, ("random", "zero"))
@@ -341,6 +346,7 @@ def check_config(config, initial=None):
     if not 3 <= config.seq_len <= sizes.max_len:  # [CLS], a token, [SEP]
         raise UserError(f"seq_len = {config.seq_len}: expected 3 to {sizes.max_len}, the positions "
                         "of the model")
+    return sizes
 
 
 if __name__ == "__main__":
