@@ -16,13 +16,13 @@ dropout = 0.1
 seq_len = 64  # as long as the texts that it is for; at most its positions
 batch_size = 16  # x 64 = 1,024 tokens a step
 accumulation = 1
-max_steps = 600  # x 1,024 = 0.6 million tokens, of 3 MB of English
-warmup_steps = 100
+max_steps = 300  # x 1,024 = 0.3 million tokens: half of 3 MB of English
+warmup_steps = 50
 lr = 5e-5  # of a trained model; a higher one first undoes what it knows (results/minilm.md)
 log_interval = 50
-eval_interval = 200
+eval_interval = 100
 eval_sequences = 256
-checkpoint_interval = 200
+checkpoint_interval = 100
 
 memory_layers = (2, 4)  # of 6, counted from 1; (4, 8) of 12
 alpha, beta = 1, 1  # x' = LN(x + FFN(x) + PKM(x))
