@@ -16,8 +16,8 @@ A table shows the median time with [lowest, highest], and its ratio to a baselin
 the rounds. The last line is JSON. All weights and tokens are random.
 
 `train` takes settings as pretrain.py does. On a CPU time a small step: --accumulation=1
---batch_size=2. "What" shows its micro-batches x sequences x tokens. "Hours" are the time of
-max_steps steps of the config's own batch, without evaluations.
+--batch_size=2. "What" shows its micro-batches x sequences x tokens. "Hours" are at most
+the time of max_steps steps of the config's own batch, without evaluations.
 "Peak bytes" are the memory of the first rank's process; on a CPU they never fall.
 """
 import copy
@@ -369,6 +369,8 @@ def main(argv):
     args, args.settings = parser.parse_known_intermixed_args(argv)
     if args.settings and args.command != "train":
         parser.error(f"unknown argument: {args.settings[0]}")
+    if any(setting.endswith(".py") for setting in args.settings):
+        parser.error("settings need a =, as in --max_steps=1000")
     args.device, args.dtype = use_device(args.device, args.dtype)
     args.compile = wants_compile(args.compile, args.device)
     if args.command == "layer":  # the baseline has neither mixed precision nor compilation

@@ -134,7 +134,17 @@ def main(argv):
     out = Path(config.out or f"out/{Path(config.init_from).name}_{task.name}{fixed}")
     files = [task.file(split) for split in ("train", *task.dev.values())]
     data = {file.name: file_sha256(file) for file in files} | {"labels": task.labels}
-    check_seeds(out, config, data, initial)
+    sha256 = model_hash(initial)
+    for earlier in Run(out).seeds():
+        before = earlier.settings()
+        earlier.check_settings(replace(config, seed=before["seed"]), data)
+        same = before["init_checkpoint"] == str(initial)  # an old run has no hash
+        if "init_sha256" in before:
+            same = before["init_sha256"] == sha256
+        if not same:
+            raise UserError(f"{earlier.folder} started from other weights than {initial} (from "
+                            f"{before['init_checkpoint']}): give --init_from, or another "
+                            "--out=out/NAME")
     signals = training.catch_signals()
     for seed in range(config.seed, config.seed + config.seeds):
         run = Run(out / f"seed{seed}")
@@ -150,21 +160,8 @@ def main(argv):
                 discard(checkpoint)
         if ranks.first_rank():
             with lock(out, "writes medians", timeout=-1):  # other seeds may end now, too
-                check_seeds(out, config, data, initial)  # other processes may have added some
                 write_medians(task, out)
     return 0
-
-
-def check_seeds(out, config, data, initial):
-    """Raise UserError if a seed in `out` has another recipe, data or initial model."""
-    sha256 = model_hash(initial)
-    for run in Run(out).seeds():
-        before = run.settings()
-        run.check_settings(replace(config, seed=before["seed"]), data)
-        if before.get("init_sha256", sha256) != sha256:
-            raise UserError(f"{run.folder} started from other weights than {initial} (from "
-                            f"{before['init_checkpoint']}): give --init_from, or another "
-                            "--out=out/NAME")
 
 
 def fine_tune(config, run, task, data, train, dev, signals):

@@ -124,10 +124,12 @@ def how_trained(checkpoint):
         return {"steps": "?", "seed": "?", "seconds": "?"}
     settings, state = Run(checkpoint.parent).settings(), read_state(checkpoint)
     steps = f"{state['step']:,}"
-    if settings["first_step"]:
-        steps = f"{settings['first_step']:,} + {steps}"
-    unknown = any(text["train"] is None for text in trained_on(checkpoint))
-    if settings["init_checkpoint"] and unknown:  # Hugging Face's weights were at the beginning
+    first = settings["first_step"]
+    if first:
+        steps = f"{first:,} + {steps}"
+    public = any(text["train"] is None and not Path(text["name"], "state.pt").is_file()
+                 for text in trained_on(checkpoint))  # Hugging Face's weights were at the beginning
+    if settings["init_checkpoint"] and (public or not first):
         steps = f"? + {steps}"
     seconds = round(state["elapsed"] + state["seconds"])
     return {"steps": steps, "seed": settings["seed"], "seconds": seconds}
@@ -189,23 +191,26 @@ def count_task_reads(path, examples, device):
 
 def glue(args):
     """Print Tables 4, 5 and 7: dev scores of fine-tuned runs, medians over their seeds."""
-    systems = {}  # {(initial model, update_memory, its hash): {task: eval_results.json}}
+    systems = {}  # {(initial model, update_memory): {task: eval_results.json}}
+    hashes = {}  # of the initial models
     for path in args.runs:
         results = Run(path).results()
         if not results:
             continue
         settings = Run(path).seeds()[0].settings()
         task = task_name(settings["task"])
-        key = (Path(settings["init_from"]), settings["update_memory"],
-               settings.get("init_sha256"))  # a model may be trained anew at its path
-        tasks = systems.setdefault(key, {})
+        initial, sha256 = Path(settings["init_from"]), settings.get("init_sha256")
+        if sha256 and hashes.setdefault(initial, sha256) != sha256:
+            raise UserError(f"{path} started from other weights of {initial} than a run before it: "
+                            "the model was trained anew; fine-tune all runs from one")
+        tasks = systems.setdefault((initial, settings["update_memory"]), {})
         if task in tasks:
             raise UserError(f"{path}: a second run of {task} from {settings['init_from']}: name "
                             "only one")
         tasks[task] = results
     if not systems:
         raise UserError(f"{', '.join(args.runs)}: no fine-tuned run that is done")
-    rows = [score_row(*key[:2], tasks) for key, tasks in systems.items()]
+    rows = [score_row(*system, tasks) for system, tasks in systems.items()]
     empty = {name for name in rows[0] if all(row.get(name) is None for row in rows)}
     rows = [{name: row[name] for name in row if name not in empty} for row in rows]
     note = ("Dev splits, median over the seeds of each seed's best epoch; (n): of n seeds. "

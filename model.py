@@ -23,7 +23,7 @@ SIZES = {
     "base": {"n_layer": 12, "n_head": 12, "d_model": 768, "d_ff": 3072},
     "large": {"n_layer": 24, "n_head": 16, "d_model": 1024, "d_ff": 4096},
     "distil": {"n_layer": 6, "n_head": 12, "d_model": 768, "d_ff": 3072, "type_vocab": 0},
-    # init_std goes with 1 / sqrt(width); with 0.02 the demo ends at perplexity 69.6, not 36.1
+    # init_std goes with 1 / sqrt(width); with 0.02 a demo of 4,000 steps ended at 69.6, not 36.1
     "demo": {"n_layer": 4, "n_head": 4, "d_model": 64, "d_ff": 128, "max_len": 128,
              "init_std": 0.07},
 }

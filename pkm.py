@@ -44,7 +44,7 @@ neither holds.
 
 lib/usage.py is the second file to copy. It shows which slots are in use, and which tokens read one:
 
->>> from lib.usage import record_reads, usage_metrics
+>>> from lib.usage import record_reads, usage_metrics       # a copy: from usage
 >>> with torch.no_grad(), record_reads(tables) as reads:
 ...     out = model.eval()(torch.randn(4, 16, 32))          # then model.train()
 >>> usage = usage_metrics(**reads["memory.values"].counts)  # usage["top1_mu"]: share in use

@@ -65,10 +65,12 @@ def open_corpus(name, *paths, seen=False):
             if None in (text["documents"], corpus.text["documents"]):
                 print(f"{path}: not known whether it was trained on text of data/{name} "
                       f"({text['name']})")
-            elif text["documents"] == corpus.text["documents"] and not seen:
-                raise UserError(f"{path} was trained on the documents of data/{name}, split "
-                                "otherwise: text held out here was training text there. Prepare it "
-                                "as before (measure.py --seen measures all the same)")
+            elif text["documents"] == corpus.text["documents"]:
+                if not seen:
+                    raise UserError(f"{path} was trained on the documents of data/{name}, split "
+                                    "otherwise: text held out here was training text there. "
+                                    "Prepare it as before (measure.py --seen measures all the "
+                                    "same)")
             elif text["name"] == name:
                 print(f"{path} was trained on another text named {name}")
     return corpus

@@ -114,7 +114,7 @@ def verdict(pairs, paper):
         [[lower, higher]] = paper
         margin = (higher - lower) / 2
     else:
-        margin = 0.1 * min(pairs[0])
+        margin = 0.1 * min(map(abs, pairs[0]))
     if differences.mean() > margin:
         return "yes"
     return "**no**" if differences.mean() < -margin else "undecided"

@@ -61,7 +61,9 @@ def load_settings(Config, argv):
         if arg.startswith("--"):
             key, equals, text = arg.removeprefix("--").partition("=")
             key = key.replace("-", "_")
-            text = text if equals else next(arguments, "")
+            text = text if equals else next(arguments, "--")
+            if text.startswith("--"):
+                raise UserError(f"{arg} has no value: --{key}=VALUE")
             given[key] = as_typed("command line", key, text, defaults)
             continue
         if not arg.endswith(".py") or not Path(arg).is_file():

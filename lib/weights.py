@@ -71,12 +71,13 @@ def median_seed(path):
         if results:  # it is done
             first = "eval_f1" if "eval_exact_match" in results else next(iter(results))  # SQuAD's
             scores[run.folder] = np.nan_to_num(results[first], nan=-2)  # less than any number
-    if len(scores) < 2:
+    if not scores:
         return path
     seed = sorted(scores, key=scores.get)[(len(scores) - 1) // 2]
-    metric = first.removeprefix("eval_")
-    print(f"{seed}: the median of {len(scores)} seeds, {metric} {scores[seed]:.4f}",
-          file=sys.stderr)
+    if len(scores) > 1:
+        metric = first.removeprefix("eval_")
+        print(f"{seed}: the median of {len(scores)} seeds, {metric} {scores[seed]:.4f}",
+              file=sys.stderr)
     return seed
 
 
@@ -95,7 +96,8 @@ def read_weights(path):
 def model_hash(folder):
     """Return the SHA-256 of the weights in a folder, or of a Hugging Face folder's file."""
     if (folder / "model.pt").is_file():
-        return load_file(folder / "model.pt").get("sha256")  # None: an old run
+        saved = load_file(folder / "model.pt")
+        return saved.get("sha256") or file_sha256(folder / "model.pt")  # the latter of an old run
     return next(file_sha256(folder / name) for name in FILES if (folder / name).is_file())
 
 
@@ -130,14 +132,17 @@ def check_objective(path, config, causal):
 def check_sizes(path, initial, config):
     """Raise UserError if a model has other sizes than the initial one. Both are BertConfigs."""
     different = []
-    for name in ("n_layer", "n_head", "d_model", "d_ff", "max_len", "type_vocab"):
+    names = ["n_layer", "n_head", "d_model", "d_ff", "max_len", "type_vocab"]
+    if initial.memory_layers and config.memory_layers:
+        names += ["n_keys", "memory_heads", "topk", "key_dim"]
+    for name in names:
         theirs, own = getattr(initial, name), getattr(config, name)
         if theirs != own:
             different.append(f"{name} = {theirs}, not {own}")
     if different:
         raise UserError(f"{path} has {'; '.join(different)}: it brings its sizes along, leave out "
                         "model, n_layer, n_head, d_model and d_ff (--model= --n_layer=0 ... undo "
-                        "a config file's)")
+                        "a config file's); give a memory's as they are there")
 
 
 def load_weights(model, weights, source, strict=True, assign=False):

@@ -52,7 +52,7 @@ def test_load(tmp_path, monkeypatch, capsys, args, expected):
     (["--steps=2.5"], "steps = '2.5'.* int"),
     (["--lr=high"], "lr = 'high'.* float"),
     (["--flag=yes"], "flag = 'yes'.* bool"),
-    (["--flag"], "flag = ''.* bool"), (["--flag", "c.py"], "flag = 'c.py'.* bool"),
+    (["--flag"], "--flag has no value"), (["--flag", "c.py"], "flag = 'c.py'.* bool"),
     (["--steps=True"], "steps = 'True'.* int"),
     (["--layers=4.5"], "layers = '4.5'.* tuple"),
     (["--layers=4,-8"], "layers = -8"), (["--steps=0"], "steps = 0"), (["--lr=0"], "lr = 0.0"),

@@ -60,7 +60,7 @@ def test_a_setting_that_an_old_model_lacks_is_its_default(tmp_path):
 
 
 @pytest.mark.parametrize("scores, median", [
-    ([5, 9, 7], 2), ([5, 9, 7, 6], 3), ([math.nan, 1, 2], 1), ([3], None), ([], None)])
+    ([5, 9, 7], 2), ([5, 9, 7, 6], 3), ([math.nan, 1, 2], 1), ([3], 0), ([], None)])
 @pytest.mark.parametrize("metrics", [["accuracy", "f1"], ["f1", "exact_match"]])
 def test_the_median_seed(tmp_path, capsys, metrics, scores, median):
     """Take the lower of two in the middle, of seeds that are done, by the task's first metric."""
@@ -72,7 +72,7 @@ def test_the_median_seed(tmp_path, capsys, metrics, scores, median):
             run.write_results({f"eval_{name}": results[name] for name in sorted(results)})
     found = median_seed(tmp_path)
     assert found == (tmp_path if median is None else tmp_path / f"seed{median}")
-    assert (f"seed{median}: the median of" in capsys.readouterr().err) == (median is not None)
+    assert (f"seed{median}: the median of" in capsys.readouterr().err) == (len(scores) > 1)
     assert median_seed(tmp_path / "seed0") == tmp_path / "seed0"
 
 
@@ -103,7 +103,7 @@ def test_a_run_for_a_notebook(place):
     ({"d_model": 16, "n_layer": 2, "max_len": 9},
      "n_layer = 3, not 2; d_model = 8, not 16; max_len = 16, not 9"),
     ({"vocab_size": 41}, "size mismatch for"),
-    ({"n_keys": 5}, r"size mismatch for bert\.layers\.1\.memory"),
+    ({"n_keys": 5}, "n_keys = 4, not 5"),
     ({"n_head": 1}, "n_head = 2, not 1"),
     ({"causal": True}, "a masked language model")])
 def test_weights_of_other_sizes_are_no_start(tmp_path, change, words):
