@@ -17,8 +17,8 @@ To use a memory in another model, copy this file. It needs nothing but torch:
 >>> tables = {name: m for name, m in model.named_modules() if isinstance(m, ValueTable)}
 
 If the rest is trained already, let values begin at 0: nn.init.zeros_(model.memory.values.weight).
-Values have no .grad, and other optimizers and clipping pass them by. LazyAdam updates those that
-were read, at a constant rate. Query and sub-keys need no weight decay:
+Values have no .grad, and other optimizers and clipping pass them by. LazyAdam updates the rows
+that were read, at a constant rate. Query and sub-keys need no weight decay:
 
 >>> dense = torch.optim.AdamW([{"params": model.ffn.parameters()},
 ...                            {"params": model.memory.parameters(), "weight_decay": 0.0}])

@@ -123,7 +123,7 @@ def verdict(pairs, paper):
 def numbers(cells):
     """Name the numbers in {row: {column: text}}: "top-1 MU (c)" is of that column, in (c)'s row.
 
-    What follows a comma in a column's name may be left out: then the last such column counts.
+    A name may leave out what follows a column's comma: then the last such column counts.
     """
     found = {}
     for row, texts in cells.items():

@@ -97,14 +97,15 @@ def model_hash(folder):
     """Return the SHA-256 of the weights in a folder, or of a Hugging Face folder's file."""
     if (folder / "model.pt").is_file():
         saved = load_file(folder / "model.pt")
-        return saved.get("sha256") or file_sha256(folder / "model.pt")  # the latter of an old run
+        return saved.get("sha256") or file_sha256(folder / "model.pt")  # an old run has none
     return next(file_sha256(folder / name) for name in FILES if (folder / name).is_file())
 
 
 def trained_on(folder):
-    """Return the texts that the weights in a folder were trained on, those of initial models too.
+    """Return the texts that the weights in a folder were trained on.
 
-    Returns dicts: name, and the SHA-256 of its documents and train.bin, which are None if unknown.
+    The texts of initial models count. Returns dicts: name, and the SHA-256 of its documents and of
+    train.bin, None if they are unknown.
     """
     unknown = {"name": str(folder), "documents": None, "train": None}
     return Run(folder.parent).settings().get("trained_on", [unknown])
