@@ -45,7 +45,6 @@ def test_text_that_a_model_was_trained_on_is_not_measured(split_anew, capsys, ru
 
 def test_a_run_keeps_what_it_and_its_initial_model_were_trained_on(place):
     meta = json.loads(Path("data/tiny/meta.json").read_text())
-    shutil.copytree("data/tiny", "data/copy")
     Path("text.txt").write_text("a cat .\n\na dog .\n\nan elk .\n" * 10)
     prepare("text", "others", "text.txt", "--vocab", "tiny.txt", "--val_every", "3")
     short = ["--max_steps=1", "--seq_len=4", "--batch_size=1", "--eval_interval=100"]
