@@ -16,6 +16,7 @@ To use a memory in another model, copy this file. It needs nothing but torch:
 >>> model = Block(32)
 >>> tables = {name: m for name, m in model.named_modules() if isinstance(m, ValueTable)}
 
+memory(x, mask) leaves padded tokens out. Take the tables before torch.compile, which renames them.
 If the rest is trained already, let values begin at 0: nn.init.zeros_(model.memory.values.weight).
 Values have no .grad, and other optimizers and clipping pass them by. LazyAdam updates the rows
 that were read, at a constant rate. Query and sub-keys need no weight decay:
@@ -29,6 +30,7 @@ that were read, at a constant rate. Query and sub-keys need no weight decay:
 ...         with torch.autocast("cpu", torch.float16):
 ...             loss = model(x).square().mean() / 4
 ...         scaler.scale(loss).backward()
+...     scaler.unscale_(dense)               # here gradients may be clipped
 ...     sparse.step_with(dense, scaler)      # without a scaler: dense.step() and sparse.step()
 ...     dense.zero_grad()
 ...     sparse.zero_grad()

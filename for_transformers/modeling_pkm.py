@@ -27,8 +27,8 @@ class WithMemory:
         config.hidden_act = "gelu"
         super().__init__(config, *args, **kwargs)
         config.hidden_act = refused
-        names = inspect.signature(PKM).parameters
-        sizes = {name: getattr(config, name) for name in names if hasattr(config, name)}
+        names = inspect.signature(PKM).parameters.keys() - {"d_model", "heads"}
+        sizes = {name: getattr(config, name) for name in names}
         self.tables = add_memory(self, config.memory_layers, config.alpha, config.beta,
                                  heads=config.memory_heads, **sizes)
 

@@ -125,10 +125,10 @@ def tally(slots, weights, n_slots):
 
 
 def usage_metrics(read, top1, weight, effective_k):
-    """Compute the metrics of section 3.2 from a layer's counts (see tally).
+    """Compute the metrics of Kim & Jung (2020), section 3.2, from a layer's counts (see tally).
 
-    The KLs are in nats. mu_uniform and top1_mu_uniform are the MUs expected if slots were chosen at
-    random, with as many accesses.
+    mu and top1_mu are shares of the slots, kl_u and kl_w are in nats. accesses: real tokens x
+    heads. mu_uniform and top1_mu_uniform are expected of as many accesses to random slots.
     """
     n_slots = len(read)
     accesses = int(top1.sum())

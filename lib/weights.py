@@ -134,8 +134,10 @@ def check_sizes(path, initial, config):
     """Raise UserError if a model has other sizes than the initial one. Both are BertConfigs."""
     different = []
     names = ["n_layer", "n_head", "d_model", "d_ff", "max_len", "type_vocab"]
-    if initial.memory_layers and config.memory_layers:
-        names += ["n_keys", "memory_heads", "topk", "key_dim"]
+    free = ["vocab_size", "dropout", "init_std", "causal", "memory_layers", "alpha", "beta"]
+    if initial.memory_layers and config.memory_layers:  # what is set of a memory stays set
+        names += [name for name, default in asdict(BertConfig()).items()
+                  if name not in names + free and getattr(initial, name) != default]
     for name in names:
         theirs, own = getattr(initial, name), getattr(config, name)
         if theirs != own:
