@@ -8,7 +8,7 @@ $ python pretrain.py configs/own_bert_resm.py --init_from=MiniLM
 $ python pretrain.py configs/own_bert_resm.py --init_from=MiniLM --memory_layers= --out=out/own_bert
 $ python measure.py table out/own_bert out/own_bert_resm --data own
 $ python finetune.py configs/finetune_glue.py --init_from=out/own_bert_resm --task=SST-2 --seeds=3 \
-      --max_len=64 --train_examples=3000 --epochs=3
+      --max_len=64 --train_examples=2000 --epochs=2
 """
 dataset = "own"
 init_from = "MiniLM"  # brings layers, widths, heads and positions along
