@@ -4,5 +4,4 @@ from configs.demo import *  # all else is the same
 objective = "causal"
 max_steps = 800  # x 2,048 = 1.6 million tokens
 eval_interval = 200
-eval_sequences = 512  # x 64 = 32,768 tokens
 usage_interval = 400

@@ -4,7 +4,7 @@ The rates also suit a task of your own on the demo: --task=FOLDER, see docs/repr
 """
 task = "docs"  # made on the spot if it is missing
 init_from = "out/demo"  # or --init_from=out/demo_resm_init, with memory
-max_len = 64  # demo.py's seq_len; first paragraphs of docstrings have 22 tokens on average
+max_len = 32  # demo.py's seq_len; first paragraphs of docstrings have 22 tokens on average
 epochs = 4
 lr = 1e-3  # the model is 64 wide, not 768: much higher than Table 3's
 value_lr = 4e-3  # as in demo.py

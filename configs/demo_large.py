@@ -2,4 +2,4 @@
 from configs.demo import *  # all else is the same
 
 n_layer = 8
-max_steps = 1400  # x 2,048 = 2.9 million tokens: half of demo.py's, in about its time
+max_steps = 1000  # x 2,048 = 2.0 million tokens: half of demo.py's, in about its time
