@@ -21,7 +21,7 @@ warmup_steps = 50
 lr = 2e-4  # for a new head; 3e-5 keeps what a BERT with a head knows (results/minilm.md)
 log_interval = 50
 eval_interval = 100
-eval_sequences = 512
+eval_sequences = 256
 checkpoint_interval = 100
 
 memory_layers = (2, 4)  # of 6, counted from 1; (4, 8) of 12
