@@ -118,10 +118,11 @@ class Bert(nn.Module):
                                     for n in range(1, config.n_layer + 1))
         self.pooler = nn.Linear(d, d)
         self.apply(self.init_weights)
-        for layer in self.layers:  # last: the other weights are drawn as without memories
-            if layer.beta:
-                layer.memory = PKM(d, config.n_keys, config.memory_heads, config.topk,
-                                   config.key_dim)
+        with torch.random.fork_rng([]):  # all others, a head's too, are drawn as without memories
+            for layer in self.layers:
+                if layer.beta:
+                    layer.memory = PKM(d, config.n_keys, config.memory_heads, config.topk,
+                                       config.key_dim)
 
     def init_weights(self, module):
         """Draw weights from a normal distribution (Devlin et al.'s is truncated); biases are 0."""

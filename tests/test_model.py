@@ -2,6 +2,7 @@
 Compare the network's layers and heads with formulas, closed forms and Hugging Face's logits.
 """
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -129,8 +130,15 @@ def test_every_position_and_every_sub_key_can_be_used():
         model(torch.zeros(1, 17, dtype=torch.long))
 
 
-def test_a_memory_changes_no_other_weight_of_the_encoder():
-    memory, plain = (tiny_bert(memory_layers=layers).bert.state_dict() for layers in ((2, 3), ()))
+@pytest.mark.parametrize("head", [None, "classifier", "span"])
+def test_a_memory_changes_no_other_initial_weight(head):
+    config = tiny_bert(memory_layers=(2, 3)).bert.config
+    weights = []
+    for layers in (2, 3), ():
+        torch.manual_seed(0)
+        model = build_model(replace(config, memory_layers=layers), head, ["a", "b"])
+        weights.append(model.state_dict())
+    memory, plain = weights
     assert all(torch.equal(memory[name], plain[name]) for name in plain)
     assert all(".memory." in name for name in memory.keys() - plain.keys())
 
