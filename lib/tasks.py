@@ -169,7 +169,7 @@ def read_table(path, columns=None, skip_broken=False):
             raise UserError(f"{path}:{number}: {len(fields)} fields, expected {len(columns)} with "
                             "tabs between them")
     if not rows:
-        raise UserError(f"{path}: no row in it")
+        raise UserError(f"{path}: no row below the first line, which names the columns")
     return rows
 
 

@@ -56,7 +56,7 @@ def find_weights(path):
     way = f"prepare_data.py weights {path}"
     if (ROOT / recipe).is_file():
         way = f"pretrain.py {recipe}"
-    raise UserError(f"{path}: no weights there: python {way}")
+    raise UserError(f"{path}: no weights there: is the name right? If it is: python {way}")
 
 
 def median_seed(path):
