@@ -159,7 +159,7 @@ def test_two_threads(kind):
 
 @pytest.mark.filterwarnings("ignore")
 def test_compiled():
-    """Gradients, also of the values, as in eager."""
+    """A layer's gradients, also of the values, as in eager."""
     torch.compiler.reset()
     model, batches = with_memory("LlamaForCausalLM", layers=(1,)).train(), [batch()]
     del find_layers(model)[1]
