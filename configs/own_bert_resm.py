@@ -2,13 +2,14 @@ r"""Residual memory in a trained BERT of your own, on a text of your own.
 
 MiniLM is a Hugging Face folder: in data/weights/, or any path. The text takes its vocabulary, and
 the control has no memory. A BERT without masked-LM head gets a new one: its perplexity begins high.
+To compare, fine-tune out/own_bert and MiniLM in the same way.
 
 $ python prepare_data.py text own novels.txt --vocab data/weights/MiniLM
 $ python pretrain.py configs/own_bert_resm.py --init_from=MiniLM
 $ python pretrain.py configs/own_bert_resm.py --init_from=MiniLM --memory_layers= --out=out/own_bert
 $ python measure.py table out/own_bert out/own_bert_resm --data own
 $ python finetune.py configs/finetune_glue.py --init_from=out/own_bert_resm --task=SST-2 --seeds=3 \
-      --lr=5e-5 --train_examples=2000 --epochs=2      # and out/own_bert, MiniLM
+      --lr=5e-5 --train_examples=2000 --epochs=2
 """
 dataset = "own"
 init_from = "MiniLM"  # brings layers, widths, heads and positions along
