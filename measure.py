@@ -437,12 +437,22 @@ def write_table(out, rows, note, data, draw=None):
     print(text, end="")
     if not out:
         return
+    if not Path(f"{out}.json").exists():  # else an earlier table is replaced
+        new_file(out, ".md")
     write_text(f"{out}.md", text)
     write_text(f"{out}.json", to_json(data, indent=1) + "\n")
     if draw:
         figure = draw(data)
         figure.savefig(f"{out}.png", dpi=150)
         figure.savefig(f"{out}.svg")
+
+
+def new_file(name, ending):
+    """Return the path of a file that is not there yet. `name` may have the ending."""
+    path = Path(name.removesuffix(ending) + ending)
+    if path.exists():
+        raise UserError(f"{path} exists already: remove it, or give another --out")
+    return path
 
 
 def slots(args):
@@ -499,12 +509,12 @@ def sample(args):
 
 def browse(args):
     """Write an HTML page of what slots know: usage, contexts, a search for tokens."""
+    path = new_file(args.out, ".html")
     _, _, corpus = open_model(args.run, args.data, args.device, args.seen)
     if not corpus:
         raise UserError(f"{args.run}: a model without memory has no slots")
     note = f"What {corpus.ids.size:,} tokens of data/{corpus.name} read, nothing masked"
     data = page_data(corpus, args.contexts)
-    path = args.out.removesuffix(".html") + ".html"
     write_text(path, page_html({"title": args.run, "note": note, **data}))
     print(f"wrote {path}: open it in a browser")
 
@@ -516,6 +526,7 @@ def predict(args):
     probability or an answer's score.
     """
     file = Path("/dev/stdin" if args.file == "-" else args.file)
+    out = args.out and new_file(args.out, ".tsv")
     folder, vocab = find_weights(median_seed(args.run))
     settings = Run(folder.parent).settings()
     if "task" not in settings:
@@ -537,8 +548,8 @@ def predict(args):
                                          read_weights(folder)["labels"])
         rows = [[*given[0], *header]]
         rows += [[*row.values(), *new] for row, new in zip(given, cells)]
-    if args.out:
-        write_text(f"{args.out.removesuffix('.tsv')}.tsv", tsv_text(rows))
+    if out:
+        write_text(out, tsv_text(rows))
     else:
         print(tsv_text(rows), end="")
 

@@ -14,6 +14,7 @@ unusual settings it comes with a tokenizer.json. lib.corpus.Corpus reads all fil
 
 1. corpora and tasks   2. readers and vocabularies   3. downloads   then the command line
 """
+import argparse
 import ast
 import collections
 import contextlib
@@ -34,7 +35,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lib.corpus import SPLITS
-from lib.files import atomic, discard, file_sha256, lock, write_text
+from lib.files import atomic, discard, file_sha256, lock, read_json, write_text
 from lib.huggingface import PRETRAINED
 from lib.ranks import Progress
 from lib.settings import Failure, Parser, UserError, run_main
@@ -52,6 +53,7 @@ from lib.tokenizer import (
 PG19 = "https://storage.googleapis.com/deepmind-gutenberg/"
 ENDS = {"wikipedia": "blank", "bookcorpus": "sentences", "pg19": "file"}  # of documents
 GLUE_TASKS = {Path(task.folder).name: task for task in GLUE}
+NO_CORPORA = ("glue", "squad", "docs_task", "weights", "downloads")  # other folders in data/
 
 
 # ---- 1. corpora and tasks: a function for each command
@@ -72,13 +74,15 @@ def docs_task(args):
     docs. Rows that are also in train are left out of dev and test.
     """
     rows = {"train": [], "dev": [], "test": []}
-    for number, (package, texts) in enumerate(docstrings()[1]):
+    versions, files = docstrings()
+    for number, (package, texts) in enumerate(files):
         split = {18: "dev", 19: "test"}.get(number % 20, "train")
         for text in texts:
             paragraph = " ".join(text.split("\n\n")[0].split())
             rows[split].append((paragraph, package))
     known = dict(rows["train"])
     with new_folder("data/docs_task", args.force) as folder:
+        write_text(folder / "meta.json", json.dumps({"source": versions}))
         for split, table in rows.items():
             header = ("sentence", "label")
             if split != "train":
@@ -232,6 +236,7 @@ def fetch_task(task, source, force):
             if not file.is_file():
                 raise UserError(f"{file}: no such file")
             shutil.copy(file, folder)
+        write_text(folder / "meta.json", json.dumps({"source": str(files[0].parent)}))
     print(f"{task.folder}: {', '.join(file.name for file in files)}")
 
 
@@ -595,13 +600,21 @@ def unpack(path):
 
 @contextlib.contextmanager
 def new_folder(folder, force):
-    """Make a folder that is there only when it is whole. With `force` it replaces an older one."""
+    """Make a folder that is there only when it is whole.
+
+    The block writes a meta.json that names the text's `source`. With `force` the folder replaces
+    an older one that has such a file: nothing else is ours to delete.
+    """
     folder = Path(folder)
     old = folder.with_name(f".old_{folder.name}")
     with lock(folder, "prepares it"):
         with atomic(folder) as temporary:
             if folder.exists() and not force:
                 raise UserError(f"{folder} exists already (--force replaces it)")
+            meta = folder / "meta.json"
+            if folder.exists() and not (meta.is_file() and "source" in read_json(meta)):
+                raise UserError(f"{folder} is not of prepare_data.py, which writes a meta.json: "
+                                "move it away, or give another name")
             temporary.mkdir()
             yield temporary
             if folder.exists():  # a kill must not leave half of it under its name
@@ -632,6 +645,14 @@ def gpt2_tokenizer():
 
 # ---- the command line
 
+def corpus_name(text):
+    """Return the name of a corpus, which becomes a folder's."""
+    if re.fullmatch(r"\w[\w.-]*", text) and text.lower() not in NO_CORPORA:
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r}: expected letters, digits and ._-, but none of "
+                                     f"{', '.join(NO_CORPORA)}")
+
+
 def main():
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
@@ -648,7 +669,8 @@ def main():
     one.add_argument("--tokenizer", dest="vocab", choices=["gpt2"], help="GPT-2's byte-level BPE")
     vocab.add_argument("--val_every", type=int, help="one document of so many is for val and test")
     corpus = Parser(add_help=False, parents=[vocab])
-    corpus.add_argument("--name", help="the corpus is data/NAME, by default named as the command")
+    corpus.add_argument("--name", type=corpus_name,
+                        help="the corpus is data/NAME, by default named as the command")
     raw = Parser(add_help=False)
     raw.add_argument("--raw", action="store_true", help="the version without <unk>")
 
@@ -659,7 +681,7 @@ def main():
 
     add("docs", docs, "docstrings of Python, torch and numpy", corpus)
     own = add("text", text, "text of your own", vocab)
-    own.add_argument("name", help="the corpus is data/NAME")
+    own.add_argument("name", type=corpus_name, help="the corpus is data/NAME")
     own.add_argument("paths", nargs="+", type=Path, help="text files and folders")
     own.add_argument("--split", choices=["blank", "file"], default="blank",
                      help="where documents end")

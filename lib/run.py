@@ -66,19 +66,21 @@ class Run:
         """
         if not first_rank():
             return
-        if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.curves = SummaryWriter(self.folder, purge_step=step and step + 1)
-        for number, snapshot in numbered(self.folder / "usage", SNAPSHOT).items():
-            if number > step:
-                discard(snapshot)
+        if "tokenizer_hash" not in self.settings() and any(self.folder.glob("[!.]*")):
+            raise UserError(f"{self.folder} has files, but is not a run: --out=out/NAME")
         tokenizer = load_tokenizer(vocab)
-        write_vocab(self.folder, tokenizer)  # the run works without its corpus
         settings = {**origin, **asdict(config), "tokenizer_hash": vocab_hash(tokenizer),
                     "data": data, "threads": torch.get_num_threads(), "torch": torch.__version__,
                     "commit": git_commit(), "ranks": get_world_size()}
         write_text(self.folder / "config.json", to_json(settings, indent=1))
+        write_vocab(self.folder, tokenizer)  # the run works without its corpus
+        for number, snapshot in numbered(self.folder / "usage", SNAPSHOT).items():
+            if number > step:
+                discard(snapshot)
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.curves = SummaryWriter(self.folder, purge_step=step and step + 1)
         kept = [record for record in self.records() if record["step"] <= step] if step else []
         path = self.folder / "log.jsonl"
         write_text(path, "".join(f"{to_json(record)}\n" for record in kept))

@@ -5,6 +5,7 @@ import fnmatch
 import hashlib
 import http.server
 import io
+import json
 import os
 import random
 import shutil
@@ -173,7 +174,9 @@ def test_corpora_of_the_paper(server, hub):
 
 
 def found(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    assert json.loads(files.pop("meta.json")).keys() == {"source"}
+    return files
 
 
 def test_a_task_from_a_zip(server):

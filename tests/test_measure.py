@@ -310,6 +310,7 @@ def test_the_table_of_scores(tmp_path, monkeypatch, capsys):
 
 def predict(run, file):
     """Predict for a file. Returns the rows, dicts by column."""
+    Path("said.tsv").unlink(missing_ok=True)
     measure.main(["predict", str(run), file, "--out", "said", "--device", "cpu"])
     header, *rows = Path("said.tsv").read_text().removesuffix("\n").split("\n")
     return [dict(zip(header.split("\t"), row.split("\t"), strict=True)) for row in rows]

@@ -52,6 +52,8 @@ def trained(prepared, tmp_path_factory):
         Path("new.tsv").write_text("sentence\nthe cat\n")
         Path("short.txt").write_text("the cat\n")
         Path("twice.txt").write_text(Path("tiny.txt").read_text() + "cat\n")
+        write_text(Path("data/own/notes.txt"), "mine")
+        write_text(Path("japanese/page.html"), "mine")
         write_text(Path("japanese/config.json"), '{"tokenizer_class": "BertJapaneseTokenizer"}')
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -70,6 +72,8 @@ MISTAKES = [  # (script, arguments, words of the line)
     ("pretrain", "tiny.py --out=out/new --dataset=empty", "data/empty/train.bin"),
     ("pretrain", "tiny.py --out=out/half", "out/half/step_000002/optimizer.pt"),
     ("pretrain", "tiny.py --out=text.txt", "text.txt"),
+    ("pretrain", "tiny.py --out=data/tiny", "data/tiny has files"),
+    ("pretrain", "tiny.py --out=japanese", "japanese has files"),
     ("pretrain", "tiny.py --model=huge", "'huge'"),
     ("pretrain", "tiny.py --out=out/new --reinit_ffn=True", "reinit_ffn"),
     ("pretrain", "tiny.py --out=out/new --init_from=out/tiny --dataset=other", "vocabulary"),
@@ -84,6 +88,8 @@ MISTAKES = [  # (script, arguments, words of the line)
     ("finetune", "tune.py --init_from=out/causal", "causal"),
     ("finetune", "tune.py --task=classes", "classes/train.tsv:1"),
     ("measure", "tabel out/tiny", "tabel"),
+    ("measure", "browse out/tiny --out japanese/page", "japanese/page.html"),
+    ("measure", "predict out/tiny_pairs new.tsv --out new", "new.tsv exists"),
     ("measure", "fill out/tiny 'no mask'", "[MASK]"),
     ("measure", f"fill out/tiny '{130 * 'the '}[MASK]'", "out/tiny"),
     ("measure", "sample out/tiny the", "causal"),
@@ -97,6 +103,11 @@ MISTAKES = [  # (script, arguments, words of the line)
     ("prepare_data", "text new missing.txt", "missing.txt"),
     ("prepare_data", "text new short.txt --vocab tiny.txt", "documents"),
     ("prepare_data", "text tiny text.txt --vocab tiny.txt", "data/tiny"),
+    ("prepare_data", "text own text.txt --vocab tiny.txt --force", "meta.json"),
+    ("prepare_data", "text '' text.txt --vocab tiny.txt --force", "''"),
+    ("prepare_data", "text .. text.txt --vocab tiny.txt --force", "'..'"),
+    ("prepare_data", "text ../out text.txt --vocab tiny.txt --force", "'../out'"),
+    ("prepare_data", "docs --name GLUE --force", "'GLUE'"),
     ("prepare_data", "glue RTF", "RTF"),
     ("prepare_data", "squad --from own", "own/train-v1.1.json"),
     ("prepare_data", "text new text.txt --vocab_size -5", "vocab = -5"),
