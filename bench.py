@@ -16,9 +16,10 @@ A table shows the median time with [lowest, highest], and its ratio to a baselin
 the rounds. The last line is JSON. All weights and tokens are random.
 
 `train` takes settings as pretrain.py does. On a CPU time a small step: --accumulation=1
---batch_size=2. "What" shows its micro-batches x sequences x tokens. "Hours" are at most
-the time of max_steps steps of the config's own batch, without evaluations.
-"Peak bytes" are the memory of the first rank's process; on a CPU they never fall.
+--batch_size=2. "What" shows its micro-batches x sequences x tokens. "Hours" are the time of
+max_steps steps, without evaluations. If the timed batch is smaller than the config's, they are
+scaled up, which is too much: a larger batch takes less time a token. "Peak bytes" are the memory
+of the first rank's process; on a CPU they never fall.
 """
 import copy
 import itertools
@@ -33,6 +34,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -42,12 +44,11 @@ from lib import ranks, training
 from lib.corpus import MASKED, Corpus
 from lib.device import autocast, use_device, wants_compile
 from lib.files import markdown
-from lib.ranks import Progress
-from lib.settings import Parser, load_settings
+from lib.settings import Parser, Progress, at_least, load_settings
 from lib.weights import check_objective, read_weights
 from model import build_model
 from pkm import LazyAdam
-from pretrain import Config, bert_config
+from pretrain import Settings, bert_config
 
 TRAINED = ["configs/base.py", "configs/base_pkm.py", "configs/base_resm.py"]
 CAUSAL = ["configs/causal_12.py", "configs/causal_24.py", "configs/causal_12_pkm.py",
@@ -107,7 +108,7 @@ def forward(args, model, x, compiled=False, **more):
     return call
 
 
-def time_inference(args, models, what, bases=1):
+def time_inference(args, models, bases):
     """Time {name: model} at batch size 1, by length. A causal model predicts the next token."""
     results = []
     for length, compiled in itertools.product(args.lengths, args.modes):
@@ -118,8 +119,8 @@ def time_inference(args, models, what, bases=1):
         for name, model in models.items():
             more = {"positions": last} if model.bert.config.causal else {}
             calls[name] = forward(args, model, ids, compiled, **more)
-        for record in time_in_turn(f"{what}, 1 x {length}", calls, args.device, 5 * args.rounds,
-                                   bases=bases):
+        what = f"inference, 1 x {length}"
+        for record in time_in_turn(what, calls, args.device, 5 * args.rounds, bases=bases):
             record["parameters"] = training.count_parameters(models[record["system"]])
             record["compiled"] = compiled
             results.append(record)
@@ -132,11 +133,11 @@ def inference(args):
     for size in args.sizes:
         models, mlm_parameters = {}, {}
         for system, suffix in ("", ""), (" +PKM", "_pkm"), (" +ResM", "_resm"):
-            config = bert_config(load_settings(Config, [f"configs/{size}{suffix}.py"]))
+            config = bert_config(load_settings(Settings, [f"configs/{size}{suffix}.py"]))
             models[size + system] = build(args, config, "classifier")
             with torch.device("meta"):
                 mlm_parameters[size + system] = training.count_parameters(build_model(config))
-        for record in time_inference(args, models, "inference"):
+        for record in time_inference(args, models, bases=1):
             record["mlm_parameters"] = mlm_parameters[record["system"]]
             record["batches/s"] = 1 / median(record["seconds"])
             record["relative_batches/s"] = 1 / record[f"times_{size}"]
@@ -153,7 +154,7 @@ def layer(args):
     sparse_adam = torch.optim.SparseAdam([plain.values.weight.requires_grad_()])
     lazy_adam = LazyAdam([ours.values])
 
-    def update(memory, optimizer, x, grad):
+    def update(memory, optimizer):
         memory.train()(x).backward(grad)
         optimizer.step()
         optimizer.zero_grad()
@@ -164,97 +165,95 @@ def layer(args):
         x, grad = torch.randn(2, tokens, 768, device=args.device)
         calls = {"plain": forward(args, plain, x), "ours": forward(args, ours, x)}
         results += time_in_turn(f"{tokens} tokens, forward", calls, args.device, args.rounds)
-        steps = {"plain": partial(update, plain, sparse_adam, x, grad),
-                 "ours": partial(update, ours, lazy_adam, x, grad)}
-        results += time_in_turn(f"{tokens} tokens, training step", steps, args.device, args.rounds)
+        calls = {"plain": partial(update, plain, sparse_adam),
+                 "ours": partial(update, ours, lazy_adam)}
+        results += time_in_turn(f"{tokens} tokens, training step", calls, args.device, args.rounds)
     return results
 
 
 def train(args):
     """Time a training step of each config, and compare it with the first."""
-    results = []
-    for path in args.configs or TRAINED:
-        record = time_config(args, path)
-        results.append(record)
-        record["times_the_first"] = median(record["seconds"]) / median(results[0]["seconds"])
+    results = [time_config(args, path) for path in args.configs or TRAINED]
+    first = median(results[0]["seconds"])
+    for record in results:
+        record["times_the_first"] = median(record["seconds"]) / first
     return results
 
 
 def time_config(args, path):
-    """Time a training step of a config, as in pretrain.py, on random tokens."""
-    config = load_settings(Config, [path, *args.settings])
-    own_batch = config.accumulation * config.batch_size
-    config = replace(config, accumulation=args.accumulation or config.accumulation,
-                     batch_size=args.batch_size or config.batch_size)
-    ranks.check_accumulation(config)
+    """Time a training step of a config, as pretrain.py and finetune.py make it."""
+    settings = load_settings(Settings, [path, *args.settings])
+    own_batch = settings.accumulation * settings.batch_size
+    settings = replace(settings, accumulation=args.accumulation or settings.accumulation,
+                       batch_size=args.batch_size or settings.batch_size, device=str(args.device),
+                       dtype=str(args.dtype)[6:], compile="on" if args.compile else "off")
+    ranks.check_accumulation(settings)
     vocab_size, initial = 30522, None
-    if Path("data", config.dataset).exists():
-        vocab_size = Corpus(config.dataset).vocab_size
-    if config.init_from and not config.model:
-        initial = read_weights(config.init_from)["config"]
-    sizes = bert_config(config, vocab_size, initial)
-    model = build(args, sizes)
-    parameters = training.count_parameters(model)
+    if Path("data", settings.dataset).exists():
+        vocab_size = Corpus(settings.dataset).vocab_size
+    if settings.init_from and not settings.model:
+        initial = read_weights(settings.init_from)["config"]
+    config = bert_config(settings, vocab_size, initial)
+    with torch.device("meta"):
+        parameters = training.count_parameters(build_model(config))
     # 16: weights, gradients, two moments; 200: activations as measured for base, in float32
-    tokens = config.batch_size * config.seq_len
-    memory = 16 * parameters + 200 * tokens * sizes.n_layer * sizes.d_model
+    tokens = settings.batch_size * settings.seq_len
+    memory = 16 * parameters + 200 * tokens * config.n_layer * config.d_model
     print(f"{path} takes about {memory / 1e9:.1f} GB; less with --batch_size=2 --accumulation=1",
           flush=True)  # a process that is killed for memory would lose the line
-    if ranks.get_world_size() > 1:
-        from lib import sharding
-
-        sharding.shard(model)
-    predicted, positions = config.seq_len, None
-    if config.objective == "masked":
-        predicted = round(MASKED * config.seq_len)
-        positions = torch.arange(predicted, device=args.device).expand(config.batch_size, -1)
-    batches = []
-    for _ in ranks.my_micro_batches(config.accumulation):
-        ids = torch.randint(vocab_size, (config.batch_size, config.seq_len), device=args.device)
-        batches.append({"ids": ids, "positions": positions, "labels": ids[:, :predicted]})
-    torch.compiler.reset()  # it compiles only so many versions
+    model = build(args, config)
     model.train()
-    compiled = torch.compile(model) if args.compile else model
-    dense, sparse = training.make_optimizers(model, config, args.device)
-    scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype == torch.float16)
+    net, optimizers, _ = training.prepare(model, settings)
+    batches = RandomBatches(vocab_size, settings)
+    numbers = itertools.count()
 
     def step():
-        loss = 0.0
-        for batch in batches:
-            with autocast(args.device, args.dtype):
-                part = compiled(**batch) * (1 / config.accumulation)
-            scaler.scale(part).backward()
-            loss += part.detach()
-        if ranks.get_world_size() > 1:
-            sharding.merge(model, loss, len(batches))
-        training.update(dense, sparse, scaler, config.grad_clip)
+        training.step(next(numbers), net, batches, optimizers, settings)
 
-    what = f"{config.accumulation} x {config.batch_size} x {config.seq_len}"
+    what = f"{settings.accumulation} x {settings.batch_size} x {settings.seq_len}"
     [record] = time_in_turn(what, {path: step}, args.device, args.rounds, bases=0)
     seconds = median(record["seconds"])
-    batch = config.accumulation * config.batch_size
-    rate = batch * config.seq_len / seconds
-    peak_share = training.share_of_peak(model, config.seq_len, args.device, args.dtype)
+    batch = settings.accumulation * settings.batch_size
+    speed = batch * settings.seq_len / seconds
+    peak_share = training.share_of_peak(model, settings)
     return record | {
-        "tokens/s": round(rate),
-        "mfu": peak_share and rate * peak_share,
-        "hours": config.max_steps * seconds * own_batch / batch / 3600,
+        "tokens/s": round(speed),
+        "mfu": peak_share and speed * peak_share,
+        "hours": settings.max_steps * seconds * own_batch / batch / 3600,
         "parameters": parameters,
         "checkpoint_bytes": 12 * parameters,  # weights and two moments in float32
         "peak_bytes": peak_bytes(args.device),
     }
 
 
+class RandomBatches:
+    """Make micro-batches of random tokens, with as many predictions as in pretrain.py."""
+
+    def __init__(self, vocab_size, settings):
+        self.vocab_size = vocab_size
+        self.settings = settings
+
+    def get(self, step, micro):
+        size = self.settings.batch_size, self.settings.seq_len
+        ids = np.random.default_rng([step, micro]).integers(self.vocab_size, size=size)
+        batch = {"ids": ids, "labels": ids}
+        if self.settings.objective == "masked":
+            count = round(MASKED * self.settings.seq_len)
+            batch["labels"] = ids[:, :count]
+            batch["positions"] = np.tile(np.arange(count), (len(ids), 1))
+        return batch, 1 / self.settings.accumulation
+
+
 def causal(args):
     """Time the next token of causal models, beside the first two."""
     configs = {}
     for path in args.configs or CAUSAL:
-        config = configs[path] = bert_config(load_settings(Config, [path]))
+        config = configs[path] = bert_config(load_settings(Settings, [path]))
         check_objective(path, config, causal=True)
     if args.slots is not None:
         return by_slots(args, config)
     models = {name: build(args, config) for name, config in configs.items()}
-    return time_inference(args, models, "inference", bases=2)
+    return time_inference(args, models, bases=2)
 
 
 def by_slots(args, config):
@@ -263,21 +262,21 @@ def by_slots(args, config):
     Two models of a size share the values, and all outside the memory. "multiplications" are for
     one search of a head, by the talk's formulas: (sqrt(|K|) + topk^2) d and |K| d.
     """
-    models, work = {}, {}
+    models, scores = {}, {}
     for n in args.slots or [128, 256, 512, 1024]:  # torch compiles no more than 8 versions
         product = build(args, replace(config, n_keys=n))
         flat = copy.deepcopy(product, {id(p): p for p in product.parameters()})
-        for layer in flat.bert.layers:
-            if layer.memory is not None:
-                with torch.device(args.device):
-                    layer.memory = FlatPKM(layer.memory.values, config.d_model,
-                                           config.memory_heads, config.topk, config.key_dim)
-        for kind, model, scores in (("product", product, n + config.topk**2), ("flat", flat, n**2)):
-            models[f"{kind} keys, {n}^2 slots"] = model
-            work[f"{kind} keys, {n}^2 slots"] = scores * config.key_dim
-    results = time_inference(args, models, "inference", bases=2)
+        for number in config.memory_layers:
+            layer = flat.bert.layers[number - 1]
+            with torch.device(args.device):
+                layer.memory = FlatPKM(layer.memory.values, config.d_model, config.memory_heads,
+                                       config.topk, config.key_dim)
+        names = f"product keys, {n}^2 slots", f"flat keys, {n}^2 slots"
+        models |= zip(names, (product, flat))
+        scores |= zip(names, (n + config.topk**2, n**2))
+    results = time_inference(args, models, bases=2)
     for record in results:
-        record["multiplications"] = work[record["system"]]
+        record["multiplications"] = scores[record["system"]] * config.key_dim
     return results
 
 
@@ -301,8 +300,8 @@ def time_in_turn(what, functions, device, rounds, warmup=2, bases=1):
     for name, seconds in times.items():
         record = {"what": what, "system": name, "seconds": seconds[warmup:]}
         for base in list(functions)[:bases]:
-            ratios = [own / other for own, other in zip(seconds, times[base], strict=True)]
-            record[f"times_{base}"] = median(ratios[warmup:])
+            ratios = np.array(seconds) / times[base]
+            record[f"times_{base}"] = median(ratios[warmup:].tolist())
         records.append(record)
     return records
 
@@ -343,7 +342,7 @@ def machine_facts(device):
         names += re.findall("model name.*: (.*)", cpuinfo.read_text())
     if device.type == "cuda":
         names.append(torch.cuda.get_device_name(device))
-    openmp = [f"{name}={os.environ[name]}" for name in os.environ if name.startswith("OMP_")]
+    openmp = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("OMP_")]
     return {"machine": f"{names[-1]}, {torch.get_num_threads()} threads",
             "openmp": " ".join(openmp), "torch": torch.__version__}
 
@@ -359,13 +358,14 @@ def main(argv):
     option("--device", default="auto", help="cuda, mps or cpu")
     option("--dtype", default="auto", help="float32, bfloat16, float16 or auto: by the card")
     option("--compile", default="auto", help="off, on (inference: both) or auto: on CUDA")
-    option("--batch_size", type=int, help="train: sequences at a time, not the config's")
-    option("--accumulation", type=int, help="train: batches per step, not the config's")
-    option("--rounds", type=int, default=7, help="timed rounds, after warm-up")
+    option("--batch_size", type=at_least(1), help="train: sequences at a time, not the config's")
+    option("--accumulation", type=at_least(1), help="train: batches per step, not the config's")
+    option("--rounds", type=at_least(1), default=7, help="timed rounds, after warm-up")
     option("--sizes", nargs="+", default=["base", "large"], help="inference: also demo")
-    option("--lengths", type=int, nargs="+", default=[128, 512], help="tokens; not for train")
-    option("--n_keys", type=int, default=512, help="layer: N^2 slots")
-    option("--slots", type=int, nargs="*", help="causal: numbers N of N^2 slots")
+    option("--lengths", type=at_least(1), nargs="+", default=[128, 512],
+           help="tokens; not for train")
+    option("--n_keys", type=at_least(1), default=512, help="layer: N^2 slots")
+    option("--slots", type=at_least(1), nargs="*", help="causal: numbers N of N^2 slots")
     args, args.settings = parser.parse_known_intermixed_args(argv)
     if args.settings and args.command != "train":
         parser.error(f"unknown argument: {args.settings[0]}")

@@ -19,74 +19,43 @@ writes NAME.html, for predict NAME.tsv. python measure.py COMMAND --help lists a
 import itertools
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from lib.corpus import causal_heldout, masked_heldout, open_corpus
+from lib import slots as reading
+from lib import tasks, weights
+from lib.corpus import causal_heldout, masked_heldout
 from lib.device import to_device, use_device
-from lib.files import markdown, to_json, write_text
-from lib.ranks import Progress, deal_batches, run_ranks, sum_over_ranks
+from lib.files import markdown, read_table, to_json, tsv_text, write_text
+from lib.ranks import deal_batches, first_rank, run_ranks, sum_over_ranks
 from lib.run import Run, read_state
-from lib.settings import Parser, UserError
-from lib.slots import (
-    continue_text,
-    load_with_tokenizer,
-    open_model,
-    page_data,
-    page_html,
-    print_guess,
-    training_text,
-    usage_cells,
-)
+from lib.settings import Parser, Progress, UserError, at_least
 from lib.squad import best_answers, make_windows, read_squad
-from lib.tasks import (
-    batches_by_length,
-    encode_examples,
-    find_task,
-    load_examples,
-    pad,
-    pick_texts,
-    predict_examples,
-    prediction_table,
-    read_table,
-    score_row,
-    task_name,
-    tsv_text,
-)
 from lib.tokenizer import special_tokens, text_tokenizer
 from lib.training import evaluate_language_model
 from lib.usage import count_reads, usage_metrics
-from lib.weights import (
-    check_objective,
-    find_weights,
-    load_model,
-    median_seed,
-    read_weights,
-    trained_on,
-)
 from model import SpanReader, value_tables
 
 
 def table(args):
     """Print Table 2 (perplexity and slot usage, with --data) or 6 (usage of fine-tuned runs)."""
     device, _ = use_device(args.device, "float32")
-    if args.data:
-        table_2(args, device)
-    else:
-        table_6(args, device)
+    make_table = table_2 if args.data else table_6
+    make_table(args, device)
 
 
 def table_2(args, device):
     """Evaluate language models on whole test splits, with the same batches for all."""
-    causal = read_weights(args.runs[0])["config"].causal
+    causal = weights.read_weights(args.runs[0])["config"].causal
     for path in args.runs:
         check_language_model(path, causal)
-    seq_len = min(training_text(path)[0] for path in args.runs)
+    seq_len = min(reading.training_text(path)[0] for path in args.runs)
     heldout, tokens = {}, {}
     for name in args.data:
-        corpus = open_corpus(name, *args.runs, seen=args.seen)
+        corpus = weights.open_corpus(name, *args.runs, seen=args.seen)
         tokens[name] = len(corpus.split("test"))
         if causal:  # windows overlap by half: a token is predicted once, and its reads count twice
             heldout[name] = causal_heldout(corpus, "test", seq_len, 8, stride=seq_len // 2)
@@ -95,24 +64,41 @@ def table_2(args, device):
     longest = max(tokens, key=tokens.get)
     rows, records = [], []
     for path in args.runs:
-        checkpoint, _ = find_weights(path)
-        model = load_model(checkpoint).to(device)
-        row = {"run": path, **how_trained(checkpoint)}
-        record = {"checkpoint": str(checkpoint), **row, "results": {}}
+        checkpoint, _ = weights.find_weights(path)
+        model = weights.load_model(checkpoint).to(device)
+        facts = {"run": path, **how_trained(checkpoint)}
+        perplexities, results = {}, {}
         for name, batches in heldout.items():
             batches = Progress(batches, f"{path}, data/{name}")
-            results, _ = evaluate_language_model(model, batches, device)
-            record["results"][name] = [results]
-            row[f"{name} ppl"] = results["perplexity"]
-            if name == longest:
-                usage = usage_cells(results["layers"])
-        rows.append({**row, **usage})
-        records.append(record)
+            results[name], _ = evaluate_language_model(model, batches, device)
+            perplexities[f"{name} ppl"] = results[name]["perplexity"]
+        rows.append(facts | perplexities | usage_cells(results[longest]["layers"]))
+        records.append({"checkpoint": str(checkpoint), **facts, "results": results})
     note = (f"Test splits, sequences of {seq_len}. Usage on data/{longest}, the longest "
             f"({tokens[longest]:,} tokens; our reading). Steps: those of the initial model + the "
             "run's own, which took so many seconds. Only rows with the same number of steps show "
             "what the memory does.")
     write_table(args.out, rows, note, {"note": note, "runs": records})
+
+
+CELLS = {  # columns of a table; names are those of usage_metrics
+    "MU": "{mu:.1%}",
+    "uniform MU": "{mu_uniform:.1%}",
+    "top-1 MU": "{top1_mu:.1%}",
+    "uniform top-1": "{top1_mu_uniform:.1%}",
+    "KL_u": "{kl_u:.2f}",
+    "KL_w": "{kl_w:.2f}",
+    "effective k": "{effective_k:.1f}",
+    "accesses": "{accesses:,.0f}",
+}
+
+
+def usage_cells(layers):
+    """Make the columns CELLS of a table from {layer: usage_metrics}."""
+    cells = {"layers": "/".join(map(str, layers)) or "-"}
+    for column, form in CELLS.items():
+        cells[column] = "/".join(form.format(**metrics) for metrics in layers.values()) or "-"
+    return cells
 
 
 def how_trained(checkpoint):
@@ -121,26 +107,23 @@ def how_trained(checkpoint):
     The steps are those of its initial models and its own. "?" stands for Hugging Face's weights.
     """
     if not (checkpoint / "state.pt").is_file():
-        return {"steps": "?", "seed": "?", "seconds": "?"}
+        return dict.fromkeys(("steps", "seed", "seconds"), "?")
     settings, state = Run(checkpoint.parent).settings(), read_state(checkpoint)
-    steps = f"{state['step']:,}"
     first = settings["first_step"]
-    if first:
-        steps = f"{first:,} + {steps}"
-    public = any(text["train"] is None and not Path(text["name"], "state.pt").is_file()
-                 for text in trained_on(checkpoint))  # Hugging Face's weights were at the beginning
-    if settings["init_checkpoint"] and (public or not first):
-        steps = f"? + {steps}"
-    seconds = round(state["elapsed"] + state["seconds"])
-    return {"steps": steps, "seed": settings["seed"], "seconds": seconds}
+    steps = [f"{step:,}" for step in (first, state["step"]) if step]
+    public = any(text["train"] is None for text in weights.trained_on(checkpoint))
+    if public or settings["init_checkpoint"] and not first:
+        steps.insert(0, "?")
+    return {"steps": " + ".join(steps), "seed": settings["seed"],
+            "seconds": round(state["elapsed"] + state["seconds"])}
 
 
 def check_language_model(path, causal):
     """Raise UserError unless `path` has a language model: causal if `causal`, else masked."""
-    saved = read_weights(path)
+    saved = weights.read_weights(path)
     if saved.get("head"):
         raise UserError(f"{path}: a fine-tuned checkpoint has no language-model head")
-    check_objective(path, saved["config"], causal)
+    weights.check_objective(path, saved["config"], causal)
     if "transform.weight" not in saved["weights"]:
         raise UserError(f"{path}: no masked-LM head: train one first: python pretrain.py "
                         f"configs/own_bert_resm.py --init_from={path}")
@@ -153,11 +136,22 @@ def table_6(args, device):
         facts, examples = task_examples(path, split)
         counts = count_task_reads(path, examples, device)
         layers = {layer: usage_metrics(**sums) for layer, sums in counts.items()}
-        records.append({"run": path, **facts, "layers": layers})
-        rows.append({"run": path, **facts, **usage_cells(layers)})
+        facts = {"run": path, **facts}
+        rows.append(facts | usage_cells(layers))
+        records.append(facts | {"layers": layers})
     note = ("Best epoch so far, dev (MNLI: matched) and train: the paper names no split. Padding "
             "does not count as an access.")
     write_table(args.out, rows, note, records)
+
+
+def find_tuned(path):
+    """Find a fine-tuned run's weights. Returns (folder, path of vocab.txt, settings)."""
+    folder, vocab = weights.find_weights(path)
+    settings = Run(folder.parent).settings()
+    if "task" not in settings:
+        raise UserError(f"{path}: not a fine-tuned run: python finetune.py makes one (others: "
+                        "measure.py table RUN --data NAME)")
+    return folder, vocab, settings
 
 
 def task_examples(path, split):
@@ -165,58 +159,94 @@ def task_examples(path, split):
 
     Returns {"task", "split", "examples": their number} and the Examples, or SQuAD's Windows.
     """
-    checkpoint, vocab = find_weights(path)
-    settings = Run(checkpoint.parent).settings()
-    if "task" not in settings:
-        raise UserError(f"{path}: not a fine-tuned run (others: measure.py table RUN --data NAME)")
-    task = find_task(settings["task"])
+    _, vocab, settings = find_tuned(path)
+    task = tasks.find_task(settings["task"])
     if split == "dev":
         split = task.dev[""]
-    examples = load_examples(task, split, text_tokenizer(vocab), settings["max_len"],
-                             settings["doc_stride"])
+    examples = tasks.load_examples(task, split, text_tokenizer(vocab), settings["max_len"],
+                                   settings["doc_stride"])
     return {"task": task.name, "split": split, "examples": len(examples)}, examples
 
 
 @torch.no_grad()
 def count_task_reads(path, examples, device):
     """Count what the model at `path` reads in Examples or Windows (see count_reads)."""
-    model = load_model(path).to(device).eval()
-    lengths = np.array([len(example.ids) for example in examples])
+    model = weights.load_model(path).to(device).eval()
     with count_reads(value_tables(model), sum_over_ranks) as counts:
-        for index in deal_batches(Progress(batches_by_length(lengths, 32), path)):
-            batch = pad([examples[n] for n in index])
+        for index in deal_batches(Progress(tasks.batches_by_length(examples, 32), path)):
+            batch = tasks.pad([examples[n] for n in index])
             model.bert(**to_device(batch, device))
     return counts
 
 
+AVERAGED = ["mnli", "qqp", "qnli", "sst2", "cola"]
+TWO_SCORES = {  # the metrics in a cell; other tasks have the one that picks the epoch
+    "squad": ("exact_match", "f1"),
+    "mnli": ("accuracy", "accuracy_mm"),
+    "mrpc": ("accuracy", "f1"),
+    "stsb": ("pearson", "spearmanr"),
+}
+
+
 def glue(args):
     """Print Tables 4, 5 and 7: dev scores of fine-tuned runs, medians over their seeds."""
-    systems = {}  # {(initial model, update_memory): {task: eval_results.json}}
-    hashes = {}  # of the initial models
+    systems = {}  # {(initial model, memory update): {task: score_record}}
+    records, hashes = [], {}  # hashes of the initial models
     for path in args.runs:
-        results = Run(path).results()
-        if not results:
+        if not Run(path).results():
             continue
-        settings = Run(path).seeds()[0].settings()
-        task = task_name(settings["task"])
-        initial, sha256 = Path(settings["init_from"]), settings.get("init_sha256")
-        if sha256 and hashes.setdefault(initial, sha256) != sha256:
+        record, sha256 = score_record(path)
+        initial, task = record["initial"], record["task"]
+        if hashes.setdefault(initial, sha256) != sha256:
             raise UserError(f"{path} started from other weights of {initial} than a run before it: "
                             "the model was trained anew; fine-tune all runs from one")
-        tasks = systems.setdefault((initial, settings["update_memory"]), {})
-        if task in tasks:
-            raise UserError(f"{path}: a second run of {task} from {settings['init_from']}: name "
-                            "only one")
-        tasks[task] = results
+        done = systems.setdefault((initial, record["update"]), {})
+        if task in done:
+            raise UserError(f"{path}: a second run of {task} from {initial}: name only one")
+        done[task] = record
+        records.append(record)
     if not systems:
         raise UserError(f"{', '.join(args.runs)}: no fine-tuned run that is done")
-    rows = [score_row(*system, tasks) for system, tasks in systems.items()]
-    empty = {name for name in rows[0] if all(row.get(name) is None for row in rows)}
-    rows = [{name: row[name] for name in row if name not in empty} for row in rows]
+    rows = list(map(score_row, systems.values()))
     note = ("Dev splits, median over the seeds of each seed's best epoch; (n): of n seeds. "
             "squad: exact match/F1; mnli: matched/mismatched; cola: Matthews' correlation. "
             "Avg: of the six numbers from mnli to cola, once all are there.")
-    write_table(args.out, rows, note, rows)
+    write_table(args.out, rows, note, records)
+
+
+def score_record(path):
+    """Read the scores of a fine-tuned run. Returns a record, and the SHA-256 of where it started.
+
+    "scores" are the medians in percent; "seeds" has the scores of each seed.
+    """
+    run = Run(path)
+    [first, *_] = [*run.seed_runs(), run]
+    settings, results = first.settings(), run.results()
+    task = tasks.task_name(settings["task"])
+    percent = 1 if task == "squad" else 100
+
+    def pick(scores):
+        metrics = TWO_SCORES.get(task, [results["metric"]])
+        return [percent * scores[f"eval_{metric}"] for metric in metrics]
+
+    seeds = results.get("seeds", {"": results})  # the folder of one seed has no others
+    record = {"run": path, "initial": str(Path(settings["init_from"])),
+              "update": settings["update_memory"], "task": task, "scores": pick(results),
+              "seeds": {seed: pick(scores) for seed, scores in seeds.items()}}
+    return record, settings["init_sha256"]
+
+
+def score_row(done):
+    """Make a row of Table 4, a dict by column. done: {task: score_record} of one system."""
+    [record, *_] = done.values()
+    row = {"initial model": record["initial"], "memory update": "Y" if record["update"] else "N"}
+    for task in sorted(done, key=[*tasks.TASKS, *done].index):
+        scores = "/".join(f"{score:.1f}" for score in done[task]["scores"])
+        row[task] = f"{scores} ({len(done[task]['seeds'])})"
+    if done.keys() >= set(AVERAGED):
+        scores = [score for task in AVERAGED for score in done[task]["scores"]]
+        row["Avg"] = f"{np.mean(scores):.1f}"
+    return row
 
 
 def by_class(args):
@@ -224,116 +254,64 @@ def by_class(args):
     device, _ = use_device(args.device, "float32")
     records = []
     for path in args.runs:
-        labels = read_weights(path).get("labels")
+        checkpoint, _, settings = find_tuned(path)
+        labels = weights.read_weights(checkpoint).get("labels")
         if not labels:
             raise UserError(f"{path}: by_class compares classes, this model knows none")
-        _, examples = task_examples(path, "train")
-        parts = draw_parts(examples)
-        negative, positive = (labels[part[0].label] for part in parts[::3])
-        facts = {"run": path, "split": "train", "classes": f"{positive} against {negative}"}
-        start = Run(find_weights(path)[0].parent).settings()["init_checkpoint"]
-        for when, weights in (("before", start), ("after", path)):
-            counts = [count_task_reads(weights, part, device) for part in parts]
+        start, _ = weights.find_weights(settings["init_checkpoint"])
+        if weights.model_hash(start) != settings["init_sha256"]:
+            raise UserError(f"{path} started from other weights than {start} has now: the model "
+                            "was trained anew; fine-tune it again, with another --out")
+        classes = largest_classes(task_examples(path, "train")[1])
+        low, high = (labels[examples[0].label] for examples in classes)
+        facts = {"run": path, "split": "train", "classes": f"{high} against {low}"}
+        for when, folder in (("before", start), ("after", checkpoint)):
+            counts = [count_task_reads(folder, examples, device) for examples in classes]
             for layer in counts[0]:
-                top1 = np.array([part[layer]["top1"] for part in counts])  # (6, n_slots)
+                negative, positive = (reads[layer]["top1"] for reads in counts)
                 records.append({**facts, "when": when, "layer": layer,
-                                **class_distances(top1[3:5], top1[:2]),
-                                **whole_distances(top1[3:].sum(0), top1[:3].sum(0)),
-                                "accesses": int(top1[[0, 1, 3, 4]].sum()) // 4})
-    note = ("Whole: the paper's KL (nats) and IOU of top-1 slots; KL over slots that both classes "
-            "read, which have the share `shared` of their reads. Between: KL(p || 0.9 q + 0.1 p) "
-            "and IOU of random halves of the classes. Floor: of two halves of one class. Accesses: "
-            "of a half.")
-    rows = [{"kl_whole (slots of both)" if key == "kl_whole" else key: value
-             for key, value in record.items()} for record in records]
-    write_table(args.out, rows, note, records, draw_class_distances)
+                                **class_distances(positive, negative),
+                                "accesses": int(positive.sum() + negative.sum())})
+    note = ("KL (nats) and IOU of the slots that are top-1 for two classes. KL is over the slots "
+            "that both classes read, which have the share `shared` of their reads. Accesses: of "
+            "both classes.")
+    write_table(args.out, records, note, records, draw_class_distances)
 
 
-def draw_parts(examples):
-    """Part the examples of the two largest classes, at random.
+def largest_classes(examples):
+    """List the Examples of the two largest classes. The class of the lower number comes first."""
+    counts = Counter(example.label for example in examples)
+    labels = sorted(label for label, _ in counts.most_common(2))
+    return [[example for example in examples if example.label == label] for label in labels]
 
-    Returns six lists of Examples, three of each class, the lower class first. The first two of a
-    class have as many Examples as half of the smaller class. The third has the others.
+
+def class_distances(positive, negative):
+    """Compute KL(t+ || t-), in nats, and IOU of two classes' top-1 slots (Figure 4).
+
+    positive, negative: top-1 counts (n_slots,) of all examples of a class. The KL would be infinite
+    if only positive examples read a slot. It is taken over the slots that both classes read, whose
+    shares are normalised again (our reading). "shared" is the share of the reads there, the mean
+    of both classes.
     """
-    rng = np.random.default_rng(0)
-    labels = np.array([example.label for example in examples])
-    counts = np.bincount(labels)
-    classes = np.sort(np.argsort(-counts, kind="stable")[:2])
-    size = counts[classes].min() // 2
-    parts = []
-    for label in classes:
-        drawn = [examples[n] for n in rng.permutation(np.flatnonzero(labels == label))]
-        parts += [drawn[:size], drawn[size:2 * size], drawn[2 * size:]]
-    return parts
-
-
-def whole_distances(positive, negative):
-    """Compute the paper's KL(t+ || t-), in nats, and IOU of two classes (Figure 4).
-
-    positive, negative: top-1 counts (n_slots,) of all examples of a class. The KL is infinite where
-    only positive examples read a slot. It is taken over the slots that both classes read, whose
-    shares are normalised again (our reading). "shared": the share of the reads there, the mean of
-    both classes.
-    """
-    p = positive / positive.sum()
-    q = negative / negative.sum()
+    p, q = positive / positive.sum(), negative / negative.sum()
     iou = np.minimum(p, q).sum() / np.maximum(p, q).sum()
     both = (p > 0) & (q > 0)
     p, q = p[both], q[both]
     shared = (p.sum() + q.sum()) / 2
-    return {"kl_whole": divergence(p / p.sum(), q / q.sum()), "shared": shared, "iou_whole": iou}
-
-
-def class_distances(positive, negative):
-    """Measure how much the slots that two classes read differ (Figure 4).
-
-    positive, negative: top-1 counts of two random halves of each class, (2, n_slots). p and q are
-    the slots' shares in a half of the positive and of the negative class. Our reading:
-    - kl_between is KL(p || 0.9 q + 0.1 p) in nats, the mean over the four pairs of halves. The
-      0.1 p bounds it by log 10.
-    - iou_between is the sum of min(p, q) over the sum of max(p, q). Each sum is first averaged over
-      the four pairs.
-    - kl_floor and iou_floor compare the halves of one class: the noise of few accesses.
-    """
-    positive = positive / positive.sum(1, keepdims=True)
-    negative = negative / negative.sum(1, keepdims=True)
-    pairs = {"between": list(itertools.product(positive, negative)),
-             "floor": [*itertools.permutations(positive), *itertools.permutations(negative)]}
-    distances = {}
-    for kind, shares in pairs.items():
-        common = np.mean([np.minimum(p, q).sum() for p, q in shares])
-        distances[f"kl_{kind}"] = np.mean([divergence(p, 0.9 * q + 0.1 * p) for p, q in shares])
-        distances[f"iou_{kind}"] = common / (2 - common)  # the shares of each half sum to 1
-    return distances
-
-
-def divergence(p, q):
-    """Compute KL(p || q) in nats, of shares (n_slots,). q is above 0 where p is."""
-    read = p > 0
-    return (p[read] * np.log(p[read] / q[read])).sum()
+    p, q = p / p.sum(), q / q.sum()
+    return {"kl": (p * np.log(p / q)).sum(), "shared": shared, "iou": iou}
 
 
 def draw_class_distances(records):
-    """Draw Figure 4: KL and IOU between the two classes, each beside its noise floor.
-
-    records: by_class's, one for each run, layer and moment.
-    """
-    figure, [panels] = subplots(1, 2, 0.55 * len(records) + 1.2, sharey=True)
-    places = np.arange(len(records))
+    """Draw Figure 4 from by_class's records: two bars for each run, layer and moment."""
+    figure, [panels] = subplots(1, 2, 0.4 * len(records) + 0.7, sharey=True)
     labels = [f"{Path(record['run']).name}\nlayer {record['layer']}, {record['when']}"
               for record in records]
-    kinds = {"between": "two classes", "floor": "two halves of one class"}
-    for axes, key in zip(panels, ("kl", "iou")):
-        for shift, (kind, label) in zip((-0.2, 0.2), kinds.items()):
-            lengths = [record[f"{key}_{kind}"] for record in records]
-            bars = axes.barh(places + shift, lengths, 0.4, label=label)
-            axes.bar_label(bars, fmt="%.2f")
-        axes.margins(x=0.3)  # room for the labels
-    panels[0].set_title("KL (nats)")
-    panels[1].set_title("IOU")
-    panels[0].set_yticks(places, labels)
+    for axes, key, title in zip(panels, ("kl", "iou"), ("KL (nats)", "IOU")):
+        bars = axes.barh(labels, [record[key] for record in records])
+        axes.bar_label(bars, fmt="%.2f")
+        axes.set(title=title, xmargin=0.3)  # room for the labels
     panels[0].invert_yaxis()
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left")
     return figure
 
 
@@ -347,12 +325,12 @@ def staleness(args):
             last = 0  # number of each slot's last snapshot, 0 for none
             for number, counts in enumerate(snapshots.values(), 1):
                 top1 = counts[f"layer{layer}_top1"]
-                last = np.where(top1 > 0, number, last)
+                last = np.where(top1, number, last)
             shares = np.bincount(last, minlength=len(snapshots) + 1) / len(last)
             shares = dict(zip(["never", *snapshots], shares.tolist(), strict=True))
             facts = {"run": path, "layer": layer, "accesses": int(top1.sum())}
             records.append({**facts, "slots": shares})
-            rows.append({**facts, **{step: f"{share:.1%}" for step, share in shares.items()}})
+            rows.append(facts | {step: f"{share:.1%}" for step, share in shares.items()})
     note = ("Share of the slots by the step of the last snapshot at which they were top-1. A "
             "snapshot counts accesses in the run's held-out sequences.")
     write_table(args.out, rows, note, records, draw_staleness)
@@ -365,12 +343,10 @@ def draw_staleness(records):
     """
     figure, panels = subplots(len(records), 1, 1.7 * len(records) + 0.5, sharey=True)
     for axes, record in zip(panels.flat, records, strict=True):
-        steps = list(map(str, record["slots"]))
         shares = [100 * share for share in record["slots"].values()]
-        bars = axes.bar(steps, shares)
+        bars = axes.bar(list(map(str, record["slots"])), shares)
         axes.bar_label(bars, fmt="%.1f")
-        axes.set_ylim(0, 115)
-        axes.set_title(f"{Path(record['run']).name}, layer {record['layer']}")
+        axes.set(ylim=(0, 115), title=f"{Path(record['run']).name}, layer {record['layer']}")
     figure.supxlabel("step of the last snapshot in which a slot was top-1")
     figure.supylabel("slots (%)")
     return figure
@@ -398,22 +374,20 @@ def draw_curves(runs):
     figure, panels = subplots(2, 1, 8, sharex=True)
     [upper], [lower] = panels
     for number, (path, log) in enumerate(runs.items()):
-        color = f"C{number}"
+        name, color = Path(path).name, f"C{number}"
         steps = [evaluation["step"] for evaluation in log]
         perplexity = [evaluation["perplexity"] for evaluation in log]
-        upper.plot(steps, perplexity, color=color, label=Path(path).name)
+        upper.plot(steps, perplexity, color=color, label=name)
         for layer, line in zip(log[-1]["layers"], itertools.cycle(("-", "--", "-.", ":"))):
             usage = [100 * evaluation["layers"][layer]["top1_mu"] for evaluation in log]
-            lower.plot(steps, usage, line, color=color, label=f"{Path(path).name}, layer {layer}")
+            lower.plot(steps, usage, line, color=color, label=f"{name}, layer {layer}")
     last = [log[-1]["perplexity"] for log in runs.values()]
-    upper.set_yscale("log")
-    upper.set_ylim(0.9 * np.nanmin(last), 2 * np.nanmax(last))  # nan: diverged
+    limits = 0.9 * np.nanmin(last), 2 * np.nanmax(last)  # nan: diverged
+    upper.set(yscale="log", ylim=limits, title="perplexity on held-out text (log scale)")
     upper.yaxis.set_minor_formatter("{x:g}")
-    upper.set_title("perplexity on held-out text (log scale)")
+    lower.set(ylim=(0, 102), title="top-1 memory usage (% of slots)",
+              xlabel="training steps, with those of the initial model")
     upper.legend()
-    lower.set_ylim(0, 102)
-    lower.set_title("top-1 memory usage (% of slots)")
-    lower.set_xlabel("training steps, with those of the initial model")
     lower.legend()
     return figure
 
@@ -432,10 +406,10 @@ def write_table(out, rows, note, data, draw=None):
 
     rows: dicts {column: cell}. The figure draw(data) goes to <out>.png and <out>.svg.
     """
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    columns = dict.fromkeys(itertools.chain(*rows))
     text = f"{markdown(columns, [map(row.get, columns) for row in rows])}\n{note}\n"
     print(text, end="")
-    if not out:
+    if not out or not first_rank():
         return
     if not Path(f"{out}.json").exists():  # else an earlier table is replaced
         new_file(out, ".md")
@@ -457,7 +431,7 @@ def new_file(name, ending):
 
 def slots(args):
     """Show the ten most read slots of a layer, with contexts."""
-    model, _, corpus = open_model(args.run, args.data, args.device, args.seen)
+    model, _, corpus = reading.open_model(args)
     layers = value_tables(model)
     if args.layer not in layers:
         raise UserError(f"{args.run}: no memory in layer {args.layer}; its memory layers: "
@@ -467,11 +441,9 @@ def slots(args):
     for slot in reads.top_slots(10):
         facts = {"slot": slot, "reads": int(reads.counts["read"][slot]),
                  "top1": int(reads.counts["top1"][slot])}
-        contexts = []
-        for weight, text, _ in corpus.contexts(args.layer, slot, args.contexts):
-            contexts.append((weight, text))
-            rows.append({**facts, "weight": weight, "context": text})
+        contexts = [found[:2] for found in corpus.contexts(args.layer, slot, args.contexts)]
         records.append({**facts, "contexts": contexts})
+        rows += [{**facts, "weight": weight, "context": text} for weight, text in contexts]
     note = f"{corpus.ids.size:,} tokens of data/{corpus.name}; weights are summed over the heads."
     write_table(args.out, rows, note, records)
 
@@ -479,7 +451,7 @@ def slots(args):
 def fill(args):
     """Guess each [MASK]; show the slots read there, and what else reads those."""
     check_language_model(args.run, causal=False)
-    model, tokenizer, corpus = open_model(args.run, args.data, args.device, args.seen)
+    model, tokenizer, corpus = reading.open_model(args)
     special = special_tokens(tokenizer.get_vocab())
     ids = tokenizer.encode(args.text.replace("[MASK]", special.mask)).ids
     positions = np.flatnonzero(np.equal(ids, tokenizer.token_to_id(special.mask)))
@@ -487,35 +459,36 @@ def fill(args):
         raise UserError(f"no [MASK] in {args.text!r}: write one where a word is to be guessed")
     if len(ids) > model.bert.config.max_len:
         raise UserError(f"the text has more tokens than {args.run} has positions: shorten it")
-    if len(ids) > training_text(args.run)[0]:
+    if len(ids) > reading.training_text(args.run)[0]:
         print("the model was trained on shorter sequences: positions beyond are untrained")
     for position in positions:
         print(f"[MASK] at token {position}:")
-        print_guess(model, tokenizer, ids, position, corpus, args.contexts)
+        reading.print_guess(model, tokenizer, ids, position, corpus, args.contexts)
 
 
 def sample(args):
     """Continue a text with a causal language model."""
     check_language_model(args.run, causal=True)
     device, _ = use_device(args.device, "float32")
-    model, tokenizer = load_with_tokenizer(args.run)
+    model, tokenizer = reading.load_with_tokenizer(args.run)
     start = special_tokens(tokenizer.get_vocab()).sep  # a document begins
     ids = tokenizer.encode(start + args.text, add_special_tokens=False).ids
-    window, _ = training_text(args.run)
+    window, _ = reading.training_text(args.run)
     generator = torch.Generator().manual_seed(args.seed)
-    ids = continue_text(model.to(device), ids, args.tokens, window, args.temperature, generator)
+    ids = reading.continue_text(model.to(device), ids, args.tokens, window, args.temperature,
+                                generator)
     print(tokenizer.decode(ids[1:], skip_special_tokens=False))
 
 
 def browse(args):
     """Write an HTML page of what slots know: usage, contexts, a search for tokens."""
-    path = new_file(args.out, ".html")
-    _, _, corpus = open_model(args.run, args.data, args.device, args.seen)
+    path = new_file(args.out or "memory", ".html")
+    _, _, corpus = reading.open_model(args)
     if not corpus:
         raise UserError(f"{args.run}: a model without memory has no slots")
     note = f"What {corpus.ids.size:,} tokens of data/{corpus.name} read, nothing masked"
-    data = page_data(corpus, args.contexts)
-    write_text(path, page_html({"title": args.run, "note": note, **data}))
+    data = reading.page_data(corpus, args.contexts)
+    write_text(path, reading.page_html({"title": args.run, "note": note, **data}))
     print(f"wrote {path}: open it in a browser")
 
 
@@ -527,25 +500,22 @@ def predict(args):
     """
     file = Path("/dev/stdin" if args.file == "-" else args.file)
     out = args.out and new_file(args.out, ".tsv")
-    folder, vocab = find_weights(median_seed(args.run))
-    settings = Run(folder.parent).settings()
-    if "task" not in settings:
-        raise UserError(f"{args.run}: not a fine-tuned model: python finetune.py makes one")
+    folder, vocab, settings = find_tuned(args.run)
     device, _ = use_device(args.device, "float32", sys.stderr)  # the table is alone on stdout
-    model = load_model(folder).to(device)
+    model = weights.load_model(folder).to(device)
     tokenizer, max_len = text_tokenizer(vocab), settings["max_len"]
     if isinstance(model, SpanReader):
         windows = make_windows(tokenizer, read_squad(file), max_len, settings["doc_stride"])
+        answers = best_answers(windows, tasks.predict_examples(model, windows))
         rows = [["id", "question", "prediction", "score"]]
-        answers = best_answers(windows, predict_examples(model, windows))
-        for question, (text, score) in answers.items():
-            rows.append([question.id, question.text, text, f"{score:.3f}"])
+        rows += [[question.id, question.text, text, f"{score:.3f}"]
+                 for question, (text, score) in answers.items()]
     else:
         given = read_table(file)
-        texts = pick_texts(file, given, settings.get("texts"))  # None: an old run
-        examples = encode_examples(tokenizer, texts, [None] * len(texts), max_len)
-        header, cells = prediction_table(predict_examples(model, examples),
-                                         read_weights(folder)["labels"])
+        texts = tasks.pick_texts(file, given, settings["texts"])
+        examples = tasks.encode_examples(tokenizer, texts, [None] * len(texts), max_len)
+        header, cells = tasks.prediction_table(tasks.predict_examples(model, examples),
+                                               weights.read_weights(folder)["labels"])
         rows = [[*given[0], *header]]
         rows += [[*row.values(), *new] for row, new in zip(given, cells)]
     if out:
@@ -554,61 +524,47 @@ def predict(args):
         print(tsv_text(rows), end="")
 
 
-def command_line():
-    """Make the parser: a section for each command, in the order of the docstring above."""
-    parser = Parser(description=__doc__)
-    sections = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def begin(command, *parents):
-        section = sections.add_parser(command.__name__, help=command.__doc__, parents=parents)
-        section.set_defaults(call=command)
-        return section.add_argument
-
-    runs, device, text, reader = (Parser(add_help=False) for _ in range(4))  # of several commands
-    runs.add_argument("runs", nargs="+", metavar="out/RUN")
-    runs.add_argument("--out", metavar="NAME", help="write NAME.md, .json; a figure: .png, .svg")
-    device.add_argument("--device", default="auto", help="auto, cuda, mps or cpu")
-    text.add_argument("--seen", action="store_true",
-                      help="read documents that a run was trained on in another split, too")
-    reader.add_argument("run", help="out/RUN, or one of its checkpoints")
-    reader.add_argument("--data", metavar="NAME", help="data/NAME, not the run's corpus")
-    reader.add_argument("--contexts", type=int, default=5, help="of a slot (5)")
-
-    option = begin(table, runs, device, text)
-    option("--data", nargs="+", metavar="NAME", help="data/NAME: perplexity on it (Table 2)")
-
-    begin(glue, runs)
-
-    begin(by_class, runs, device)
-    begin(staleness, runs)
-    begin(curves, runs)
-
-    option = begin(slots, reader, device, text)
-    option("--layer", type=int, required=True, help="counted from 1")
-    option("--out", metavar="NAME", help="write NAME.md and NAME.json")
-
-    option = begin(fill, reader, device, text)
-    option("text", help="a text with [MASK] in it, in quotes")
-
-    option = begin(sample, device)
-    option("run", help="out/RUN, or one of its checkpoints")
-    option("text", help="the prompt, or '' for none; [SEP] ends a document")
-    option("--tokens", type=int, default=40, help="to add (40)")
-    option("--temperature", type=float, default=0.8, help="0: the likeliest token (0.8)")
-    option("--seed", type=int, default=0, help="of the draws (0)")
-
-    option = begin(browse, reader, device, text)
-    option("--out", required=True, metavar="NAME", help="write NAME.html")
-
-    option = begin(predict, device)
-    option("run", help="a fine-tuned out/RUN, or one of its seeds")
-    option("file", help="TSV with a header, SQuAD's JSON, or - (stdin)")
-    option("--out", metavar="NAME", help="write NAME.tsv")
-    return parser
+COMMANDS = {  # the arguments of each, in the order of the docstring above
+    table: "runs --data... --out --device --seen",
+    glue: "runs --out",
+    by_class: "runs --out --device",
+    staleness: "runs --out",
+    curves: "runs --out",
+    slots: "run --layer --contexts --data --out --device --seen",
+    fill: "run text --contexts --data --device --seen",
+    sample: "run text --tokens --temperature --seed --device",
+    browse: "run --contexts --data --out --device --seen",
+    predict: "run file --out --device",
+}
+ARGUMENTS = {
+    "runs": {"nargs": "+", "metavar": "out/RUN"},
+    "run": {"help": "out/RUN, or one of its checkpoints or seeds"},
+    "text": {"help": "in quotes; fill guesses each [MASK], sample goes on with it"},
+    "file": {"help": "TSV with a header, SQuAD's JSON, or - (stdin)"},
+    "--data...": {"nargs": "+", "metavar": "NAME", "help": "data/NAME: perplexity on it (Table 2)"},
+    "--data": {"metavar": "NAME", "help": "data/NAME, not the run's corpus"},
+    "--out": {"metavar": "NAME", "help": "write files of this name"},
+    "--device": {"default": "auto", "help": "auto, cuda, mps or cpu"},
+    "--seen": {"action": "store_true",
+               "help": "read documents that a run was trained on in another split, too"},
+    "--layer": {"type": at_least(1), "required": True, "help": "counted from 1"},
+    "--contexts": {"type": at_least(1), "default": 5, "help": "of a slot (5)"},
+    "--tokens": {"type": at_least(1), "default": 40, "help": "to add (40)"},
+    "--temperature": {"type": at_least(0, float), "default": 0.8,
+                      "help": "0: the likeliest token (0.8)"},
+    "--seed": {"type": at_least(0), "default": 0, "help": "of the draws (0)"},
+}
 
 
 def main(argv=None):
-    args = command_line().parse_args(argv)
+    parser = Parser(description=__doc__)
+    sections = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command, names in COMMANDS.items():
+        section = sections.add_parser(command.__name__, help=command.__doc__)
+        section.set_defaults(call=command)
+        for name in names.split():
+            section.add_argument(name.removesuffix("..."), **ARGUMENTS[name])
+    args = parser.parse_args(argv)
     args.call(args)
 
 

@@ -118,7 +118,9 @@ class Bert(nn.Module):
                                     for n in range(1, config.n_layer + 1))
         self.pooler = nn.Linear(d, d)
         self.apply(self.init_weights)
-        with torch.random.fork_rng([]):  # all others, a head's too, are drawn as without memories
+        # Memories draw from a copy of the generator. All other weights, and those of a head that is
+        # made after this, begin as they would without memories.
+        with torch.random.fork_rng([]):
             for layer in self.layers:
                 if layer.beta:
                     layer.memory = PKM(d, config.n_keys, config.memory_heads, config.topk,

@@ -16,8 +16,9 @@ To use a memory in another model, copy this file. It needs nothing but torch:
 >>> model = Block(32)
 >>> tables = {name: m for name, m in model.named_modules() if isinstance(m, ValueTable)}
 
-memory(x, mask) leaves padded tokens out. Take the tables before torch.compile, which renames them.
-If the rest is trained already, let values begin at 0: nn.init.zeros_(model.memory.values.weight).
+memory(x, mask) leaves padded tokens out. List the tables before you call torch.compile, because it
+puts "_orig_mod." before their names. If the rest of the model is trained already, let the values
+begin at 0: nn.init.zeros_(model.memory.values.weight).
 Values have no .grad, and other optimizers and clipping pass them by. LazyAdam updates the rows
 that were read, at a constant rate. Query and sub-keys need no weight decay:
 
@@ -38,11 +39,11 @@ that were read, at a constant rate. Query and sub-keys need no weight decay:
 step_with() makes both steps and calls scaler.update(); after an overflow it makes no step. To save
 a training, keep the state_dict() of model, dense, sparse and scaler. A memory also trains under
 activation checkpointing, torch.compile (a graph breaks at the values) and DistributedDataParallel
-(LazyAdam joins the reads of all ranks). Values learn in float32 or float64.
+(LazyAdam adds up the gradients of all ranks). Values learn in float32 or float64.
 
-In training the batch norm of the queries sees the whole batch: a causal model's output depends a
-little on later tokens and other sequences, and a single token raises an error. In evaluation
-neither holds.
+In training the batch norm of the queries sees the whole batch. Hence the output of a causal model
+depends a little on later tokens and on other sequences, and a batch of one token is an error. In
+evaluation a token's output depends on that token alone.
 
 lib/usage.py is the second file to copy. It shows which slots are in use, and which tokens read one:
 
@@ -132,9 +133,9 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         """Normalize x (tokens, features). mask: (tokens, 1) bool, True at real tokens, or None."""
         if mask is None or not self.training:
             return super().forward(x)
-        self.num_batches_tracked += 1
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         count = mask.sum()
+        self.num_batches_tracked += count > 1  # one token has no variance
         share = mask.T / count.clamp(min=1).to(x.dtype)  # (1, tokens): 1 / count at real tokens
         mean = share @ x
         var = share @ (x - mean).square()
@@ -172,7 +173,6 @@ class ValueTable(nn.Module):
        of weight * grad_out[token].
     `learns = False` freezes the table. backward(inputs=...) and torch.autograd.grad() train none.
     """
-    replicated = True  # under several ranks each rank has the whole table
 
     def __init__(self, n_slots, dim):
         super().__init__()
@@ -232,61 +232,48 @@ class LazyAdam(torch.optim.Optimizer):
         """Update once. grad_scale: what the loss was multiplied by."""
         with torch.enable_grad():
             loss = closure() if closure else None
-        weights = self.param_groups[0]["params"]
-        for table, weight in zip(self.tables, weights, strict=True):  # before any table moves
-            assert table.weight is weight, "a table has a new weight: make a new LazyAdam"
+        parameters = self.param_groups[0]["params"]
+        for table, parameter in zip(self.tables, parameters, strict=True):  # before any moves
+            assert table.weight is parameter, "a table has a new weight: make a new LazyAdam"
             assert table.weight.dtype in (torch.float32, torch.float64), (
                 f"values in {table.weight.dtype} lose small updates: keep them in float32, "
                 "under autocast")
         reads = [take_reads(table) for table in self.tables]
-        if all(grad_out.isfinite().all() for *_, grad_out in filter(None, reads)):
-            for table, read in zip(self.tables, reads, strict=True):
-                if read:
-                    slots, weights, grad_out = read
-                    self.update(table.weight, slots, weights / grad_scale, grad_out)
+        finite = all(grad_out.isfinite().all() for *_, grad_out in filter(None, reads))
+        if several_ranks() and parameters:  # all update, or none
+            finite = torch.tensor(finite, dtype=torch.uint8, device=parameters[0].device)
+            dist.all_reduce(finite, dist.ReduceOp.MIN)
+        if finite:
+            for parameter, read in zip(parameters, reads, strict=True):
+                sums = sum_rows(parameter, grad_scale, *read)
+                if several_ranks():
+                    sums = sum_over_ranks(parameter, sums)
+                self.update(parameter, sums)
         return loss
 
-    def step_with(self, dense, scaler):
+    def step_with(self, dense, scaler, grad_scale=1.0):
         """Step `dense`, the optimizer of all other weights, and this one under a GradScaler.
 
         It also calls scaler.update(). If the scaler leaves out the dense step, because a gradient
-        is not finite, the values stay, too.
+        is not finite, the values stay, too. grad_scale: what else the loss was multiplied by.
         """
         scale = scaler.get_scale()
         scaler.step(dense)
         scaler.update()
         if scaler.get_scale() >= scale:  # it falls where a step was left out
-            self.step(grad_scale=scale)
+            self.step(grad_scale=scale * grad_scale)
 
-    def update(self, weight, slots, weights, grad_out):
-        """Apply Adam to the rows that were read, some rows at a time.
-
-        slots, weights: (tokens, reads). grad_out: (tokens, dim).
-        """
-        # padded tokens have weights of 0, and tokens that the loss does not see no gradient
-        live = grad_out.any(1) & weights.any(1)
-        if not live.any():
-            return
-        state = self.state[weight]
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(weight)
-            state["exp_avg_sq"] = torch.zeros_like(weight)
-        state["step"] += 1
-        grad_out = grad_out[live].to(weight.dtype)
-        slot, order = slots[live].flatten().sort(stable=True)
-        token = order // slots.shape[1]
-        weights = weights[live].flatten()[order].to(weight.dtype)
-        rows, counts = slot.unique_consecutive(return_counts=True)
-        starts = counts.cumsum(0) - counts  # where each row's reads begin
-        size = max(1, 2**18 // weight.shape[1]) if weight.is_cpu else 2**16  # 1 MB fits a cache
-        ends = [*starts[size::size].tolist(), len(slot)]
-        begin = 0
-        for row, start, end in zip(rows.long().split(size), starts.split(size), ends, strict=True):
-            grad = F.embedding_bag(token[begin:end], grad_out, start - begin, mode="sum",
-                                   per_sample_weights=weights[begin:end])  # (rows, dim)
+    def update(self, weight, sums):
+        """Apply Adam to the rows that were read. sums: see sum_rows."""
+        for number, (row, grad) in enumerate(sums):
+            state = self.state[weight]
+            if not state:
+                state["step"] = 0
+                state["exp_avg"] = torch.zeros_like(weight)
+                state["exp_avg_sq"] = torch.zeros_like(weight)
+            if number == 0:
+                state["step"] += 1
             adam(weight, row, grad, state, self.param_groups[0])
-            begin = end
 
     def __getstate__(self):
         """Keep the tables in a copy or a pickle. torch's optimizers keep no attribute of ours."""
@@ -315,29 +302,61 @@ def take_reads(table):
     """Take a table's pending reads as (slots, weights, grad_out), or () without any."""
     reads = [torch.cat(parts) for parts in zip(*table.pending, strict=True)]
     table.pending.clear()
-    if table.replicated and dist.is_available() and dist.is_initialized():
-        reads = join_reads(table.weight, reads)
     return reads
 
 
-def join_reads(weight, reads):
-    """Gather the reads of all W ranks. weights / W gives the gradient of the mean loss.
+def chunk_rows(weight):
+    """Return how many rows are updated at once: 1 MB, which fits a CPU's cache, or 65,536."""
+    return max(1, 2**18 // weight.shape[1]) if weight.is_cpu else 2**16
 
-    All ranks must call it.
+
+def sum_rows(weight, grad_scale, slots=None, weights=None, grad_out=None):
+    """Sum up the gradients of the rows that were read.
+
+    slots, weights: (tokens, reads). grad_out: (tokens, dim). Yields (row, grad), some rows at a
+    time: their numbers (rows,) and gradients (rows, dim).
     """
-    size = torch.tensor(reads[0].shape if reads else (0, 0), device=weight.device)
-    dist.all_reduce(size, dist.ReduceOp.MAX)
-    tokens, width = size.tolist()
-    if not tokens:
-        return ()
-    kinds = (width, torch.int32), (width, weight.dtype), (weight.shape[1], weight.dtype)
-    joined = []
-    for n, (columns, kind) in enumerate(kinds):
-        own = torch.zeros(tokens, columns, dtype=kind, device=weight.device)  # 0: of weight 0
-        if reads:
-            own[:len(reads[n])] = reads[n]
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, own)
-        joined.append(torch.cat(parts))
-    slots, weights, grad_out = joined
-    return slots, weights / dist.get_world_size(), grad_out
+    if slots is None:
+        return
+    # padded tokens have weights of 0, and tokens that the loss does not see no gradient
+    live = grad_out.any(1) & weights.any(1)
+    if not live.any():
+        return
+    grad_out = grad_out[live].to(weight.dtype)
+    slot, order = slots[live].flatten().sort(stable=True)
+    token = order // slots.shape[1]
+    weights = (weights[live] / grad_scale).flatten()[order].to(weight.dtype)
+    rows, counts = slot.unique_consecutive(return_counts=True)
+    starts = counts.cumsum(0) - counts  # where each row's reads begin
+    size = chunk_rows(weight)
+    ends = [*starts[size::size].tolist(), len(slot)]
+    begin = 0
+    for row, start, end in zip(rows.long().split(size), starts.split(size), ends, strict=True):
+        grad = F.embedding_bag(token[begin:end], grad_out, start - begin, mode="sum",
+                               per_sample_weights=weights[begin:end])  # (rows, dim)
+        yield row, grad
+        begin = end
+
+
+def several_ranks():
+    """Tell whether this process shares the training with others."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def sum_over_ranks(weight, sums):
+    """Add up the gradients of all ranks, which must all call it.
+
+    sums: see sum_rows. Yields the same of all rows that any rank has read, with the gradient of
+    the ranks' mean loss. It takes as much memory as the table.
+    """
+    total = torch.zeros_like(weight)
+    read = torch.zeros(len(weight), dtype=torch.uint8, device=weight.device)
+    for row, grad in sums:
+        total[row] = grad
+        read[row] = 1
+    dist.all_reduce(total)
+    dist.all_reduce(read, dist.ReduceOp.MAX)
+    rows, size = read.nonzero().squeeze(1), chunk_rows(weight)
+    for begin in range(0, len(rows), size):
+        row = rows[begin:begin + size]
+        yield row, total[row] / dist.get_world_size()

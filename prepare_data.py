@@ -35,11 +35,10 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lib.corpus import SPLITS
-from lib.files import atomic, discard, file_sha256, lock, read_json, write_text
+from lib.files import atomic, discard, file_sha256, lock, read_json, tsv_text, write_text
 from lib.huggingface import PRETRAINED
-from lib.ranks import Progress
-from lib.settings import Failure, Parser, UserError, run_main
-from lib.tasks import GLUE, SQUAD, tsv_text
+from lib.settings import Failure, Parser, Progress, UserError, at_least, run_main
+from lib.tasks import GLUE, SQUAD
 from lib.tokenizer import (
     SPECIALS,
     load_tokenizer,
@@ -50,7 +49,6 @@ from lib.tokenizer import (
     write_vocab,
 )
 
-PG19 = "https://storage.googleapis.com/deepmind-gutenberg/"
 ENDS = {"wikipedia": "blank", "bookcorpus": "sentences", "pg19": "file"}  # of documents
 GLUE_TASKS = {Path(task.folder).name: task for task in GLUE}
 NO_CORPORA = ("glue", "squad", "docs_task", "weights", "downloads")  # other folders in data/
@@ -63,8 +61,7 @@ def docs(args):
     tokenizer = tokenizer_or_size(args, 4096)
     origin, files = docstrings()
     documents = [[f"{text}\n" for text in texts] for _, texts in files]
-    write_corpus(args.name or "docs", origin, [(lambda: documents, None)], tokenizer,
-                 args.val_every or 20, args.force)
+    write_corpus(args, origin, [(lambda: documents, None)], tokenizer, val_every=20)
 
 
 def docs_task(args):
@@ -81,16 +78,15 @@ def docs_task(args):
             paragraph = " ".join(text.split("\n\n")[0].split())
             rows[split].append((paragraph, package))
     known = dict(rows["train"])
+    dev = [row for row in rows["dev"] if row[0] not in known]
+    test = [text for text, _ in rows["test"] if text not in known]
+    header = ("sentence", "label")
+    tables = {"train": [header, *rows["train"]], "dev": [header, *dev],
+              "test": [("index", "sentence"), *enumerate(test)]}
     with new_folder("data/docs_task", args.force) as folder:
+        for split, table in tables.items():
+            write_text(folder / f"{split}.tsv", tsv_text(table))
         write_text(folder / "meta.json", json.dumps({"source": versions}))
-        for split, table in rows.items():
-            header = ("sentence", "label")
-            if split != "train":
-                table = [row for row in table if row[0] not in known]
-            if split == "test":
-                header = ("index", "sentence")
-                table = [(number, text) for number, (text, _) in enumerate(table)]
-            write_text(folder / f"{split}.tsv", tsv_text([header, *table]))
 
 
 def docstrings():
@@ -145,7 +141,7 @@ def text(args):
     files = dict.fromkeys(file for path in args.paths for file in find_files(path, ".txt"))
     sources = [(partial(read_documents, file, args.split), None) for file in files]
     origin = f"{len(sources)} text files: {' '.join(map(str, args.paths))}"
-    write_corpus(args.name, origin, sources, tokenizer, args.val_every or 100, args.force)
+    write_corpus(args, origin, sources, tokenizer, val_every=100)
 
 
 def wikitext(args):
@@ -160,12 +156,12 @@ def wikitext(args):
         if file == path:
             raise UserError(f"{path}: expected WikiText's .zip or a folder with its three splits")
         sources.append((partial(read_documents, file, "wikitext"), split))
-    name = args.name or args.command + "_raw" * args.raw
-    write_corpus(name, str(path), sources, tokenizer, force=args.force)
+    args.name = args.name or args.command + "_raw" * args.raw
+    write_corpus(args, str(path), sources, tokenizer)
 
 
-def paper(args):
-    """Prepare the paper's corpora, from .parquet and .txt files, or BookCorpus's tar."""
+def articles_and_books(args):
+    """Prepare Wikipedia, BookCorpus, both, or PG-19, from .parquet and .txt files or a tar."""
     names = ["wikipedia", "bookcorpus"] if args.command == "wikibooks" else [args.command]
     # uncased (our reading): the paper says only that the vocabulary is that of Devlin et al.
     tokenizer = tokenizer_or_size(args, "bert-base-uncased")
@@ -175,22 +171,21 @@ def paper(args):
         for file in find_files(path, ".parquet", ".txt"):
             sources.append((partial(read_documents, file, ENDS[name]), split))
         origins.append(f"{name}: {path}")
-    write_corpus(args.name or args.command, "; ".join(origins), sources, tokenizer,
-                 args.val_every or 1000, args.force)
+    write_corpus(args, "; ".join(origins), sources, tokenizer, val_every=1000)
 
 
 def fetch_text(name):
     """Download a text of the paper; return its folder, or BookCorpus's tar."""
-    folder = DOWNLOADS / name
-    if name == "bookcorpus":  # no licence stated
+    if name == "bookcorpus":
         return fetch(*FILES["bookcorpus.tar.bz2"])
+    folder = DOWNLOADS / name
     if name == "wikipedia":  # 41 files, CC BY-SA 4.0
         fetch_from_hub("wikimedia/wikipedia", ["20231101.en/*.parquet"], folder, "dataset")
         return folder
     # PG-19 is 100 books (Apache-2.0), which a list on the hub names
     fetch_from_hub("deepmind/pg19", ["data/test_files.txt"], folder, "dataset")
     for book in (folder / "data/test_files.txt").read_text().split():
-        fetch(PG19 + book, folder=folder / "test")
+        fetch(f"https://storage.googleapis.com/deepmind-gutenberg/{book}", folder=folder / "test")
     return folder / "test"
 
 
@@ -202,11 +197,9 @@ def tokenizer_or_size(args, default):
         if not (folder / "vocab.txt").exists():
             fetch_from_hub(PRETRAINED[vocab], ["vocab.txt"], folder)
         vocab = folder
-    if isinstance(vocab, int):
-        size = vocab
-    else:
+    if not isinstance(vocab, int):
         vocab = gpt2_tokenizer() if vocab == "gpt2" else load_tokenizer(vocab)
-        size = vocab.get_vocab_size()
+    size = vocab if isinstance(vocab, int) else vocab.get_vocab_size()
     if size > 2**16:
         raise UserError(f"a vocabulary of {size:,} tokens: ids of 16 bits allow 65,536")
     return vocab
@@ -215,8 +208,6 @@ def tokenizer_or_size(args, default):
 def glue(args):
     """Fetch GLUE's tasks to data/glue/TASK/."""
     for name in args.tasks or GLUE_TASKS:
-        if name not in GLUE_TASKS:
-            raise UserError(f"{name}: no task of GLUE: expected {', '.join(GLUE_TASKS)}")
         fetch_task(GLUE_TASKS[name], args.path and args.path[0] / name, args.force)
 
 
@@ -255,6 +246,7 @@ def weights(args):
 
 SENTENCES = 1000  # mean length of a BookCorpus document, in lines
 BATCH = 4096  # lines that are encoded at once
+TITLE = re.compile(r" = (?!= ).* = $")  # " = Title = ", but not " = = Section = = "
 TRAIN, VAL, TEST, DUPLICATE = 0, 1, 2, -1  # the first three are places in SPLITS
 
 
@@ -279,9 +271,10 @@ def read_documents(path, ends):
     'wikitext'   Before the title of the next article.
     'sentences'  At a blank line, or after about 1,000 lines. A row of .parquet is a line here.
 
-    BookCorpus has a sentence a line and no ends of books. A third of its books are in it more than
-    once (Bandy and Vincent, 2021). 'sentences' cuts where a hash of two lines is 0 mod 1,000:
-    copies of a book are cut alike and can be recognized.
+    WikiText-2 then has 600, 60 and 60 articles, as published. BookCorpus has a sentence a line and
+    no ends of books. A third of its books are in it more than once (Bandy and Vincent, 2021).
+    'sentences' cuts where a hash of two lines is 0 mod 1,000: copies of a book are cut alike and
+    can be recognized.
     """
     lines = read_lines(path)
     if path.suffix == ".parquet":
@@ -290,33 +283,22 @@ def read_documents(path, ends):
             yield from filter(None, rows)
             return
         lines = itertools.chain.from_iterable(rows)
-    document, before = [], ""
+    document, before, cut = [], "", False
     for line, after in itertools.pairwise(itertools.chain(lines, [""])):
         blank = not line.strip()
-        if ends == "wikitext":
-            ended = is_title(line) and not before.strip() and not after.strip()
-        else:
-            ended = blank and ends != "file"
-        if ended and document:
+        if ends == "wikitext":  # lines of tables look like titles, but have no blank lines around
+            cut = TITLE.match(line) and not before.strip() and not after.strip()
+        elif ends != "file":
+            cut = cut or blank
+        if cut and document:
             yield document
             document = []
         if not blank:
             document.append(line)
-            if ends == "sentences" and zlib.crc32((before + line).encode()) % SENTENCES == 0:
-                yield document
-                document = []
+        cut = ends == "sentences" and zlib.crc32((before + line).encode()) % SENTENCES == 0
         before = line
     if document:
         yield document
-
-
-def is_title(line):
-    """Tell whether a line looks like " = Title = ", and not like " = = Section = = ".
-
-    Lines of tables look like titles, too, but have no blank lines around them. With both rules
-    WikiText-2 has 600, 60 and 60 articles, as published.
-    """
-    return re.match(r" = (?!= ).* = $", line)
 
 
 def read_lines(path):
@@ -356,7 +338,7 @@ def train_tokenizer(read, size, vocab_size):
         for normal in normalize(character).strip():
             characters[normal] += count
     # a character costs two tokens, "a" and "##a": rare ones would fill a small vocabulary
-    by_count = sorted(characters, key=lambda character: (-characters[character], character))
+    by_count = sorted(sorted(characters), key=characters.get, reverse=True)
     common = sum(count > 1 + characters.total() / 10**6 for count in characters.values())
     alphabet = by_count[:max(vocab_size // 16, min(common, vocab_size * 3 // 8))]
     inside = [f"##{c}" for c in sorted(alphabet) if len(split(normalize(f"a{c}"))) == 1]
@@ -368,23 +350,23 @@ def train_tokenizer(read, size, vocab_size):
     return wordpiece_tokenizer(tokens_by_id(tokenizer))
 
 
-def write_corpus(name, origin, sources, tokenizer, val_every=None, force=False):
+def write_corpus(args, origin, sources, tokenizer, val_every=None):
     """Write data/<name>/, whole or not at all, and print its sizes.
 
     origin: where the text is from, in words.
     sources: a list of (read, split). read() returns an iterator over documents and is called
     several times. split is the official one, or None where documents are to be held out.
     tokenizer: a tokenizers.Tokenizer, or how many WordPieces to learn from the training documents.
-    val_every: one document of this many is for val, one for test, and only the first of equal
-    documents is kept. Sources with official splits keep these, and all documents.
-    force: replace the corpus if it exists.
+    val_every: one document of this many is for val and one for test, if args has no other number.
+    Only the first of equal documents is kept. Sources with official splits keep these, and all
+    documents.
     """
-    with new_folder(f"data/{name}", force) as folder:
-        splits, n_lines, documents = assign_splits(sources, val_every)
+    name = args.name or args.command
+    with new_folder(f"data/{name}", args.force) as folder:
+        splits, n_lines, documents = assign_splits(sources, args.val_every or val_every)
         if isinstance(tokenizer, int):
             def read_train():
-                lines = read_kept(sources, splits)
-                return (line for line, split in lines if split == TRAIN)
+                return (line for line, split in read_kept(sources, splits) if split == TRAIN)
             tokenizer = train_tokenizer(read_train, n_lines, tokenizer)
         write_vocab(folder, tokenizer)
         lines = read_kept(sources, splits)
@@ -455,7 +437,7 @@ def read_all(sources):
 
 def read_kept(sources, splits):
     """Yield (line, split) for the text that is kept; the line "" ends a document."""
-    for (document, _), split in zip(read_all(sources), splits):
+    for (document, _), split in zip(read_all(sources), splits, strict=True):
         if split != DUPLICATE:
             for line in document:
                 yield line, split
@@ -520,7 +502,7 @@ MNLI.zip                 e7c1d896d26ed6caf700110645df426cc2d8ebf02a5ab743d5a5c68
 QNLIv2.zip               e634e78627a29adaecd4f955359b22bf5e70f2cbd93b493f2d624138a0c0e5f5
 RTE.zip                  6bf86de103ecd335f3441bd43574d23fef87ecc695977a63b82d5efb206556ee
 mrpc_dev_ids.tsv         971d7767d81b997fd9060ade0ec23c4fc31cbb226a55d1bd4a1bac474eb81dc7
-https://dl.fbaipublicfiles.com/senteval/senteval_data/
+https://dl.fbaipublicfiles.com/senteval/senteval_data/  the same
 msr_paraphrase_train.txt 60a9b09084528f0673eedee2b69cb941920f0b8cd0eeccefc464a98768457f89
 msr_paraphrase_test.txt  a04e271090879aaba6423d65b94950c089298587d9c084bf9cd7439bd785f784
 https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/  MIT licence
@@ -528,11 +510,11 @@ encoder.json             196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256
 vocab.bpe                1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5
 """
 FILES = {}  # {file name: (URL, SHA-256)}
-for name, *facts in map(str.split, FILES_BY_SERVER.strip().splitlines()):
+for name, fact, *_ in map(str.split, FILES_BY_SERVER.strip().splitlines()):
     if name.startswith("https:"):
         server = name
     else:
-        FILES[name] = (server + name, facts[0])
+        FILES[name] = (server + name, fact)
 DOWNLOADS = Path("data/downloads")
 OFFLINE = "without a network give --vocab FILE or --from PATH"
 
@@ -553,10 +535,9 @@ def fetch(url, sha256="", folder=DOWNLOADS):
                 download(url, temporary)
         except OSError as error:
             raise Failure(f"{url}: {error}: {OFFLINE}") from None
-        received = file_sha256(temporary)
-        if sha256 not in ("", received):
-            raise Failure(f"{url}: expected SHA-256 {sha256[:12]}, received {received[:12]}: it "
-                          "was replaced, or damaged on its way")
+        if sha256 not in ("", file_sha256(temporary)):
+            raise Failure(f"{url}: its SHA-256 is not {sha256[:12]}...: it was replaced, or "
+                          "damaged on its way")
     return path
 
 
@@ -567,11 +548,10 @@ def download(url, path):
     headers = {"User-Agent": "Mozilla/5.0"}  # wikitext.smerity.com wants a browser
     with requests.get(url, headers=headers, stream=True, timeout=30) as reply:
         reply.raise_for_status()
-        total = int(reply.headers.get("Content-Length", 0))
-        progress = Progress(desc=url, total=total, unit="B", unit_scale=True)
-        with progress, open(path, "wb") as file:
-            for chunk in reply.iter_content(2**16):
-                progress.update(file.write(chunk))
+        size = int(reply.headers.get("Content-Length", 0))
+        chunks = Progress(reply.iter_content(2**20), url, size / 2**20, unit=" MB")
+        with open(path, "wb") as file:
+            file.writelines(chunks)
 
 
 def fetch_from_hub(repo, patterns, folder, kind="model"):
@@ -608,16 +588,17 @@ def new_folder(folder, force):
     folder = Path(folder)
     old = folder.with_name(f".old_{folder.name}")
     with lock(folder, "prepares it"):
+        replaces = folder.exists()
+        if replaces and not force:
+            raise UserError(f"{folder} exists already (--force replaces it)")
+        meta = folder / "meta.json"
+        if replaces and not (meta.is_file() and "source" in read_json(meta)):
+            raise UserError(f"{folder} has no meta.json of prepare_data.py: move it away, or give "
+                            "another name")
         with atomic(folder) as temporary:
-            if folder.exists() and not force:
-                raise UserError(f"{folder} exists already (--force replaces it)")
-            meta = folder / "meta.json"
-            if folder.exists() and not (meta.is_file() and "source" in read_json(meta)):
-                raise UserError(f"{folder} is not of prepare_data.py, which writes a meta.json: "
-                                "move it away, or give another name")
             temporary.mkdir()
             yield temporary
-            if folder.exists():  # a kill must not leave half of it under its name
+            if replaces:  # a kill must not leave half of it under its name
                 discard(old)
                 folder.rename(old)
         discard(old)
@@ -658,46 +639,43 @@ def main():
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
     # options that several commands have
-    force = Parser(add_help=False)
+    force, disk, vocab, name = (Parser(add_help=False) for _ in range(4))
     force.add_argument("--force", action="store_true", help="replace what exists")
-    disk = Parser(add_help=False)
     disk.add_argument("--from", dest="path", nargs=1, type=Path, help="on disk, not a download")
-    vocab = Parser(add_help=False, parents=[force])
     one = vocab.add_mutually_exclusive_group()
     one.add_argument("--vocab", help="a vocab.txt, another corpus's folder, or bert-base-uncased")
-    one.add_argument("--vocab_size", dest="vocab", type=int, help="learn so many WordPieces")
+    one.add_argument("--vocab_size", dest="vocab", type=at_least(1),
+                     help="learn so many WordPieces")
     one.add_argument("--tokenizer", dest="vocab", choices=["gpt2"], help="GPT-2's byte-level BPE")
-    vocab.add_argument("--val_every", type=int, help="one document of so many is for val and test")
-    corpus = Parser(add_help=False, parents=[vocab])
-    corpus.add_argument("--name", type=corpus_name,
-                        help="the corpus is data/NAME, by default named as the command")
-    raw = Parser(add_help=False)
-    raw.add_argument("--raw", action="store_true", help="the version without <unk>")
+    vocab.add_argument("--val_every", type=at_least(1),
+                       help="one document of so many is for val and test")
+    name.add_argument("--name", type=corpus_name, help="of data/NAME, or it is the command's")
+    corpus = force, vocab, name
 
-    def add(name, recipe, summary, *parents):
+    def add(name, recipe, *parents):
+        summary = recipe.__doc__.splitlines()[0]
         command = commands.add_parser(name, help=summary, parents=parents)
         command.set_defaults(recipe=recipe)
-        return command
+        return command.add_argument
 
-    add("docs", docs, "docstrings of Python, torch and numpy", corpus)
-    own = add("text", text, "text of your own", vocab)
-    own.add_argument("name", type=corpus_name, help="the corpus is data/NAME")
-    own.add_argument("paths", nargs="+", type=Path, help="text files and folders")
-    own.add_argument("--split", choices=["blank", "file"], default="blank",
-                     help="where documents end")
-    add("wikitext2", wikitext, "WikiText-2", raw, disk, corpus)
-    add("wikitext103", wikitext, "WikiText-103", raw, disk, corpus)
-    add("wikipedia", paper, "English Wikipedia of November 2023", disk, corpus)
-    add("bookcorpus", paper, "BookCorpus", disk, corpus)
-    both = add("wikibooks", paper, "both, the paper's training text", corpus)
-    both.add_argument("--from", dest="path", nargs=2, type=Path, help="of both, on disk")
-    add("pg19", paper, "100 books, only for measuring", disk, corpus)
-    add("docs_task", docs_task, "a task without a network", force)
-    tasks = add("glue", glue, "GLUE's official files; all tasks by default", disk, force)
-    tasks.add_argument("tasks", nargs="*", help=f"of {', '.join(GLUE_TASKS)}")
-    add("squad", squad, "SQuAD 1.1's official files", disk, force)
-    hub = add("weights", weights, "trained BERTs and DistilBERTs of the hub")
-    hub.add_argument("names", nargs="+", help="bert-base-uncased, or ORG/NAME of the hub")
+    add("docs", docs, *corpus)
+    option = add("text", text, force, vocab)
+    option("name", type=corpus_name, help="the corpus is data/NAME")
+    option("paths", nargs="+", type=Path, help="text files and folders")
+    option("--split", choices=["blank", "file"], default="blank", help="ends a document")
+    for size in (2, 103):
+        option = add(f"wikitext{size}", wikitext, disk, *corpus)
+        option("--raw", action="store_true", help="the version without <unk>")
+    for name in ("wikipedia", "bookcorpus", "pg19"):
+        add(name, articles_and_books, disk, *corpus)
+    option = add("wikibooks", articles_and_books, *corpus)
+    option("--from", dest="path", nargs=2, type=Path, help="of both, on disk")
+    add("docs_task", docs_task, force)
+    option = add("glue", glue, disk, force)
+    option("tasks", nargs="*", choices=GLUE_TASKS, help="all by default")
+    add("squad", squad, disk, force)
+    option = add("weights", weights)
+    option("names", nargs="+", help="bert-base-uncased, or ORG/NAME of the hub")
     args = parser.parse_args()
     args.recipe(args)
 

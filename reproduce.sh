@@ -1,30 +1,23 @@
 #!/bin/sh
 # Reproduce the paper: from text to a page with every table and figure, the paper's numbers beside.
 #
-#   sh reproduce.sh quick            # some minutes: does every line work here?
+#   sh reproduce.sh quick            # some minutes: every step, cut short
 #   sh reproduce.sh demo             # about an hour on two cores, no network: every system, small
 #   sh reproduce.sh paper            # the paper's sizes, on all GPUs of this machine: weeks
 #   sh reproduce.sh paper table2     # one step, or several; those that it needs must be done
 #   sh reproduce.sh paper --list     # print what would run, and run nothing
 #
 # All results lie in out/reproduce_SCALE/. A command that is done is skipped; its output is in logs/.
-# After an interruption the same line goes on. Delete the folder to begin anew. Small jobs run side by
-# side: one on each GPU of CUDA_VISIBLE_DEVICES or of the machine; JOBS=2 on a machine without.
+# After a failure or an interruption the same line goes on. Delete the folder to begin anew. Jobs run
+# side by side: one on each GPU of CUDA_VISIBLE_DEVICES or of the machine; JOBS=2 on one without.
 set -eu
 cd "$(dirname "$0")"
 scale=${1:-}
-out=out/reproduce_$scale
-gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi -L 2> /dev/null | sed -n 's/^GPU \([0-9]*\).*/\1/p')}
-gpus=$(echo "$gpus" | tr , ' ')
-[ "$gpus" ] || gpus=$(for x in $(seq "${JOBS:-2}"); do echo -1; done)  # no card
-ranks=$(($(echo $gpus | wc -w)))
-while [ $((32 % ranks)) != 0 ]; do ranks=$((ranks - 1)); done  # they share 32 micro-batches
-
-# ---- the scales: their systems, texts, tasks and seeds, and what cuts a command short
+# 1) A scale: its systems by the paper's letters, texts, tasks, seeds, and what cuts a command short
 train_cut="" tune_cut="" bench_cut="" sizes="" slots="" short="" more_seeds=""
 case $scale in
 paper)
-    corpus=wikibooks tests="wikitext2 wikitext103 pg19"
+    tests="wikitext2 wikitext103 pg19"
     a=base b=base_500k_more c=base_pkm d=base_resm e=base_pkm_init f=base_resm_init
     google="bert-base-uncased bert-large-uncased"  # (g) and (h)
     small=distilbert-base-uncased small_resm=distil_resm_init middle=bert-base-uncased  # Table 7
@@ -34,11 +27,11 @@ paper)
     first=$a scratch="$c $d" seeds="0 1 2 3 4"
     ;;
 demo | quick)
-    corpus=docs tests=docs
+    tests=docs
     a=demo b=demo_more c=demo_pkm d=demo_resm e=demo_pkm_init f=demo_resm_init
     google=demo_large small=demo_distil small_resm=demo_distil_resm_init middle=demo
     causal="demo_causal demo_causal_8 demo_causal_pkm demo_causal_memory"
-    table4=docs table5=docs table6=docs table7=docs figure4=docs
+    table4=docs_task table5=docs_task table6=docs_task table7=docs_task figure4=docs_task
     first="$a $small" scratch="$c $d $google" short="--lengths 128"  # its positions
     more_seeds="1 2"  # of pretraining (a), (b), (e) and (f): out/reproduce_demo/demo_s1
     seeds="0 1 2" tune_cut="--train_examples=6000 --epochs=3" bench_cut="--rounds 3"
@@ -52,50 +45,11 @@ if [ "$scale" = quick ]; then
     bench_cut="--lengths 16 --rounds 1" sizes="--sizes demo" slots="32 64"
 fi
 
-run() {  # RESULT COMMAND...: run a command, unless it is done
-    result=$1 && shift
-    log=$out/logs/$(echo "${result#"$out/"}" | tr / _)
-    case $result in data/*) done=$result ;; *) done=$log ;; esac
-    if [ $list ]; then
-        printf '%s\n    makes %s\n' "$*" "$result"
-    elif [ ! -e "$done" ]; then
-        echo "$*"
-        began=$(date +%s)
-        if ! "$@" > "$log.part" 2>&1; then
-            tail -n 5 "$log.part"
-            echo "failed, see $log.part: $*" | tee -a "$out/failed"
-            return 1
-        fi
-        echo "took $(($(date +%s) - began)) s" >> "$log.part"
-        mv "$log.part" "$log"
-    fi
-}
+# 2) Where runs lie, and the commands that make them; run, job, finish and step are in run.sh
+. reproduce/run.sh
+begin "$@"
 
-spread() {  # the same beside other jobs, on the next GPU that is free
-    [ ! $list ] || { run "$@" && return; }
-    read -r gpu <&3
-    (
-        export CUDA_VISIBLE_DEVICES="$gpu" OMP_NUM_THREADS=1
-        run "$@" || true
-        echo "$gpu" >&3
-    ) &
-}
-
-finish() {  # wait for all jobs
-    wait
-    [ $list ] || [ ! -e "$out/failed" ] || { cat "$out/failed" && exit 1; }
-}
-
-step() {  # NAME NEEDED TITLE: begin a step, if it is wanted
-    case " ${wanted:-$1} " in *" $1 "*) ;; *) return 1 ;; esac
-    finish
-    [ $list ] || touch "$out/logs/step_$begun"
-    [ $list ] || [ -e "$out/logs/step_$2" ] || { echo "$1 needs: sh $0 $scale $2" && exit 1; }
-    begun=$1
-    printf '\n== %s (needs %s): %s\n' "$@"
-}
-
-models() {  # NAME...: the folders of runs, and the names of public weights
+runs() {  # NAME...: the folders of runs, and the names of public weights
     for name; do [ ! -e "configs/$name.py" ] || name=$out/$name; echo "$name"; done
 }
 
@@ -108,9 +62,10 @@ tuned() {  # "NAMES" "TASKS" [_fixed]: the folders of fine-tuned runs
 }
 
 pretrain() {  # NAME [INITIAL [SEED]]: train configs/NAME.py; the paper's sizes take all GPUs
-    folder=$out/$1${3:+_s$3} initial=${2:+$(models $2)${3:+_s$3}}
-    how="spread $folder python"
-    [ "$scale" != paper ] || how="run $folder torchrun --standalone --nproc_per_node=$ranks"
+    folder=$out/$1${3:+_s$3} initial=${2:+$(runs $2)${3:+_s$3}}
+    how="job $folder python"
+    [ "$scale" != paper ] ||
+        how="run $folder torchrun --standalone --nproc_per_node=$ranks --max-restarts=3"
     $how pretrain.py "configs/$1.py" "--out=$folder" ${initial:+"--init_from=$initial"} \
         ${3:+"--seed=${3}${2:+1}"} $train_cut
 }
@@ -118,9 +73,9 @@ pretrain() {  # NAME [INITIAL [SEED]]: train configs/NAME.py; the paper's sizes 
 tune() {  # "NAMES" "TASKS" [SETTING]: fine-tune each model on each task, with each seed
     for name in $1; do for task in $2; do for seed in $seeds; do
         recipe=finetune_glue folder=$(tuned "$name" "$task" ${3:+_fixed})
-        case $task in squad) recipe=finetune_squad ;; docs) recipe=demo_finetune ;; esac
-        spread "$folder/seed$seed" python finetune.py "configs/$recipe.py" "--task=$task" \
-            "--init_from=$(models "$name")" "--out=$folder" "--seed=$seed" ${3:-} $tune_cut
+        case $task in squad) recipe=finetune_squad ;; docs_task) recipe=demo_finetune ;; esac
+        job "$folder/seed$seed" python finetune.py "configs/$recipe.py" "--task=$task" \
+            "--init_from=$(runs "$name")" "--out=$folder" "--seed=$seed" ${3:-} $tune_cut
     done; done; done
 }
 
@@ -129,36 +84,22 @@ measure() {  # NAME COMMAND ARGUMENT...: make a table or a figure
     run "$out/$name.md" python measure.py "$@" --out "$out/$name"
 }
 
-shift
-list="" wanted="" begun=nothing
-for word; do
-    case $word in --list) list=yes ;; *) wanted="$wanted $word" ;; esac
-    [ "$word" = --list ] || grep -q "^step $word " "$0" || { echo "$word: no such step"; exit 2; }
-done
-if [ ! $list ]; then
-    mkdir -p "$out/logs"
-    rm -f "$out/failed" "$out/gpus" "$out/logs/page.md"
-    mkfifo "$out/gpus"
-    exec 3<> "$out/gpus"  # a line for each GPU that is free
-    for x in $gpus; do echo "$x" >&3; done
-    trap 'trap "" TERM; kill 0; wait; exit 1' INT TERM
-fi
-# ---- the recipe
-step data nothing "texts, tasks, public weights" && {
+# 3) The recipe
+if step data nothing "texts, tasks, public weights"; then
+    get="python prepare_data.py"
     if [ "$scale" = paper ]; then
-        get="python prepare_data.py"
         run data/wikibooks $get wikibooks  # 25 GB of text: some 3 CPU hours
         for x in $tests; do run data/$x $get $x --vocab bert-base-uncased; done
         for x in $google $small; do run data/weights/$x/model.safetensors $get weights $x; done
         for x in MNLI QQP QNLI SST-2 CoLA; do run data/glue/$x $get glue $x; done
         run data/squad $get squad
     else
-        run data/docs python prepare_data.py docs  # the docstrings of Python, torch and numpy
-        run data/docs_task python prepare_data.py docs_task  # which package is one of?
+        run data/docs $get docs  # the docstrings of Python, torch and numpy
+        run data/docs_task $get docs_task  # which package is one of?
     fi
-}
+fi
 
-step pretrain data "all systems, (a) first" && {
+if step pretrain data "all systems, (a) first"; then
     for x in $first; do pretrain $x; done
     for n in $more_seeds; do pretrain $a "" $n; done
     finish
@@ -166,45 +107,43 @@ step pretrain data "all systems, (a) first" && {
     for x in $b $e $f ${f}_ffn; do pretrain $x $a; done
     for n in $more_seeds; do for x in $b $e $f; do pretrain $x $a $n; done; done
     pretrain $small_resm $small
-}
+fi
 step table2 pretrain "perplexity of test texts, and usage of the memory on the longest" &&
-    measure table2 table $(models $a $b $c $d $e $f) $(more $a $b $e $f) --data $tests
+    measure table2 table $(runs $a $b $c $d $e $f) $(more $a $b $e $f) --data $tests
 step figure2 pretrain "when slots were last in use" &&
-    measure figure2 staleness $(models $c $d $e $f)
+    measure figure2 staleness $(runs $c $d $e $f)
 step figure3 pretrain "the curves of PKM, ResM and ResM' from one trained model" &&
-    measure figure3 curves $(models $b $e $f ${f}_ffn)
+    measure figure3 curves $(runs $b $e $f ${f}_ffn)
 
-step finetune pretrain "for Tables 4 to 7 and Figure 4, a job for each seed" && {
+if step finetune pretrain "for Tables 4 to 7 and Figure 4, a job for each seed"; then
     tune "$a $b $c $d $e $f $google" "$table4"
     tune "$c $d $e $f" "$table5" --update_memory=False
     tune "$small $small_resm" "$table7"
-}
+fi
 step table4 finetune "scores, medians over the seeds" &&
     measure table4 glue $(tuned "$a $b $c $d $e $f $google" "$table4")
 step table5 finetune "the memory learns in fine-tuning, or is frozen" &&
     measure table5 glue $(tuned "$c $d $e $f" "$table5") $(tuned "$c $d $e $f" "$table5" _fixed)
 step table6 finetune "usage of the memory after fine-tuning" &&
     measure table6 table $(tuned "$c $d $e $f" "$table6")
-step table7 finetune "a small model with a memory, beside a larger one" && {
+if step table7 finetune "a small model with a memory, beside a larger one"; then
     measure table7 glue $(tuned "$small $small_resm $middle" "$table7")
-    measure table7_text table $(models $small $small_resm $middle) --data ${tests##* }
-}
+    measure table7_text table $(runs $small $small_resm $middle) --data ${tests##* }
+fi
 step figure4 finetune "do two classes read different slots?" &&
     measure figure4 by_class $(tuned "$c $f" "$figure4")
 
-step causal data "Lample et al.: n layers and a memory against 2n layers" && {
+if step causal data "Lample et al.: n layers and a memory against 2n layers"; then
     for x in $causal; do pretrain $x; done
     finish
-    measure causal table $(models $causal) --data $tests
+    measure causal table $(runs $causal) --data $tests
     configs=$(for x in $causal; do echo "configs/$x.py"; done)
     run "$out/causal_time" python bench.py causal $configs $short $bench_cut
-}
+fi
 step slots nothing "Lample et al.: time by number of slots, flat and product keys" &&
     run "$out/slots" python bench.py causal --slots $slots $short $bench_cut
 step table1 nothing "inference speed at the real sizes, with random weights" &&
     run "$out/table1" python bench.py $sizes $bench_cut
-
 step page nothing "every table and figure, with the paper's numbers" &&
-    run "$out/page.md" python -m lib.page "$out" && echo "see $out/page.md"
-finish
-[ $list ] || touch "$out/logs/step_$begun"
+    run "$out/page.md" python -m reproduce.page "$out"
+step end nothing

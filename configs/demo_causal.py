@@ -4,4 +4,3 @@ from configs.demo import *  # all else is the same
 objective = "causal"
 max_steps = 800  # x 2,048 = 1.6 million tokens
 eval_interval = 200
-usage_interval = 400

@@ -2,7 +2,7 @@
 
 The rates also suit a task of your own on the demo: --task=FOLDER, see docs/reproduce.md.
 """
-task = "docs"  # made on the spot if it is missing
+task = "docs_task"  # made on the spot if it is missing
 init_from = "out/demo"  # or --init_from=out/demo_resm_init, with memory
 max_len = 32  # demo.py's seq_len; first paragraphs of docstrings have 22 tokens on average
 epochs = 4

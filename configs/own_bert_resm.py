@@ -27,7 +27,7 @@ checkpoint_interval = 100
 
 memory_layers = (2, 4)  # of 6, counted from 1; (4, 8) of 12
 alpha, beta = 1, 1  # x' = LN(x + FFN(x) + PKM(x))
-values = "zero"  # the memory starts silent: at step 0 the model is the control
+init_values = "zero"  # the memory starts silent: at step 0 the model is the control
 n_keys = 128  # 128 x 128 = 16,384 slots, for a small text
 memory_heads = 4
 topk = 16  # 4 x 16 = 64 slots read a token

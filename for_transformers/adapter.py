@@ -6,18 +6,18 @@ Save a transformers model's memory alone, and add it to the same model again.
 >>> tables = load_memory(model, "my_memory")    # `model` is new, from the same weights
 """
 import json
+import re
 from pathlib import Path
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from for_transformers.add_memory import add_memory, find_layers
+from for_transformers.add_memory import add_memory
 from lib.files import atomic
 from lib.settings import UserError
 
 NAME = "memory.safetensors"
-BASE = "model_type", "hidden_size", "num_hidden_layers"  # what a memory must find in a model
 
 
 def save_memory(model, folder):
@@ -52,9 +52,11 @@ def read_memory(folder):
 
 def find_memories(model):
     """Find the model's memories: {"layer, counted from 1": PKM}, an nn.ModuleDict."""
-    layers = enumerate(find_layers(model), 1)
-    memories = nn.ModuleDict({str(n): layer.memory for n, layer in layers
-                              if hasattr(layer, "memory")})
+    memories = nn.ModuleDict()
+    for name, module in model.named_modules():
+        layer = re.search(r"\.(\d+)\.memory$", name)
+        if layer:
+            memories[str(int(layer[1]) + 1)] = module
     for name in memories.state_dict():
         if "base_layer" in name or "original_module" in name:
             raise UserError(f"PEFT changes {name} of the memories: give its config "
@@ -63,7 +65,9 @@ def find_memories(model):
 
 
 def base_of(model):
-    return {name: getattr(model.config, name) for name in BASE}
+    """Describe what a memory must find in a model."""
+    names = "model_type", "hidden_size", "num_hidden_layers"
+    return {name: getattr(model.config, name) for name in names}
 
 
 def train_memory(model):

@@ -2,7 +2,7 @@
 Write a trained model as a folder that transformers' from_pretrained loads.
 
 $ python -m for_transformers.export out/demo my_folder        # a run, or one of its checkpoints
-$ python -m for_transformers.export out/demo_docs my_folder   # the best epoch of the median seed
+$ python -m for_transformers.export out/demo_docs_task my_folder   # the median seed's best epoch
 
 A model with memory brings its code along: AutoModelForMaskedLM.from_pretrained("my_folder",
 trust_remote_code=True) loads it. Fine-tuned models load by the class that the model card names.
@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from safetensors.torch import save as to_bytes
 from tokenizers import processors
 
 from lib.files import atomic
@@ -21,8 +22,7 @@ from lib.huggingface import ARCHITECTURES, MEMORY_ACT, SETTINGS, to_huggingface
 from lib.run import Run
 from lib.settings import ROOT, Parser, UserError, run_main
 from lib.tokenizer import full_tokenizer, load_tokenizer, special_tokens, tokens_by_id
-from lib.training import describe_evaluation
-from lib.weights import find_weights, median_seed, read_weights
+from lib.weights import find_weights, read_weights, run_settings
 from model import BertConfig
 from pkm import PKM
 
@@ -33,21 +33,21 @@ TASKS = "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAn
 
 
 def export(path, folder):
-    """Write the model of `path` (see median_seed, find_weights) as a new folder for transformers.
+    """Write the model of `path` (see find_weights) as a new folder for transformers.
 
     The folder has the weights, the tokenizer and a model card; a model with memory adds its code.
     A pooler that was never trained is left out, and fine-tuning draws a new one.
     """
-    from safetensors.torch import save as to_bytes
-
     if Path(folder).exists():
         raise UserError(f"{folder} exists already: name a new folder")
-    source, vocab_file = find_weights(median_seed(path))
+    source, vocab_file = find_weights(path)
     saved, vocab = read_weights(source), tokens_by_id(load_tokenizer(vocab_file))
     config, head, weights = saved["config"], saved.get("head"), saved["weights"]
-    has_memory = bool(config.memory_layers) and (config.alpha, config.beta) != (1, 0)
+    has_memory = bool(config.memory_layers and config.beta)
     if config.causal and has_memory:
         raise UserError(f"{path} is a causal language model with memory: transformers has none")
+    if config.memory_layers and not has_memory and config.alpha != 1:
+        raise UserError(f"{path} has alpha = {config.alpha} and no memory: transformers has none")
     for name, default in asdict(BertConfig()).items():
         if name not in USED and getattr(config, name) != default:
             raise UserError(f"{path}: {name} = {getattr(config, name)!r} would be lost: teach "
@@ -55,7 +55,7 @@ def export(path, folder):
     if not config.type_vocab:  # BERT has two token types: vectors of 0 have no effect
         config.type_vocab = 2
         weights["bert.token_types.weight"] = torch.zeros(2, config.d_model)
-    if head != "classifier" and not Run(source.parent).settings().get("pooler_trained", True):
+    if head != "classifier" and not run_settings(source).get("pooler_trained", True):
         weights = {name: w for name, w in weights.items() if "pooler" not in name}
     weights = to_huggingface(weights, head)
     settings = their_settings(config, head, saved.get("labels"), vocab, has_memory)
@@ -130,6 +130,7 @@ def card(source, name, config, head, has_memory):
     """Write the model card, in Markdown, with settings and results of the checkpoint's run."""
     task = "CausalLM" if config.causal else ARCHITECTURES[head].removeprefix("BertFor")
     run = Run(source.parent)
+    results = run.results() if head else run.evaluations(source)[-1:]
     return CARD.format(
         name=name,
         config=config,
@@ -137,19 +138,8 @@ def card(source, name, config, head, has_memory):
         auto=f"AutoModelFor{task}",
         code=", trust_remote_code=True" if has_memory else "",
         settings=json.dumps(run.settings(), indent=1),
-        results=measured(run, source, head),
+        results=json.dumps(results, indent=1),
     )
-
-
-def measured(run, checkpoint, head):
-    """Return the results of a checkpoint as a text: a task's scores, or its last evaluation."""
-    if head:
-        return json.dumps(run.results(), indent=1)
-    evaluations = run.evaluations(checkpoint)
-    if not evaluations:  # saved before the first one
-        return ""
-    last = evaluations[-1]
-    return "\n".join([f"step {last['step']:,}, held-out text", *describe_evaluation(last)])
 
 
 CARD = """---
@@ -176,7 +166,7 @@ model = {auto}.from_pretrained("{name}"{code})
 
 ## measured
 
-A task's scores are those of the dev split after the best epoch.
+Scores of the dev split after the best epoch, or of held-out text after `step` steps.
 
 ```
 {results}
@@ -187,12 +177,11 @@ A task's scores are those of the dev split after the best epoch.
 The code is under the MIT licence. The owner of the weights decides about theirs: the texts and
 weights that they were made from have their own licences.
 """
-MEMORY = """ Layers {config.memory_layers},
-counted from 1, have a product-key memory of {config.n_keys} x {config.n_keys} slots,
-{config.memory_heads} heads and top-{config.topk}
+MEMORY = """ Layers {config.memory_layers}, counted from 1, have a product-key memory of
+{config.n_keys} x {config.n_keys} slots, {config.memory_heads} heads and top-{config.topk}
 ([Kim & Jung, 2020](https://aclanthology.org/2020.findings-emnlp.362/)):
 x' = LN(x + {config.alpha:g} FFN(x) + {config.beta:g} PKM(x)).
-`modeling_pkm.py` shows how to train it further."""
+transformers' Trainer does not train the memory's values: `modeling_pkm.py` shows what does."""
 
 
 def main(argv=None):

@@ -2,7 +2,7 @@
 Classes of transformers with product-key memory, which an exported folder has beside its weights.
 
 >>> model = AutoModelForMaskedLM.from_pretrained(FOLDER, trust_remote_code=True)
->>> values = model.value_optimizer(lr=1e-3)                  # updates the rows that were read
+>>> sparse = model.value_optimizer(lr=1e-3)                  # updates the rows that were read
 >>> dense = torch.optim.AdamW(model.parameters(), lr=1e-4)   # skips the values: they have no .grad
 """
 import inspect

@@ -1,8 +1,8 @@
 """
 Train a model with memory by transformers' Trainer.
 
->>> values = LazyAdam(add_memory(model, layers=(4, 8)).values(), lr=1e-3)
->>> trainer = Trainer(model, arguments, callbacks=[StepValues(values)])
+>>> sparse = LazyAdam(add_memory(model, layers=(4, 8)).values(), lr=1e-3)
+>>> trainer = Trainer(model, arguments, callbacks=[StepValues(sparse)])
 """
 from pathlib import Path
 
@@ -13,32 +13,34 @@ from for_transformers.adapter import find_memories, read_memory, save_memory
 from lib.files import atomic
 from lib.settings import UserError
 
+STATE = "lazy_adam.pt"  # in a checkpoint
+
 
 class StepValues(TrainerCallback):
     """Updates a memory's values when Trainer updates the other weights.
 
-    `values` is the LazyAdam of the memory's tables. Checkpoints get its state too, and a training
-    that is resumed in the same output_dir continues bit for bit. Checkpoints of a PEFT model have
-    no memory, and get it here. Reads of a step that a GradScaler skips are dropped.
+    `sparse` is the LazyAdam of the memory's tables. Checkpoints get its state, too, and a training
+    that is resumed in the same output_dir continues bit for bit. Trainer's checkpoints of a PEFT
+    model have no memory: this adds it. Reads of a step that a GradScaler skips are dropped.
     """
 
-    def __init__(self, values):
-        self.values = values
+    def __init__(self, sparse):
+        self.sparse = sparse
         self.scale = 1.0
 
     def on_train_begin(self, args, state, control, model, **kwargs):
         if args.n_gpu > 1:
             raise UserError("a memory does not train in DataParallel: start one process for each "
                             "device (torchrun), or use one (CUDA_VISIBLE_DEVICES=0)")
-        if not set(self.values.tables) <= set(model.modules()):
-            raise UserError("StepValues(values): the model that Trainer trains has other tables: "
+        if not set(self.sparse.tables) <= set(model.modules()):
+            raise UserError("StepValues(sparse): the model that Trainer trains has other tables: "
                             "make the LazyAdam of what add_memory returned for this model")
-        self.values.zero_grad()  # reads of an earlier, interrupted training
+        self.sparse.zero_grad()  # reads of an earlier, interrupted training
         if state.global_step:
-            file = checkpoint(args, state) / "values.pt"
+            file = checkpoint(args, state) / STATE
             if not file.is_file():
                 raise UserError(f"{file} is missing: resume from a checkpoint in the output_dir")
-            self.values.load_state_dict(torch.load(file, weights_only=True))
+            self.sparse.load_state_dict(torch.load(file, weights_only=True))
             load_beside_adapter(model, file.parent)
 
     def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
@@ -46,8 +48,8 @@ class StepValues(TrainerCallback):
 
     def on_optimizer_step(self, args, state, control, optimizer, **kwargs):
         if scale_of(optimizer) >= self.scale:  # lower: it overflowed, and the step was skipped
-            self.values.step(grad_scale=self.scale)
-        self.values.zero_grad()
+            self.sparse.step(grad_scale=self.scale)
+        self.sparse.zero_grad()
 
     def on_save(self, args, state, control, model, **kwargs):
         if not args.should_save:
@@ -55,8 +57,8 @@ class StepValues(TrainerCallback):
         folder = checkpoint(args, state)
         if hasattr(model, "peft_config"):
             save_memory(model, folder)
-        with atomic(folder / "values.pt") as temporary:
-            torch.save(self.values.state_dict(), temporary)
+        with atomic(folder / STATE) as temporary:
+            torch.save(self.sparse.state_dict(), temporary)
 
     def on_train_end(self, args, state, control, model, **kwargs):
         if args.load_best_model_at_end and state.best_model_checkpoint:

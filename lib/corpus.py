@@ -9,8 +9,7 @@ import numpy as np
 
 from lib.files import read_json
 from lib.settings import UserError
-from lib.tokenizer import Specials, load_tokenizer, vocab_hash
-from lib.weights import find_weights, trained_on
+from lib.tokenizer import Specials
 
 SPLITS = ("train", "val", "test")
 MASKED = 0.15  # share of the tokens to predict
@@ -23,13 +22,13 @@ class Corpus:
     def __init__(self, name):
         self.name = name
         self.folder = Path("data", name)
-        if not self.folder.exists():
+        if not (self.folder / "train.bin").exists():
             raise UserError(f"{self.folder}: no such corpus: python prepare_data.py --help says "
                             "how to make one")
         self.meta = read_json(self.folder / "meta.json")
         self.vocab_size = self.meta["vocab_size"]
         self.special_ids = Specials(*(self.meta[f"{use}_id"] for use in Specials._fields))
-        self.text = {"name": name, "documents": self.meta.get("documents_sha256"),
+        self.text = {"name": name, "documents": self.meta["documents_sha256"],
                      "train": self.meta["sha256"]["train"]}  # what a run keeps in trained_on
 
     def split(self, which):
@@ -40,40 +39,10 @@ class Corpus:
         return np.memmap(path, dtype="<u2", mode="r")
 
     def enclose(self, rows):
-        """Put [CLS] before and [SEP] after each row of ids: int64 (sequences, width + 2)."""
+        """Put [CLS] before and [SEP] after each row of ids: int64 (sequences, length + 2)."""
         first = np.full(len(rows), self.special_ids.cls)
         last = np.full(len(rows), self.special_ids.sep)
         return np.column_stack([first, rows, last])
-
-
-def open_corpus(name, *paths, seen=False):
-    """Open data/<name> for the models of `paths`, which must have its vocabulary.
-
-    UserError if one was trained on the same documents, split otherwise, unless `seen`. Prints if a
-    model's text is not known, or was another one of this name.
-    """
-    corpus = Corpus(name)
-    own = vocab_hash(load_tokenizer(corpus.folder))
-    for path in paths:
-        folder, vocab = find_weights(path)
-        if vocab_hash(load_tokenizer(vocab)) != own:
-            raise UserError(f"{path} was trained with another vocabulary than data/{name}: prepare "
-                            f"the corpus with --vocab {vocab}, or leave one of them out")
-        for text in trained_on(folder):
-            if text["train"] == corpus.text["train"]:
-                continue
-            if None in (text["documents"], corpus.text["documents"]):
-                print(f"{path}: not known whether it was trained on text of data/{name} "
-                      f"({text['name']})")
-            elif text["documents"] == corpus.text["documents"]:
-                if not seen:
-                    raise UserError(f"{path} was trained on the documents of data/{name}, split "
-                                    "otherwise: text held out here was training text there. "
-                                    "Prepare it as before (measure.py --seen measures all the "
-                                    "same)")
-            elif text["name"] == name:
-                print(f"{path} was trained on another text named {name}")
-    return corpus
 
 
 def mask_tokens(ids, rng, corpus):
@@ -85,25 +54,23 @@ def mask_tokens(ids, rng, corpus):
     label -100 at the positions left over.
     ids: (batch, seq_len). Returns int64 arrays: ids; positions and labels (batch, masked).
     """
-    special_ids = corpus.special_ids
+    ids, special_ids = ids.astype(np.int64), corpus.special_ids
     count = max(1, round(MASKED * ids.shape[1]))
     special = np.isin(ids, [token for token in special_ids if token != special_ids.unk])
     order = rng.random(ids.shape) + special  # special tokens sort behind all others
-    positions = np.argpartition(order, count - 1, axis=1)[:, :count]
-    positions = np.sort(positions, axis=1)  # (batch, masked)
-    original = np.take_along_axis(ids, positions, axis=1).astype(np.int64)
-    ordinary = ~np.take_along_axis(special, positions, axis=1)
+    positions = np.argpartition(order, count - 1, axis=1)
+    positions = np.sort(positions[:, :count], axis=1)  # (batch, masked)
+    original = np.take_along_axis(ids, positions, axis=1)
+    left_over = np.take_along_axis(special, positions, axis=1)
 
     random = rng.integers(corpus.vocab_size - len(special_ids), size=original.shape)
     for special_id in sorted(special_ids):  # step over it
         random += random >= special_id
-    draw = rng.random(original.shape)
+    draw = rng.random(original.shape) + left_over  # what is left over stays
     replacement = np.where(draw < 0.9, random, original)
     replacement = np.where(draw < 0.8, special_ids.mask, replacement)
-
-    inputs = ids.astype(np.int64)
-    np.put_along_axis(inputs, positions, np.where(ordinary, replacement, original), axis=1)
-    return {"ids": inputs, "positions": positions, "labels": np.where(ordinary, original, -100)}
+    np.put_along_axis(ids, positions, replacement, axis=1)
+    return {"ids": ids, "positions": positions, "labels": np.where(left_over, -100, original)}
 
 
 def spread(number, most):
@@ -117,12 +84,12 @@ def cut_split(corpus, split, seq_len, sequences=None):
     sequences: at most this many, spread evenly over the split. UserError if there is none.
     """
     tokens = corpus.split(split)
-    width = seq_len - 2
-    full = len(tokens) // width
+    length = seq_len - 2
+    full = len(tokens) // length
     if not full:
-        raise UserError(f"data/{corpus.name}/{split}.bin: {len(tokens)} tokens are too few for one "
-                        f"sequence of {seq_len}: shorter seq_len, or more text")
-    rows = tokens[:full * width].reshape(full, width)
+        raise UserError(f"data/{corpus.name}/{split}.bin: {len(tokens)} tokens are too few: "
+                        f"shorter seq_len than {seq_len}, or more text")
+    rows = tokens[:full * length].reshape(full, length)
     return corpus.enclose(rows[spread(full, sequences)])
 
 
@@ -134,10 +101,7 @@ def masked_heldout(corpus, split, seq_len, batch_size, sequences=None):
     """
     rng = np.random.default_rng(0)
     masked = mask_tokens(cut_split(corpus, split, seq_len, sequences), rng, corpus)
-    batches = []
-    for start in range(0, len(masked["ids"]), batch_size):
-        end = start + batch_size
-        batches.append({name: array[start:end] for name, array in masked.items()})
+    batches = list(cut_batches(masked, batch_size))
     tokens = corpus.split(split)
     left = len(tokens) % (seq_len - 2)
     if sequences is None and left:
@@ -158,11 +122,13 @@ def causal_heldout(corpus, split, seq_len, batch_size, sequences=None, stride=No
     starts = np.append(np.arange(0, last, stride or seq_len), last)
     predicted = np.append(0, starts[:-1] + seq_len)  # by the windows before
     offsets = np.arange(min(seq_len, len(text) - 1))
-    chosen = spread(len(starts), sequences)
-    batches = []
-    for first in range(0, len(chosen), batch_size):
-        rows = chosen[first:first + batch_size]
-        at = starts[rows, None] + offsets  # (batch, seq_len)
-        labels = np.where(at >= predicted[rows, None], text[at + 1], -100)
-        batches.append({"ids": text[at], "labels": labels})
-    return batches
+    rows = spread(len(starts), sequences)
+    at = starts[rows, None] + offsets  # (windows, seq_len)
+    labels = np.where(at >= predicted[rows, None], text[at + 1], -100)
+    return list(cut_batches({"ids": text[at], "labels": labels}, batch_size))
+
+
+def cut_batches(arrays, size):
+    """Yield batches of {name: array}, `size` rows of each array at a time."""
+    for start in range(0, len(arrays["ids"]), size):
+        yield {name: array[start:start + size] for name, array in arrays.items()}

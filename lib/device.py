@@ -11,7 +11,7 @@ from lib.settings import UserError, check_choice
 
 
 def use_device(device="auto", dtype="auto", file=None):
-    """Choose the device and the dtype of matrix products, and print why, to `file` or stdout.
+    """Choose the device and the dtype of matrix products; print them, to `file` or stdout.
 
     device: 'auto' (cuda, else mps, else cpu) or a torch device. dtype: 'auto', 'float32',
     'bfloat16' or 'float16'; all but float32 are for torch.autocast, and float16 for a GradScaler.
@@ -30,31 +30,25 @@ def use_device(device="auto", dtype="auto", file=None):
     except (RuntimeError, AssertionError) as error:  # unknown or absent
         raise UserError(f"device = {device!r}: {str(error).splitlines()[0]}") from None
 
-    name, card, reason = str(chosen), chosen.type == "cuda", "as set"
-    if card:
+    name, best, reason = str(chosen), "float32", "as set"
+    if chosen.type == "cuda":
         if chosen.index is not None:
             torch.cuda.set_device(chosen)
         name += f" ({torch.cuda.get_device_name(chosen)})"
         # pytorch #196678: with a mask and 128 n + 64 tokens cuDNN can give a NaN gradient
         torch.backends.cuda.enable_cudnn_sdp(False)
-    if dtype == "auto" or dtype == "float32" and not card:
-        dtype, reason = "float32", f"the default on {'a CPU' if name == 'cpu' else name}"
-        if card:
-            dtype, reason = "float16", "the card has no bfloat16: gradients are scaled"
-        if card and torch.cuda.get_device_capability(chosen) >= (8, 0):
-            dtype, reason = "bfloat16", "the card computes in it: float32's range, no scaler"
+        bfloat16 = torch.cuda.get_device_capability(chosen) >= (8, 0)
+        best = "bfloat16" if bfloat16 else "float16"  # float16 needs scaled gradients
+    if dtype == "auto":
+        dtype, reason = best, "the default here"
     print(f"device {name}, torch {torch.__version__}, dtype {dtype}: {reason}", file=file)
-    keep_freed_memory(chosen)
-    return chosen, getattr(torch, dtype)
-
-
-def keep_freed_memory(device):
-    """Keep the memory that a CPU process frees: glibc's default has Linux clear pages anew."""
-    if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
+    if chosen.type == "cpu" and platform.libc_ver()[0] == "glibc":
+        # keep the memory that the process frees: by default Linux clears its pages anew
         m_trim_threshold, m_mmap_max = -1, -4
         libc = ctypes.CDLL(None)
         libc.mallopt(m_mmap_max, 0)
         libc.mallopt(m_trim_threshold, 2**31 - 1)
+    return chosen, getattr(torch, dtype)
 
 
 def autocast(device, dtype):

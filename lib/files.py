@@ -1,11 +1,12 @@
 """
-Write files that are whole or absent, and lock folders.
+Write files that are whole or absent, lock folders, and read and format tables.
 """
 import contextlib
 import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from functools import partial
@@ -75,7 +76,9 @@ def load_file(path):
         from safetensors.torch import load_file as load
     try:
         return load(path)
-    except Exception as error:  # noqa: BLE001 - a damaged file can fail in any way
+    except Exception as error:
+        if "allocate memory" in str(error):
+            raise
         raise UserError(f"{path}: missing, truncated, damaged or no file of tensors "
                         f"({type(error).__name__})") from None
 
@@ -134,3 +137,36 @@ def markdown(header, rows):
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])
     return "".join(f"| {' | '.join(map(str.ljust, row, widths))} |\n" for row in rows)
+
+
+def read_table(path, columns=None, skip_broken=False):
+    """Read a TSV file: its rows, dicts by column. Quotes are ordinary characters.
+
+    columns: their names if the file has no header. A row with more or fewer fields is a UserError;
+    skip_broken leaves it out, as QQP's files need it.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: no readable UTF-8 file ({error})") from None
+    rows = []
+    for number, line in enumerate(text.rstrip("\r\n").split("\n"), 1):
+        fields = line.rstrip("\r").split("\t")
+        if columns is None:
+            columns = fields
+            if len(set(columns)) < len(columns):
+                raise UserError(f"{path}:1: columns {columns}: two have the same name")
+        elif len(fields) == len(columns):
+            rows.append(dict(zip(columns, fields)))
+        elif not skip_broken:
+            raise UserError(f"{path}:{number}: {len(fields)} fields, expected {len(columns)} with "
+                            "tabs between them")
+    if not rows:
+        raise UserError(f"{path}: no row below the first line, which names the columns")
+    return rows
+
+
+def tsv_text(rows):
+    """Join rows to the text of a TSV file. Tabs and line breaks in cells become spaces."""
+    lines = ["\t".join(re.sub(r"[\t\r\n]", " ", str(cell)) for cell in row) for row in rows]
+    return "\n".join(lines) + "\n"

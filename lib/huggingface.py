@@ -49,8 +49,7 @@ SETTINGS["distilbert"] = SETTINGS["bert"] | {
     "dropout": "dropout"}
 # an exported memory's settings keep their names
 SETTINGS["pkm-bert"] = {name: name for name in asdict(BertConfig())} | SETTINGS["bert"]
-DEFAULTS = {  # of settings that a config.json may leave out; DistilBERT has no token types
-    "model_type": "bert", "is_decoder": False, "type_vocab_size": 0}
+DEFAULTS = {"model_type": "bert", "type_vocab_size": 0}  # DistilBERT has no token types
 # The hidden_act of a model with memory. transformers' own BERT would load the folder and leave the
 # memory out. It has no activation of this name, and its error shows the name.
 MEMORY_ACT = "gelu (this model has a memory: AutoModelFor..., trust_remote_code=True)"
@@ -82,9 +81,8 @@ def to_huggingface(weights, head=None):
     renamed = {}
     for name, w in weights.items():
         prefix = "bert." if name.startswith("bert.") else ""
-        theirs = their_names(name, head)
-        parts = w.chunk(3) if len(theirs) == 3 else [w]
-        for part_name, part in zip(theirs, parts):
+        names = their_names(name, head)
+        for part_name, part in zip(names, w.chunk(3) if len(names) == 3 else [w]):
             renamed[prefix + part_name] = part.clone()
     return renamed
 
@@ -105,12 +103,12 @@ def from_huggingface(weights, config, head=None, source="the weights"):
         ours = build_model(config, head).state_dict()
     renamed, dropped = {}, Counter()
     for name in ours:
-        parts = [theirs[part] for part in their_names(name, head) if part in theirs]
+        names = their_names(name, head)
+        parts = [theirs.pop(part) for part in names if part in theirs]
         if parts:
             renamed[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
         elif name.startswith("bert.") and "pooler" not in name:
-            raise UserError(f"{source}: it has {min(theirs)}, but no {their_names(name)[0]}: of "
-                            "another model?")
+            raise UserError(f"{source}: it has no {names[0]}: of another model?")
     padding = len(renamed["bert.words.weight"]) - config.vocab_size
     if not 0 <= padding < 128:
         raise UserError(f"{source}: {config.vocab_size + padding:,} rows for a vocabulary of "
@@ -118,11 +116,10 @@ def from_huggingface(weights, config, head=None, source="the weights"):
     for name in renamed.keys() & {"bert.words.weight", "bias"}:
         if padding:  # Google and NVIDIA pad to a multiple of 8 or 64
             dropped[f"{padding} rows beyond the vocabulary"] += renamed[name][-padding:].numel()
-        renamed[name] = renamed[name][:config.vocab_size]
-    used = {part for name in ours for part in their_names(name, head)}
-    for name in theirs.keys() - used:
+            renamed[name] = renamed[name][:-padding]
+    for name, w in theirs.items():
         if not COPIES.search(name):
-            dropped[name.rpartition(".")[0]] += theirs[name].numel()
+            dropped[name.rpartition(".")[0]] += w.numel()
     return renamed, dropped
 
 
@@ -141,9 +138,9 @@ def read_folder(folder):
     theirs = load_file(file)
     theirs = theirs.get("state_dict", theirs.get("model", theirs))
     theirs = {re.sub(r"^((_orig_mod|module|model)\.)+", "", name): w for name, w in theirs.items()}
-    broken = [name for name, w in theirs.items() if w.isnan().any()]
-    if broken:
-        raise UserError(f"{file}: {broken[0]} has NaN in it")
+    for name, w in theirs.items():
+        if w.isnan().any():
+            raise UserError(f"{file}: {name} has NaN in it")
     head = next((head for head, name in HEAD_NAMES.items() if f"{name}.weight" in theirs), None)
     weights, dropped = from_huggingface(theirs, config, head, file)
     saved = {"config": config, "weights": weights, "head": head, "dropped": dropped}
@@ -162,4 +159,4 @@ def read_config(settings, file):
             raise UserError(f"{file}: {key} = {settings[key]!r}: expected {choices[0]!r}")
     names = SETTINGS[settings["model_type"]]
     return BertConfig(**{ours: settings[theirs] for ours, theirs in names.items()
-                         if theirs in settings})  # an older export may lack a new setting
+                         if theirs in settings})

@@ -3,10 +3,9 @@ Tell which of torchrun's processes this one is, and share work among them.
 
 $ torchrun --standalone --nproc_per_node=4 pretrain.py configs/base_resm_init.py
 
-NCCL connects CUDA cards, gloo CPUs. A process that torchrun did not start is the only rank. The
-first rank prints and writes files. lib/sharding.py cuts a model over the ranks.
+NCCL connects CUDA cards, gloo CPUs. A process that torchrun did not start is the only rank. Every
+rank has the whole model. The first rank prints and writes files.
 """
-import contextlib
 import os
 import sys
 import time
@@ -15,7 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
+from torch.nn.parallel import DistributedDataParallel
 
 from lib.settings import UserError, run_main
 
@@ -68,17 +67,56 @@ def run_as_rank(main):
         if rank:
             time.sleep(10)  # rank 0 prints the line, and torchrun ends this rank
         raise
+    barrier()  # a rank that ends early closes connections that another one still reads
     dist.destroy_process_group()
     return status
 
 
+def data_parallel(net):
+    """Wrap a network, under torchrun, so that gradients are summed over the ranks.
+
+    The sum is not divided by their number: a rank's loss is its share of the step's mean.
+    """
+    if not under_torchrun():
+        return net
+    # only where it looks for unused weights do sums have the same order after a restart
+    net = DistributedDataParallel(net, find_unused_parameters=True)
+    net.register_comm_hook(None, sum_bucket)
+    return net
+
+
+def sum_bucket(_, bucket):
+    """Sum a bucket of gradients over the ranks. Returns a future of the sums."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def all_reduce(tensor):
+    """Sum a tensor over the ranks, in place. Returns it."""
+    if get_world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def all_gather(tensor):
+    """Gather the ranks' tensors, which have one shape: a list in the order of the ranks."""
+    parts = [torch.empty_like(tensor) for _ in range(get_world_size())]
+    dist.all_gather(parts, tensor)
+    return parts
+
+
 def sum_over_ranks(value):
-    """Sum a number or a numpy array over the ranks. Returns the same type."""
-    if get_world_size() == 1:
-        return value
-    tensor = torch.from_numpy(np.array(value))
-    dist.all_reduce(tensor)
-    return tensor.numpy() if isinstance(value, np.ndarray) else tensor.item()
+    """Sum a number or a numpy array over the ranks. All ranks must give the same type."""
+    total = all_reduce(torch.from_numpy(np.array(value)))
+    return total.numpy() if isinstance(value, np.ndarray) else total.item()
+
+
+def of_first_rank(value):
+    """Return the first rank's value, which pickle must know, on every rank."""
+    values = [value]
+    if get_world_size() > 1:
+        dist.broadcast_object_list(values)
+    return values[0]
 
 
 def barrier():
@@ -86,25 +124,15 @@ def barrier():
     sum_over_ranks(0)
 
 
-@contextlib.contextmanager
-def first_rank_first():
-    """Let the other ranks enter the block after the first one has left it."""
-    if not first_rank():
-        barrier()
-    yield
-    if first_rank():
-        barrier()
-
-
 def any_signalled(signals):
     """Tell whether any rank has a signal in its list."""
     return sum_over_ranks(len(signals)) > 0
 
 
-def check_accumulation(config):
+def check_accumulation(settings):
     """Raise UserError if the ranks cannot share a step's micro-batches evenly."""
-    if config.accumulation % get_world_size():
-        raise UserError(f"accumulation = {config.accumulation} is not a multiple of the "
+    if settings.accumulation % get_world_size():
+        raise UserError(f"accumulation = {settings.accumulation} is not a multiple of the "
                         f"{get_world_size()} ranks of torchrun: change it or --nproc_per_node")
 
 
@@ -114,19 +142,7 @@ def my_micro_batches(accumulation):
 
 
 def deal_batches(batches):
-    """Yield this rank's batches: every world_size-th. They are arrays or dicts of arrays."""
-    rank, world_size, number = get_rank(), get_world_size(), -1
+    """Yield this rank's batches: every world_size-th."""
     for number, batch in enumerate(batches):
-        if number % world_size == rank:
+        if number % get_world_size() == get_rank():
             yield batch
-    if 0 <= number and number % world_size < rank:  # an empty one: lookups are collective
-        yield batch[:0] if isinstance(batch, np.ndarray) else {k: v[:0] for k, v in batch.items()}
-
-
-class Progress(tqdm):
-    """Show a bar on the first rank. Away from a terminal it is drawn every 10 seconds."""
-
-    def __init__(self, *args, **settings):
-        pause = 0.1 if sys.stderr.isatty() else 10
-        super().__init__(*args, mininterval=pause, delay=pause, disable=not first_rank(),
-                         **settings)

@@ -24,6 +24,7 @@ from lib.settings import ROOT, UserError
 from lib.tokenizer import load_tokenizer, vocab_hash, write_vocab
 
 CHECKPOINT, SNAPSHOT = "step_{:06d}", "step_{:06d}.npz"
+LAYOUT = 2  # of the files above and in them; raise it when they change
 
 
 class Run:
@@ -35,19 +36,26 @@ class Run:
         self.curves = None
 
     def settings(self):
-        """Read config.json: a dict of the settings and the origin, or {}."""
+        """Read config.json: a dict of the settings and the origin, or {}. UserError if not ours."""
         path = self.folder / "config.json"
-        return read_json(path) if path.is_file() else {}
+        if not path.is_file():
+            return {}
+        settings = read_json(path)
+        if settings.get("layout") != LAYOUT:
+            raise UserError(f"{path}: layout {settings.get('layout')}, expected {LAYOUT}: no run, "
+                            "or one of another version of this code: begin anew with "
+                            "--out=out/NAME")
+        return settings
 
-    def check_settings(self, config, data):
+    def check_settings(self, settings, data):
         """Print what changed since the run began. UserError for what must stay the same."""
         before = self.settings()
-        now = json.loads(to_json(asdict(config)))
+        now = json.loads(to_json(asdict(settings)))
         for key in sorted(now):
-            old, new = before.get(key, getattr(type(config), key)), now[key]
+            old, new = before.get(key, getattr(type(settings), key)), now[key]
             if old == new:
                 continue
-            if key in config.MAY_CHANGE:
+            if key in settings.MAY_CHANGE:
                 print(f"{key} was {old!r}, is now {new!r}")
                 continue
             raise UserError(f"{self.folder} was trained with {key} = {old!r}, not {new!r}: add "
@@ -58,26 +66,28 @@ class Run:
                 raise UserError(f"{self.folder} was trained on other data: {name} has changed: put "
                                 "the old data back, or begin anew with --out=out/NAME")
 
-    def open(self, config, vocab, origin, data, step):
+    def open(self, settings, vocab, origin, data, step):
         """Open the run for training: a new one at step 0, or one that goes on after `step`.
 
-        Newer files are removed. vocab: the path of a vocab.txt. origin: what init_from() returned,
-        or a continued run's settings(). data: {name: SHA-256, or a list of labels}.
+        Newer files are removed. vocab: the path of a vocab.txt. origin: what a new run keeps of its
+        start (see init_from). data: {name: SHA-256, or a list of labels}.
         """
         if not first_rank():
             return
-        if "tokenizer_hash" not in self.settings() and any(self.folder.glob("[!.]*")):
+        before = self.settings()
+        if not before and any(self.folder.glob("[!.]*")):
             raise UserError(f"{self.folder} has files, but is not a run: --out=out/NAME")
         tokenizer = load_tokenizer(vocab)
-        settings = {**origin, **asdict(config), "tokenizer_hash": vocab_hash(tokenizer),
-                    "data": data, "threads": torch.get_num_threads(), "torch": torch.__version__,
-                    "commit": git_commit(), "ranks": get_world_size()}
-        write_text(self.folder / "config.json", to_json(settings, indent=1))
+        content = {"layout": LAYOUT, **(before if step else origin), **asdict(settings),
+                   "tokenizer_hash": vocab_hash(tokenizer), "data": data,
+                   "threads": torch.get_num_threads(), "torch": torch.__version__,
+                   "commit": git_commit(), "ranks": get_world_size()}
+        write_text(self.folder / "config.json", to_json(content, indent=1))
         write_vocab(self.folder, tokenizer)  # the run works without its corpus
         for number, snapshot in numbered(self.folder / "usage", SNAPSHOT).items():
             if number > step:
                 discard(snapshot)
-        if config.tensorboard:
+        if settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self.curves = SummaryWriter(self.folder, purge_step=step and step + 1)
@@ -87,14 +97,17 @@ class Run:
         self.log_file = path.open("a", buffering=1)
 
     def log(self, record):
-        """Add a record, a dict with `step`, to log.jsonl and to TensorBoard's curves."""
+        """Add a record to log.jsonl and to TensorBoard's curves.
+
+        record: a dict with `step`, numbers and its `kind`: "train", "eval" of a language model, or
+        "dev" of a task.
+        """
         if self.log_file:  # only the first rank writes
             print(to_json(record), file=self.log_file)
         if self.curves:
-            kind = "train" if "lr" in record else "eval"
             layers = {f"layer {n}": usage for n, usage in record.get("layers", {}).items()}
-            for group, numbers in {kind: record, **layers}.items():
-                for name in numbers.keys() - {"step", "layers"}:
+            for group, numbers in {record["kind"]: record, **layers}.items():
+                for name in numbers.keys() - {"kind", "step", "layers"}:
                     self.curves.add_scalar(f"{group}/{name}", numbers[name], record["step"])
             self.curves.flush()
 
@@ -107,12 +120,14 @@ class Run:
         return [json.loads(line, object_hook=null_to_nan) for line in lines]
 
     def evaluations(self, checkpoint=None):
-        """Read the evaluations up to a checkpoint. Their steps include the initial model's."""
-        records = self.records()
+        """Read a language model's evaluations up to a checkpoint.
+
+        Their steps include the initial model's.
+        """
         first = self.settings()["first_step"]
         last = read_state(checkpoint)["step"] if checkpoint else np.inf
-        return [{**record, "step": first + record["step"]} for record in records
-                if "perplexity" in record and record["step"] <= last]
+        return [{**record, "step": first + record["step"]} for record in self.records()
+                if record["kind"] == "eval" and record["step"] <= last]
 
     def newest_checkpoint(self):
         """Return the path of the newest checkpoint, or None. It is whole."""
@@ -155,10 +170,9 @@ class Run:
                             "usage_interval steps, a run without memory none")
         return snapshots
 
-    def seeds(self):
-        """List a fine-tuned run's seeds, each a Run. If this is a seed, it is the only one."""
-        folders = [self.folder, *numbered(self.folder, "seed{}").values()]
-        return [run for run in map(Run, folders) if "task" in run.settings()]
+    def seed_runs(self):
+        """List a fine-tuned run's seeds, each a Run, in their order."""
+        return list(map(Run, numbered(self.folder, "seed{}").values()))
 
     def results(self):
         """Read the scores of fine-tuning, a dict, or {} if it is not done."""

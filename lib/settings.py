@@ -1,5 +1,5 @@
 """
-Read settings from a config file and the command line, and end a script after a mistake.
+Talk with a person: read settings, show progress, and end a script after a mistake.
 """
 import argparse
 import ast
@@ -7,12 +7,15 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
+import os
 import re
 import runpy
 import subprocess
 import sys
 import types
 from pathlib import Path
+
+from tqdm import tqdm
 
 ROOT = Path(__file__).parents[1]  # where the scripts are
 
@@ -36,25 +39,48 @@ class Parser(argparse.ArgumentParser):
         hint = "options have _, not -; " if re.search(r"--\w+-\w", message) else ""
         raise UserError(f"{message} ({hint}{self.prog} --help)")
 
-    def parse_known_args(self, *args):
-        parsed, rest = super().parse_known_args(*args)
-        check_numbers(vars(parsed), may_be_zero=("seed", "temperature"))
-        return parsed, rest
+
+class Progress(tqdm):
+    """Show a bar on the first rank. Away from a terminal it is drawn every 10 seconds."""
+
+    def __init__(self, *args, **settings):
+        pause = 0.1 if sys.stderr.isatty() else 10
+        other_rank = os.environ.get("RANK", "0") != "0"
+        super().__init__(*args, mininterval=pause, delay=pause, disable=other_rank, **settings)
 
 
-def load_settings(Config, argv):
-    """Read the arguments `[CONFIG.py] [--key=value ...]`. Returns an instance of Config.
+def at_least(lowest, kind=int):
+    """Make a `type` for an option of Parser: a number that is at least `lowest`."""
+    def number(text):
+        if kind(text) < lowest:
+            raise argparse.ArgumentTypeError(f"{text}: expected {lowest} or more")
+        return kind(text)
+    return number
 
-    "--key value" works, too. Prints the settings that are not the defaults. Config is a dataclass.
-    A setting has the type of its default: bool, int, float, str or tuple (of ints).
-    Config.MAY_BE_ZERO and AT_MOST_ONE say which numbers may be 0 and not above 1. UserError for an
-    unknown key, another type and a number out of range.
+
+def from_zero(default):
+    """Give a setting its default. The number may be 0; others are above 0."""
+    return dataclasses.field(default=default, metadata={"may_be_zero": True})
+
+
+def share(default):
+    """Give a setting its default. The number is from 0 to 1."""
+    return dataclasses.field(default=default, metadata={"may_be_zero": True, "highest": 1})
+
+
+def load_settings(Settings, argv):
+    """Read the arguments `[CONFIG.py] [--key=value ...]`. Returns an instance of Settings.
+
+    "--key value" works, too. Prints the settings that are not the defaults. Settings is a
+    dataclass. A setting has the type of its default: bool, int, float, str or tuple (of ints).
+    Whole numbers are at least 1 and real ones above 0, but for those of from_zero() and share().
+    UserError for an unknown key, another type and a number out of range.
     """
     if "--help" in argv or "-h" in argv:
-        print(sys.modules[Config.__module__].__doc__)
-        print(inspect.getsource(Config))
+        print(sys.modules[Settings.__module__].__doc__)
+        print(inspect.getsource(Settings))
         sys.exit(0)
-    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
+    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
     from_files, given = {}, {}
     arguments = iter(argv)
     for arg in arguments:
@@ -73,12 +99,13 @@ def load_settings(Config, argv):
         for key, value in runpy.run_path(arg).items():
             if not key.startswith("_") and not isinstance(value, types.ModuleType):
                 from_files[key] = as_typed(arg, key, value, defaults)
-    config = Config(**from_files | given)
-    check_numbers(dataclasses.asdict(config), Config.MAY_BE_ZERO, Config.AT_MOST_ONE)
-    changed = [f"{key}={value}" for key, value in dataclasses.asdict(config).items()
+    settings = Settings(**from_files | given)
+    for field in dataclasses.fields(settings):
+        check_number(field.name, getattr(settings, field.name), **field.metadata)
+    changed = [f"{key}={value}" for key, value in dataclasses.asdict(settings).items()
                if value != defaults[key]]
     print("settings:", ", ".join(changed) or "the defaults")
-    return config
+    return settings
 
 
 def as_typed(where, key, value, defaults):
@@ -102,23 +129,16 @@ def as_typed(where, key, value, defaults):
     return typed
 
 
-def check_numbers(values, may_be_zero, at_most_one=()):
-    """Raise UserError for a number out of range.
-
-    values: {name: number, list of numbers or anything else}. No number is negative. Whole ones are
-    at least 1 and real ones above 0, unless `may_be_zero` names them. `at_most_one` names numbers
-    that are not above 1.
-    """
-    for name, value in values.items():
-        for number in value if isinstance(value, list | tuple) else [value]:
-            if not isinstance(number, int | float) or isinstance(number, bool):
-                continue
-            expected = "0 or more" if name in may_be_zero else "more than 0"
-            highest = 2**63 - 1
-            if name in at_most_one:
-                expected, highest = "at most 1", 1
-            if not 0 <= number <= highest or number == 0 and name not in may_be_zero:
-                raise UserError(f"{name} = {number}: expected {expected}")
+def check_number(name, value, may_be_zero=False, highest=2**63 - 1):
+    """Raise UserError for a number out of range. value: a number, a tuple of them, or no number."""
+    for number in value if isinstance(value, tuple) else [value]:
+        if isinstance(number, bool | str):
+            continue
+        if not 0 <= number <= highest or number == 0 and not may_be_zero:
+            expected = "0 or more" if may_be_zero else "more than 0"
+            if highest == 1:
+                expected = "from 0 to 1"
+            raise UserError(f"{name} = {number}: expected {expected}")
 
 
 def check_choice(name, value, choices):

@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.corpus import causal_heldout, cut_split, open_corpus
+from lib.corpus import causal_heldout, cut_split
 from lib.device import use_device
-from lib.ranks import Progress
 from lib.run import Run
-from lib.settings import UserError
+from lib.settings import Progress, UserError
 from lib.tokenizer import full_tokenizer, load_tokenizer, special_ids
 from lib.usage import record_reads, watch_reads
-from lib.weights import find_weights, load_model, read_weights
+from lib.weights import find_weights, load_model, open_corpus, read_weights
 from model import value_tables
 
 SEQUENCES = 512  # read by CorpusReads
@@ -43,28 +42,28 @@ def training_text(path):
     return settings.get("seq_len", longest), settings.get("dataset")
 
 
-def open_model(path, data, device, seen=False):
-    """Load the model at `path` with its tokenizer, and read a corpus with it.
+def open_model(args):
+    """Load a model with its tokenizer, and read a corpus with it.
 
-    Returns (model, tokenizer, CorpusReads of data/<data>). The last is None without a memory.
-    seen: see open_corpus.
+    args: the command line's run, data, device and seen. Returns (model, tokenizer, CorpusReads).
+    The last is None without a memory.
     """
-    device, _ = use_device(device, "float32")
-    model, tokenizer = load_with_tokenizer(path)
+    device, _ = use_device(args.device, "float32")
+    model, tokenizer = load_with_tokenizer(args.run)
     model.to(device)
-    corpus = CorpusReads(model, path, data, seen) if value_tables(model) else None
+    corpus = CorpusReads(model, args.run, args.data, args.seen) if value_tables(model) else None
     return model, tokenizer, corpus
 
 
 class CorpusReads:
     """Read the test text of a corpus with a model, nothing masked, at most SEQUENCES of it.
 
-    path: the model's run. data: the corpus, None for the run's.
+    path: the model's run. data: the corpus, None for the run's. seen: see open_corpus.
     Attributes: name and tokenizer of the corpus; ids (sequences, time); reads {layer: Reads}.
     """
 
     @torch.no_grad()
-    def __init__(self, model, path, data, seen=False):
+    def __init__(self, model, path, data, seen):
         seq_len, trained_on = training_text(path)
         self.name = data or trained_on
         if not self.name:
@@ -132,10 +131,9 @@ def page_data(corpus, most):
     """
     layers = []
     for layer, reads in corpus.reads.items():
-        contexts = []  # of each slot: [(token, weight)]
-        for slot in range(len(reads.ends)):
-            found = corpus.contexts(layer, slot, most)
-            contexts.append([(token, round(weight, 2)) for weight, _, token in found])
+        contexts = [[(token, round(weight, 2))
+                     for weight, _, token in corpus.contexts(layer, slot, most)]
+                    for slot in range(len(reads.ends))]
         layers.append({"layer": layer, "read": reads.counts["read"].tolist(),
                        "top1": reads.counts["top1"].tolist(), "contexts": contexts})
     used, text = np.unique(corpus.ids, return_inverse=True)
@@ -175,23 +173,3 @@ def continue_text(model, ids, tokens, window, temperature, generator):
         chances = (scores / (temperature or 1)).softmax(0).float()
         ids.append(best.indices[chances.multinomial(1, generator=generator)].item())
     return ids
-
-
-CELLS = {  # columns of a table; names are those of usage_metrics
-    "MU": "{mu:.1%}",
-    "uniform MU": "{mu_uniform:.1%}",
-    "top-1 MU": "{top1_mu:.1%}",
-    "uniform top-1": "{top1_mu_uniform:.1%}",
-    "KL_u": "{kl_u:.2f}",
-    "KL_w": "{kl_w:.2f}",
-    "effective k": "{effective_k:.1f}",
-    "accesses": "{accesses:,.0f}",
-}
-
-
-def usage_cells(layers):
-    """Make the columns CELLS of a table from {layer: usage_metrics}."""
-    cells = {"layers": "/".join(map(str, layers)) or "-"}
-    for column, form in CELLS.items():
-        cells[column] = "/".join(form.format(**metrics) for metrics in layers.values()) or "-"
-    return cells

@@ -1,6 +1,7 @@
 """
 Read SQuAD 1.1, cut its paragraphs into windows, turn spans into answers and score them.
 """
+import functools
 import re
 import string
 from collections import Counter
@@ -60,17 +61,17 @@ def make_windows(tokenizer, questions, max_len, stride):
 
     They begin `stride` tokens apart. The label is the question's first answer.
     """
+    @functools.cache  # several questions have the same paragraph
+    def encode(paragraph):
+        found = tokenizer.encode(paragraph, add_special_tokens=False)
+        return found.ids, np.array(found.offsets, np.int32).reshape(-1, 2)
+
     special = special_ids(tokenizer)
-    paragraphs = {}  # several questions have the same
     windows = []
     heads = tokenize(tokenizer, [question.text for question in questions], "questions")
     for question, encoding in zip(questions, heads):
         head = [special.cls, *encoding.ids[:min(64, max_len // 2)], special.sep]
-        if question.context not in paragraphs:
-            found = tokenizer.encode(question.context, add_special_tokens=False)
-            offsets = np.array(found.offsets, np.int32).reshape(-1, 2)
-            paragraphs[question.context] = found.ids, offsets
-        tokens, offsets = paragraphs[question.context]
+        tokens, offsets = encode(question.context)
         character, answer = question.answers[0] if question.answers else (0, "")
         first = np.searchsorted(offsets[:, 1], character, side="right")
         last = np.searchsorted(offsets[:, 0], character + len(answer)) - 1

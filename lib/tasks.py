@@ -6,40 +6,39 @@ Read the tasks (GLUE, SQuAD 1.1, folders of your own), encode them, predict and 
 """
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from lib.device import autocast, to_device
+from lib.files import read_table
 from lib.ranks import deal_batches, sum_over_ranks
-from lib.settings import UserError, run_script
+from lib.settings import UserError
 from lib.squad import best_answers, best_spans, make_windows, read_squad, score_squad
 from lib.tokenizer import special_ids, tokenize
 from model import SpanReader
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """Describe a task: what is official about it, and where its files are."""
     name: str
     folder: str | Path
     labels: list  # classes; [] for a score or a span
     metrics: list  # the first one picks the best epoch
     archives: list = ()  # the files to download
-    dev: dict = field(default_factory=lambda: {"": "dev"})  # {suffix of metrics: split}
+    dev: dict = MappingProxyType({"": "dev"})  # {suffix of metrics: split}
     texts: list = ("sentence1", "sentence2")  # columns: two of a pair, or one
+    files: str = "{}.tsv"  # the name of a split's file
     reads_spans: bool = False  # answers are spans of a paragraph
 
     def file(self, split):
-        """Return the file of a split. MRPC has its dev split in the file of train."""
-        if self.reads_spans:
-            return Path(self.folder, f"{split}-v1.1.json")
-        if self.name == "mrpc":
-            return Path(self.folder, "msr_paraphrase_train.txt")
-        return Path(self.folder, f"{split}.tsv")
+        """Return the path of a split's file."""
+        return Path(self.folder, self.files.format(split))
 
 
 YES_NO = ["0", "1"]
@@ -57,16 +56,14 @@ GLUE = [  # the columns of Table 4 from left to right, then the other tasks
          texts=["sentence"]),
     Task("mrpc", "data/glue/MRPC", YES_NO, ["accuracy", "f1"],
          ["msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "mrpc_dev_ids.tsv"],
-         texts=["#1 String", "#2 String"]),
+         texts=["#1 String", "#2 String"], files="msr_paraphrase_train.txt"),  # dev is in it
     Task("stsb", "data/glue/STS-B", [], CORRELATIONS, ["STS-B.zip"]),
     Task("rte", "data/glue/RTE", ENTAILED, ["accuracy"], ["RTE.zip"]),
 ]
 SQUAD = Task("squad", "data/squad", [], ["f1", "exact_match"],
-             ["train-v1.1.json", "dev-v1.1.json"], texts=(), reads_spans=True)
+             ["train-v1.1.json", "dev-v1.1.json"], texts=(), files="{}-v1.1.json",
+             reads_spans=True)
 TASKS = {task.name: task for task in [SQUAD, *GLUE]}
-
-TABLE_4 = list(TASKS)[:6]  # its columns; its average leaves SQuAD out
-TWO_SCORES = ["squad", "mnli", "mrpc", "stsb"]  # tasks with two in a cell, the others have one
 
 # Columns of texts and of labels, in the official files and in a person's own
 TEXTS = ["question", "question1", "question2", "sentence1", "sentence2", "#1 String", "#2 String",
@@ -76,7 +73,7 @@ COLA = ["source", "label", "star", "sentence"]  # its train.tsv and dev.tsv have
 
 
 def find_task(name):
-    """Find a Task: "sst2" or "SST-2", "squad", "docs" (made if missing), or a folder's path.
+    """Find a Task: "sst2" or "SST-2", "squad", "docs_task", or the path of a folder.
 
     The train.tsv of a folder says whether the task has classes or, as in STS-B, scores. Prints how
     often each class occurs; UserError if the labels are hardly classes.
@@ -84,15 +81,12 @@ def find_task(name):
     key = task_name(name)
     if key in TASKS and Path(TASKS[key].folder).is_dir():
         return TASKS[key]
-    folder = Path(name)
-    if name == "docs":
-        folder = Path("data/docs_task")
-        if not folder.exists():
-            run_script("prepare_data.py", "docs_task")
+    folder = Path("data/docs_task" if name == "docs_task" else name)
     path = folder / "train.tsv"
     if not path.is_file():
-        raise UserError(f"task = {name!r}: not there: expected docs, {', '.join(TASKS)} (python "
-                        "prepare_data.py fetches them), or a folder with train.tsv and dev.tsv")
+        raise UserError(f"task = {name!r}: not there: expected docs_task, {', '.join(TASKS)} "
+                        "(python prepare_data.py docs_task, squad or glue makes them), or a "
+                        "folder with train.tsv and dev.tsv")
     rows = read_table(path)
     texts = find_columns(path, rows, TEXTS)
     column = find_columns(path, rows, LABELS)[0]
@@ -128,49 +122,22 @@ def read_split(task, split):
     path = task.file(split)
     rows = read_table(path, COLA if task.name == "cola" else None, task.name == "qqp")
     if task.name == "mrpc":
-        dev_ids = read_table(Path(task.folder, "mrpc_dev_ids.tsv"), ["#1 ID", "#2 ID"])
+        dev_table = read_table(path.with_name("mrpc_dev_ids.tsv"), ["#1 ID", "#2 ID"])
+        dev_ids = {(row["#1 ID"], row["#2 ID"]) for row in dev_table}
         rows = [row for row in rows
-                if any(ids.items() <= row.items() for ids in dev_ids) == (split == "dev")]
+                if ((row["#1 ID"], row["#2 ID"]) in dev_ids) == (split == "dev")]
     column = find_columns(path, rows, LABELS)[0]
     labels = []
     for number, row in enumerate(rows, 2):
+        label = row[column]
         try:
-            label = row[column]
             # a Fraction is never nan or infinite
             labels.append(task.labels.index(label) if task.labels else float(Fraction(label)))
         except ValueError:
             expected = ", ".join(task.labels) or "a number"
             raise UserError(f"{path}:{number}: label {label!r}: expected {expected}") from None
-    # MPS has no float64
-    return pick_texts(path, rows, task.texts), np.array(
-        labels, np.int64 if task.labels else np.float32)
-
-
-def read_table(path, columns=None, skip_broken=False):
-    """Read a TSV file: its rows, dicts by column. Quotes are ordinary characters.
-
-    columns: their names if the file has no header. A row with more or fewer fields is a UserError;
-    skip_broken leaves it out, as QQP's files need it.
-    """
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: no readable UTF-8 file ({error})") from None
-    rows = []
-    for number, line in enumerate(text.rstrip("\r\n").split("\n"), 1):
-        fields = line.rstrip("\r").split("\t")
-        if columns is None:
-            columns = fields
-            if len(set(columns)) < len(columns):
-                raise UserError(f"{path}:1: columns {columns}: two have the same name")
-        elif len(fields) == len(columns):
-            rows.append(dict(zip(columns, fields)))
-        elif not skip_broken:
-            raise UserError(f"{path}:{number}: {len(fields)} fields, expected {len(columns)} with "
-                            "tabs between them")
-    if not rows:
-        raise UserError(f"{path}: no row below the first line, which names the columns")
-    return rows
+    kind = np.int64 if task.labels else np.float32  # MPS has no float64
+    return pick_texts(path, rows, task.texts), np.array(labels, kind)
 
 
 def find_columns(path, rows, known):
@@ -184,18 +151,11 @@ def find_columns(path, rows, known):
 
 
 def pick_texts(path, rows, names):
-    """Return each row's texts: tuples of the columns `names`, or of what find_columns() finds."""
-    names = names or find_columns(path, rows, TEXTS)
+    """Return each row's texts, tuples of the columns `names`."""
     try:
         return [tuple(row[name] for name in names) for row in rows]
     except KeyError:
         raise UserError(f"{path}:1: expected the columns {names}, as in training") from None
-
-
-def tsv_text(rows):
-    """Join rows to the text of a TSV file. Tabs and line breaks in cells become spaces."""
-    lines = ["\t".join(re.sub(r"[\t\r\n]", " ", str(cell)) for cell in row) for row in rows]
-    return "\n".join(lines) + "\n"
 
 
 @dataclass
@@ -244,19 +204,20 @@ def pad(examples):
     They are ids, token_types and, if anything is padded, a mask that is True at real tokens.
     """
     shape = len(examples), max([len(example.ids) for example in examples], default=1)
-    batch = {"ids": np.zeros(shape, int), "token_types": np.zeros(shape, int)}
-    mask = np.zeros(shape, bool)
+    ids, token_types, mask = np.zeros((3, *shape), int)
     for n, example in enumerate(examples):
         length = len(example.ids)
-        batch["ids"][n, :length] = example.ids
-        batch["token_types"][n, example.first_length:] = 1
-        mask[n, :length] = True
-    return batch if mask.all() else {**batch, "mask": mask}  # faster without a mask
+        ids[n, :length] = example.ids
+        token_types[n, example.first_length:] = 1
+        mask[n, :length] = 1
+    batch = {"ids": ids, "token_types": token_types}
+    return batch if mask.all() else {**batch, "mask": mask > 0}  # faster without a mask
 
 
-def batches_by_length(lengths, size):
-    """Sort examples by length and cut them into batches, as arrays of indices."""
-    return np.split(np.argsort(lengths, kind="stable"), range(size, len(lengths), size))
+def batches_by_length(examples, size):
+    """Sort Examples or Windows by length, cut them into batches: a list of arrays of indices."""
+    order = np.argsort([len(example.ids) for example in examples], kind="stable")
+    return np.split(order, range(size, len(order), size))
 
 
 @torch.no_grad()
@@ -270,9 +231,8 @@ def predict_examples(model, examples, batch_size=32, dtype=torch.float32):
     device = model.head.weight.device
     reads_spans = isinstance(model, SpanReader)
     predictions = np.zeros((len(examples), 3 if reads_spans else model.head.out_features))
-    lengths = np.array([len(example.ids) for example in examples])
     model.eval()  # not the compiled model, which would be compiled again
-    for index in deal_batches(batches_by_length(lengths, batch_size)):
+    for index in deal_batches(batches_by_length(examples, batch_size)):
         batch = [examples[n] for n in index]
         with autocast(device, dtype):
             output = model(**to_device(pad(batch), device)).float().cpu()
@@ -309,27 +269,6 @@ def score_dev(task, dev, predictions):
         for metric in task.metrics:
             scores[metric + suffix] = float(METRICS[metric](labels, predicted))
     return scores
-
-
-def score_row(initial, updated, tasks):
-    """Make a row of Table 4, a dict by column. tasks: {task: eval_results.json}.
-
-    A cell has the medians over the seeds of one initial model, and ends with their number.
-    """
-    row = {"initial model": str(initial), "memory update": "Y" if updated else "N",
-           **dict.fromkeys([*TABLE_4, "Avg"])}
-    averaged = []
-    for task, results in tasks.items():
-        seeds = len(results.get("seeds", [results]))  # a seed's folder has no more
-        scores = [score if task == "squad" else 100 * score for name, score in results.items()
-                  if name not in ("eval_epoch", "seeds")]
-        scores = scores[:2 if task in TWO_SCORES else 1]
-        row[task] = "/".join(f"{score:.1f}" for score in scores) + f" ({seeds})"
-        if task in TABLE_4[1:]:
-            averaged += scores
-    if len(averaged) == 6:  # MNLI has two
-        row["Avg"] = f"{np.mean(averaged):.1f}"
-    return row
 
 
 def pearson(x, y):

@@ -14,11 +14,10 @@ from collections import namedtuple
 from pathlib import Path
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from lib.files import discard, read_json, write_text
-from lib.ranks import Progress
-from lib.settings import UserError
+from lib.settings import Progress, UserError
 
 Specials = namedtuple("Specials", "pad unk cls sep mask")  # the special tokens, or their ids
 SPECIALS = Specials("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -45,8 +44,7 @@ def tokens_by_id(tokenizer):
 def vocab_files(tokenizer):
     """Format a tokenizer as vocab.txt and tokenizer.json, "" if the first alone gives it."""
     vocab, text = tokens_by_id(tokenizer), tokenizer.to_str(pretty=True)
-    if special_tokens(vocab) is SPECIALS and (
-            text == wordpiece_tokenizer(vocab).to_str(pretty=True)):
+    if text == wordpiece_tokenizer(vocab).to_str(pretty=True):
         text = ""
     return "\n".join(vocab), text
 
@@ -78,50 +76,64 @@ def load_tokenizer(path):
     """
     path = Path(path)
     folder = path.parent if path.name == "vocab.txt" else path
+    names = "tokenizer.json", "tokenizer_config.json", "config.json", "added_tokens.json"
+    files = {name: read_json(folder / name) for name in names if (folder / name).is_file()}
+    tokenizer = make_tokenizer(path, files)
+    add_tokens(tokenizer, files)
+    if None in special_ids(tokenizer):
+        raise UserError(f"{path}: not a vocabulary of BERT: a special token like [PAD] is missing")
+    return tokenizer
 
-    def read(name):
-        return read_json(folder / name) if (folder / name).is_file() else {}
 
-    saved, given = read("tokenizer.json"), read("tokenizer_config.json")
-    settings = read("config.json") | given
-    kind = settings.get("tokenizer_class") or "BertTokenizer"
+def make_tokenizer(path, files):
+    """Make the tokenizer of a tokenizer.json, or BERT's of its vocabulary or a vocab.txt.
+
+    files: the JSON files beside it, {name: content}.
+    """
+    saved = files.get("tokenizer.json")
+    settings = files.get("tokenizer_config.json", {})
+    model = files.get("config.json", {}) | settings
+    kind = model.get("tokenizer_class") or "BertTokenizer"
     as_saved = saved and kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    if not (as_saved or re.fullmatch("(Distil)?BertTokenizer(Fast)?", kind)):
-        raise UserError(f"{folder}: tokenizer_class = {kind!r}: expected BertTokenizer, or "
+    if not as_saved and not re.fullmatch("(Distil)?BertTokenizer(Fast)?", kind):
+        raise UserError(f"{path}: tokenizer_class = {kind!r}: expected BertTokenizer, or "
                         "PreTrainedTokenizerFast with a tokenizer.json")
     try:
         if saved:
-            bare = saved | dict.fromkeys(("truncation", "padding", "post_processor"))
-            bare["added_tokens"] = []
+            bare = saved | {"truncation": None, "padding": None, "post_processor": None,
+                            "added_tokens": []}
             tokenizer = tokenizers.Tokenizer.from_str(json.dumps(bare))
         else:
             file = path / "vocab.txt" if path.is_dir() else path
-            tokenizer = wordpiece_tokenizer(file.read_text("utf-8").rstrip("\n").split("\n"))
+            lines = file.read_text("utf-8").rstrip("\n").split("\n")
+            tokenizer = wordpiece_tokenizer(lines)
     except Exception as error:  # noqa: BLE001 - tokenizers has no class of its own
         raise UserError(f"{path}: not a vocabulary of BERT: {error}") from None
-    ids = tokenizer.get_vocab()
-    if max(ids.values()) >= len(ids):
+    vocab = tokens_by_id(tokenizer)
+    if tokenizer.token_to_id(vocab[-1]) >= len(vocab):
         raise UserError(f"{path}: a token is in it twice: sort FILE | uniq -d shows which")
-    tokenizer.add_special_tokens([token for token in SPECIALS if token in ids])
 
-    configured = (folder / "tokenizer_config.json").is_file()
-    if not as_saved and (configured or saved and "model_type" in settings):
+    of_berts = "tokenizer_config.json" in files or saved and "model_type" in model
+    if of_berts and not as_saved:
         tokenizer = wordpiece_tokenizer(
-            tokens_by_id(tokenizer), lowercase=given.get("do_lower_case", True),
-            strip_accents=given.get("strip_accents"),
-            handle_chinese_chars=given.get("tokenize_chinese_chars", True))
+            vocab, lowercase=settings.get("do_lower_case", True),
+            strip_accents=settings.get("strip_accents"),
+            handle_chinese_chars=settings.get("tokenize_chinese_chars", True))
+    return tokenizer
 
-    # a text is searched for these tokens before all else
-    added = {token_id: {"content": token} for token, token_id in read("added_tokens.json").items()}
-    added |= {token.pop("id"): token for token in saved.get("added_tokens", [])}
-    added |= given.get("added_tokens_decoder", {})
+
+def add_tokens(tokenizer, files):
+    """Add the tokens that a text is searched for before all else. files: see make_tokenizer."""
+    added = {}
+    for token, token_id in files.get("added_tokens.json", {}).items():
+        added[token_id] = {"content": token}
+    for token in files.get("tokenizer.json", {}).get("added_tokens", []):
+        added[token.pop("id")] = token
+    added |= files.get("tokenizer_config.json", {}).get("added_tokens_decoder", {})
     for token_id in sorted(added, key=int):
         token = AddedToken(**added[token_id])
         token.special = token.content in SPECIALS + GPT2_SPECIALS  # others are tokens in any text
         tokenizer.add_tokens([token])
-    if None in special_ids(tokenizer):
-        raise UserError(f"{path}: not a vocabulary of BERT: a special token like [PAD] is missing")
-    return tokenizer
 
 
 def text_tokenizer(path):
@@ -139,8 +151,8 @@ def full_tokenizer(path):
     tokenizer = load_tokenizer(path)
     tokens = special_tokens(tokenizer.get_vocab())
     ids = special_ids(tokenizer)
-    ends = (tokens.sep, ids.sep), (tokens.cls, ids.cls)
-    tokenizer.post_processor = processors.BertProcessing(*ends)
+    tokenizer.post_processor = processors.BertProcessing(
+        (tokens.sep, ids.sep), (tokens.cls, ids.cls))
     tokenizer.enable_padding(pad_id=ids.pad, pad_token=tokens.pad)
     return tokenizer
 
@@ -154,10 +166,12 @@ def tokenize(tokenizer, texts, what):
 def wordpiece_tokenizer(vocab, **settings):
     """Make BERT's tokenizers.Tokenizer; the cased one for a vocabulary with "A".
 
-    settings: of tokenizers' BertWordPieceTokenizer.
+    settings: of tokenizers' BertNormalizer.
     """
     ids = {token: token_id for token_id, token in enumerate(vocab)}
-    made = tokenizers.BertWordPieceTokenizer(ids, **{"lowercase": "A" not in ids} | settings)
-    tokenizer = tokenizers.Tokenizer.from_str(made.to_str())
-    tokenizer.post_processor = None
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(ids, unk_token=SPECIALS.unk))
+    tokenizer.normalizer = normalizers.BertNormalizer(**{"lowercase": "A" not in ids} | settings)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens([token for token in SPECIALS if token in ids])
     return tokenizer

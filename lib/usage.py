@@ -46,16 +46,18 @@ def count_reads(tables, sum_over_ranks=lambda counts: counts):
     sum_over_ranks: sums an array or a number over the ranks, when the block ends.
     """
     nothing = torch.zeros(0, 1, 1, dtype=torch.int), torch.zeros(0, 1, 1)
-    counts = {name: Counter(tally(*nothing, len(table.weight))) for name, table in tables.items()}
+    counts = {name: tally(*nothing, len(table.weight)) for name, table in tables.items()}
 
     def count(name, slots, weights):
-        counts[name].update(tally(slots, weights, len(tables[name].weight)))  # adds
+        found = tally(slots, weights, len(tables[name].weight))
+        for what in found:
+            counts[name][what] = counts[name][what] + found[what]
 
     with watch_reads(tables, count):
         yield counts
     for sums in counts.values():
-        for name in sums:
-            sums[name] = sum_over_ranks(sums[name])
+        for what in sums:
+            sums[what] = sum_over_ranks(sums[what])
 
 
 @contextlib.contextmanager
@@ -128,7 +130,8 @@ def usage_metrics(read, top1, weight, effective_k):
     """Compute the metrics of Kim & Jung (2020), section 3.2, from a layer's counts (see tally).
 
     mu and top1_mu are shares of the slots, kl_u and kl_w are in nats. accesses: real tokens x
-    heads. mu_uniform and top1_mu_uniform are expected of as many accesses to random slots.
+    heads. mu_uniform and top1_mu_uniform are the shares that the same number of accesses would
+    reach, on average, if they went to random slots.
     """
     n_slots = len(read)
     accesses = int(top1.sum())

@@ -1,18 +1,22 @@
-"""Load trained weights: checkpoints of runs, and folders in Hugging Face layout."""
+"""
+Find and load trained weights, and know what they were trained on.
+
+Weights are checkpoints of runs, or folders in Hugging Face's layout.
+"""
 import hashlib
 import re
-import sys
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
+from lib.corpus import Corpus
 from lib.files import file_sha256, load_file
 from lib.huggingface import FILES, read_folder
-from lib.ranks import first_rank, get_world_size
-from lib.run import Run, numbered, read_state
+from lib.ranks import first_rank
+from lib.run import Run, read_state
 from lib.settings import ROOT, UserError
+from lib.tokenizer import load_tokenizer, vocab_hash
 from model import HEADS, BertConfig, Classifier, build_model
 
 
@@ -23,10 +27,6 @@ def model_file(model, labels=()):
     """
     head = next(head for head, kind in HEADS.items() if type(model) is kind)
     weights = model.state_dict()
-    if get_world_size() > 1:
-        from lib import sharding
-
-        weights = sharding.whole_weights(model)
     digest = hashlib.sha256()
     for weight in weights.values() if first_rank() else ():  # the others do not write
         digest.update(weight.cpu().numpy().reshape(-1))
@@ -40,15 +40,15 @@ def model_file(model, labels=()):
 def find_weights(path):
     """Find the weights that `path` names. Returns (folder, path of its vocab.txt).
 
-    out/<run>                 its newest checkpoint; if fine-tuned, the weights of its first seed
+    out/<run>                 its newest checkpoint; if fine-tuned, those of its median seed
     out/<run>/seed1           the weights of its best epoch so far
     out/<run>/step_000500     this checkpoint; out/<run>/seed1/best works, too
     anything else             a folder in Hugging Face layout, or the name of one in data/weights/
     """
-    for run in (Path(path), *numbered(Path(path), "seed{}").values()):
-        for folder in (run, run / "best", Run(run).newest_checkpoint()):
-            if folder and (folder / "model.pt").is_file():
-                return folder, folder.parent / "vocab.txt"
+    run = median_seed(path)
+    for folder in (run.folder, run.folder / "best", run.newest_checkpoint()):
+        if folder and (folder / "model.pt").is_file():
+            return folder, folder.parent / "vocab.txt"
     for folder in (Path(path), Path("data/weights", path)):
         if (folder / "config.json").is_file() and any((folder / name).is_file() for name in FILES):
             return folder, folder / "vocab.txt"
@@ -60,25 +60,24 @@ def find_weights(path):
 
 
 def median_seed(path):
-    """Find the seed of a fine-tuned run whose score on dev is the median. Prints which, to stderr.
+    """Return a fine-tuned run's seed whose score on dev is the median, else the run at `path`.
 
-    The score is the task's first metric; of two in the middle, the lower one counts. Another path,
-    as that of a seed, is returned as it is.
+    The score is the task's first metric. Of two in the middle, the lower one counts. UserError if
+    no seed is done.
     """
-    scores = {}
-    for run in Run(path).seeds():
-        results = run.results()
-        if results:  # it is done
-            first = "eval_f1" if "eval_exact_match" in results else next(iter(results))  # SQuAD's
-            scores[run.folder] = np.nan_to_num(results[first], nan=-2)  # less than any number
-    if not scores:
-        return path
-    seed = sorted(scores, key=scores.get)[(len(scores) - 1) // 2]
-    if len(scores) > 1:
-        metric = first.removeprefix("eval_")
-        print(f"{seed}: the median of {len(scores)} seeds, {metric} {scores[seed]:.4f}",
-              file=sys.stderr)
-    return seed
+    scores = []
+    seeds = Run(path).seed_runs()
+    for seed in seeds:
+        results = seed.results()
+        if results:
+            score = results[f"eval_{results['metric']}"]
+            scores.append((np.nan_to_num(score, nan=-2), seed))  # less than any number
+    if seeds and not scores:
+        raise UserError(f"{path}: no seed is done: go on with it, or name one: {seeds[0].folder}")
+    if not seeds:
+        return Run(path)
+    scores.sort(key=lambda pair: pair[0])
+    return scores[(len(scores) - 1) // 2][1]
 
 
 def read_weights(path):
@@ -96,9 +95,13 @@ def read_weights(path):
 def model_hash(folder):
     """Return the SHA-256 of the weights in a folder, or of a Hugging Face folder's file."""
     if (folder / "model.pt").is_file():
-        saved = load_file(folder / "model.pt")
-        return saved.get("sha256") or file_sha256(folder / "model.pt")  # an old run has none
+        return load_file(folder / "model.pt")["sha256"]
     return next(file_sha256(folder / name) for name in FILES if (folder / name).is_file())
+
+
+def run_settings(folder):
+    """Return the settings of the run that a checkpoint's folder is in. Others have none: {}."""
+    return Run(folder.parent).settings() if (folder / "model.pt").is_file() else {}
 
 
 def trained_on(folder):
@@ -108,7 +111,37 @@ def trained_on(folder):
     train.bin, None if they are unknown.
     """
     unknown = {"name": str(folder), "documents": None, "train": None}
-    return Run(folder.parent).settings().get("trained_on", [unknown])
+    return run_settings(folder).get("trained_on", [unknown])
+
+
+def open_corpus(name, *paths, seen=False):
+    """Open data/<name> for the models of `paths`, which must have its vocabulary.
+
+    UserError if one was trained on the same documents, split otherwise, unless `seen`. Prints a
+    line if a model's text is not known, or was another text of this name.
+    """
+    corpus = Corpus(name)
+    own = vocab_hash(load_tokenizer(corpus.folder))
+    for path in paths:
+        folder, vocab = find_weights(path)
+        if vocab_hash(load_tokenizer(vocab)) != own:
+            raise UserError(f"{path} was trained with another vocabulary than data/{name}: prepare "
+                            f"the corpus with --vocab {vocab}, or leave one of them out")
+        for text in trained_on(folder):
+            if text["train"] == corpus.text["train"]:
+                continue
+            if text["documents"] is None:
+                print(f"{path}: not known whether it was trained on text of data/{name} "
+                      f"({text['name']})")
+            elif text["documents"] == corpus.text["documents"]:
+                if not seen:
+                    raise UserError(f"{path} was trained on the documents of data/{name}, split "
+                                    "otherwise: text held out here was training text there. "
+                                    "Prepare it as before (measure.py --seen measures all the "
+                                    "same)")
+            elif text["name"] == name:
+                print(f"{path} was trained on another text named {name}")
+    return corpus
 
 
 def load_model(path):
@@ -116,7 +149,7 @@ def load_model(path):
     saved = read_weights(path)
     weights = saved["weights"]
     model = build_model(saved["config"], saved["head"], saved.get("labels", ()))
-    if saved["head"] != "classifier":  # Hugging Face leaves out a pooler that the head needs not
+    if saved["head"] != "classifier":  # other heads use no pooler, and Hugging Face has none
         pooler = {name: w for name, w in model.state_dict().items() if "pooler" in name}
         weights = pooler | weights
     load_weights(model, weights, path, assign=True)
@@ -131,17 +164,16 @@ def check_objective(path, config, causal):
 
 
 def check_sizes(path, initial, config):
-    """Raise UserError if a model has other sizes than the initial one. Both are BertConfigs."""
-    different = []
+    """Raise UserError if a model has other sizes than the initial one. Both are BertConfigs.
+
+    If both have memories, all that sets a memory apart must be the same, too.
+    """
     names = ["n_layer", "n_head", "d_model", "d_ff", "max_len", "type_vocab"]
     free = ["vocab_size", "dropout", "init_std", "causal", "memory_layers", "alpha", "beta"]
-    if initial.memory_layers and config.memory_layers:  # what is set of a memory stays set
-        names += [name for name, default in asdict(BertConfig()).items()
-                  if name not in names + free and getattr(initial, name) != default]
-    for name in names:
-        theirs, own = getattr(initial, name), getattr(config, name)
-        if theirs != own:
-            different.append(f"{name} = {theirs}, not {own}")
+    if initial.memory_layers and config.memory_layers:
+        names += [name for name in asdict(config) if name not in names + free]
+    different = [f"{name} = {getattr(initial, name)}, not {getattr(config, name)}"
+                 for name in names if getattr(initial, name) != getattr(config, name)]
     if different:
         raise UserError(f"{path} has {'; '.join(different)}: it brings its sizes along, leave out "
                         "model, n_layer, n_head, d_model and d_ff (--model= --n_layer=0 ... undo "
@@ -181,7 +213,7 @@ def init_from(model, path, reinit_ffn=False):
     # only Google's next-sentence pretraining and classification train a pooler
     first_step, pooler_trained = 0, any("pooler" in name for name in saved["weights"])
     if (source / "model.pt").is_file():
-        settings = Run(source.parent).settings()
+        settings = run_settings(source)
         pooler_trained = settings["pooler_trained"] or saved["head"] == "classifier"
         if (source / "state.pt").is_file():
             first_step = settings["first_step"] + read_state(source)["step"]
@@ -191,20 +223,15 @@ def init_from(model, path, reinit_ffn=False):
             random += [f"bert.layers.{layer - 1}.up.", f"bert.layers.{layer - 1}.down."]
     if isinstance(model, Classifier) and not pooler_trained:
         random.append("bert.pooler.")
-    own, theirs = dict(model.named_parameters()), saved["weights"]
+    own, theirs = model.state_dict().keys(), saved["weights"]
     loaded = {name: w for name, w in theirs.items()
-              if name in model.state_dict() and not name.startswith(tuple(random))}
+              if name in own and not name.startswith(tuple(random))}
     load_weights(model, loaded, source, strict=False)
     print(f"init_from {source}:")
-    sizes = {name: w.numel() for name, w in (theirs | own).items()}
-    groups = {"loaded": own.keys() & loaded.keys(), "new": own.keys() - loaded.keys(),
-              "dropped": theirs.keys() - model.state_dict().keys()}
-    for what, names in groups.items():
-        parts = Counter(saved.get("dropped", {}) if what == "dropped" else ())
-        for name in names:
-            parts[module_name(name)] += sizes[name]
-        print(f"  {what:8} {parts.total():13,d} parameters  {', '.join(sorted(parts))}")
-
+    dropped = {*saved.get("dropped", ()), *map(module_name, theirs.keys() - own)}
+    for what, parts in (("loaded", set(map(module_name, loaded))),
+                        ("new", set(map(module_name, own - loaded.keys()))), ("dropped", dropped)):
+        print(f"  {what:8} {', '.join(sorted(parts)) or 'nothing'}")
     return {"init_checkpoint": str(source), "init_sha256": model_hash(source),
             "first_step": first_step, "pooler_trained": pooler_trained,
             "trained_on": trained_on(source)}

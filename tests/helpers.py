@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import finetune
 import prepare_data
 import pretrain
-from lib.run import Run
-from lib.settings import run_main
+from lib.run import LAYOUT, Run
+from lib.settings import from_zero, run_main, share
 from lib.weights import model_file
 from model import BertConfig, LanguageModel
 from test_pkm import assert_near  # noqa: F401 - tests import it from here
@@ -36,13 +36,19 @@ def tiny_bert(seed=0, **settings):
 
 def save_model(run, model, labels=(), step=3):
     """Save a checkpoint of a model that was not trained."""
-    files = {"model": model_file(model, labels), "optimizer": {"dense": {}, "values": {}},
+    files = {"model": model_file(model, labels), "optimizer": {"dense": {}, "sparse": {}},
              "state": {"step": step, "elapsed": 0.0, "seconds": 0.0}}
     folder = Run(run).save_checkpoint(step, files, keep=2)
     config = folder.parent / "config.json"
     if not config.exists():
-        config.write_text('{"first_step": 0, "max_steps": 3, "pooler_trained": false}')
+        write_settings(folder.parent, first_step=0, max_steps=3, pooler_trained=False)
     return folder
+
+
+def write_settings(run, **settings):
+    """Write a run's config.json."""
+    Path(run).mkdir(parents=True, exist_ok=True)
+    Path(run, "config.json").write_text(json.dumps({"layout": LAYOUT, **settings}))
 
 
 @dataclasses.dataclass
@@ -52,11 +58,8 @@ class Settings:
     name: str = "a"
     flag: bool = False
     layers: tuple = ()
-    seed: int = 0
-    clip: float = 0.5
-
-    MAY_BE_ZERO = ("seed", "clip")
-    AT_MOST_ONE = ("clip",)
+    seed: int = from_zero(0)
+    clip: float = share(0.5)
 
 
 TINY = {

@@ -15,7 +15,6 @@ import pkm
 from lib.settings import UserError
 from lib.training import count_parameters
 from lib.weights import load_model
-from model import value_tables
 from tests.helpers import assert_near, train
 
 SMALL = """
@@ -179,28 +178,6 @@ def test_a_model_is_the_runs(place, run):
     expected = count_parameters(load_model("out/tiny"))
     [record] = run("train", "tiny.py", "--model=", "--init_from=out/tiny", "--memory_layers=")
     assert record["parameters"] == expected
-
-
-@pytest.mark.parametrize("config", ["resm.py", "causal_resm.py"])
-def test_a_step_trains(configs, run, monkeypatch, config):
-    """It moves weights, keys and values, and leaves nothing for the next step."""
-    models, before = [], {}
-
-    def keep(model):
-        models.append(model)
-        before.update({name: w.clone() for name, w in model.state_dict().items()})
-        return model
-
-    monkeypatch.setattr(torch, "compile", keep)
-    run("train", config, "--accumulation=1", "--compile=on")
-    [model] = models
-    after = model.state_dict()
-    memory = "bert.layers.1.memory"
-    for name in "bert.words.weight", f"{memory}.keys", f"{memory}.values.weight":
-        assert not torch.equal(before[name], after[name])
-    assert model.training
-    assert all(p.grad is None for p in model.parameters())
-    assert not value_tables(model)[2].pending
 
 
 def test_times_are_of_the_timed_rounds_and_ratios_of_the_same_round(clock, capsys):

@@ -41,7 +41,7 @@ def test_no_bit_comes_from_later_tokens(system):
 def test_loss_is_that_of_every_next_token(place, system):
     """Sum over single predictions in float64, each from earlier tokens only."""
     corpus = Corpus("tiny")
-    batch = pretrain.CausalBatches(corpus, pretrain.Config(**TINY)).get(3, 1)
+    batch, _ = pretrain.CausalBatches(corpus, pretrain.Settings(**TINY)).get(3, 1)
     ids, labels = (torch.from_numpy(batch[name].copy()) for name in ("ids", "labels"))
     model = tiny_bert(causal=True, **system).double().eval()
     losses = []
@@ -79,7 +79,7 @@ def test_perplexity_of_a_split_equals_brute_force(place, system, stride):
         assert all(len(batch["ids"]) <= size for batch in batches)
         results, _ = evaluate_language_model(model, batches, torch.device("cpu"))
         assert results["perplexity"] == pytest.approx(math.exp(loss / predicted), rel=1e-5)
-        assert results["masked_tokens"] == predicted
+        assert results["predicted_tokens"] == predicted
     short = causal_heldout(corpus, "test", len(text) + 4, 8)  # less than one sequence
     assert short[0]["ids"].tolist() == [text[:-1]] and short[0]["labels"].tolist() == [text[1:]]
     some = causal_heldout(corpus, "test", 16, 2, sequences=3, stride=stride)
@@ -91,11 +91,11 @@ def test_a_causal_run_is_measured(place, capsys):
     assert train(*args) == 0 and train(*args, "--memory_layers=", "--out=out/plain") == 0
     runs = ["out/plain", "out/tiny"]
     measure.main(["table", *runs, "--data", "tiny", "--device", "cpu", "--out", "results/t"])
-    saved = json.loads(Path("results/t.json").read_text())["runs"][1]["results"]["tiny"][0]
+    saved = json.loads(Path("results/t.json").read_text())["runs"][1]["results"]["tiny"]
     corpus, model = Corpus("tiny"), load_model("out/tiny")
     batches = causal_heldout(corpus, "test", 16, 8, stride=8)
     results, _ = evaluate_language_model(model, batches, torch.device("cpu"))
-    assert saved["masked_tokens"] == len(corpus.split("test"))
+    assert saved["predicted_tokens"] == len(corpus.split("test"))
     assert saved["perplexity"] == pytest.approx(results["perplexity"], rel=1e-6)
     assert saved["layers"]["2"]["accesses"] == 2 * sum(batch["ids"].size for batch in batches)
 

@@ -34,7 +34,8 @@ def corpus(tmp_path, monkeypatch):
     for split, size in SIZES.items():
         rng.integers(5, 500, size).astype("<u2").tofile(folder / f"{split}.bin")
     ids = {f"{use}_id": number for number, use in enumerate(Specials._fields)}
-    meta = {"vocab_size": 500, "tokens": SIZES, "sha256": {"train": "a" * 64}, **ids}
+    meta = {"vocab_size": 500, "tokens": SIZES, "sha256": {"train": "a" * 64},
+            "documents_sha256": "b" * 64, **ids}
     (folder / "meta.json").write_text(json.dumps(meta))
     return Corpus("random")
 
@@ -42,6 +43,12 @@ def corpus(tmp_path, monkeypatch):
 def settings(**changed):
     sizes = {"seed": 0, "seq_len": 16, "batch_size": 2, "accumulation": 3}
     return types.SimpleNamespace(**sizes | changed)
+
+
+def get(batches, step, micro):
+    batch, weight = batches.get(step, micro)
+    assert weight == 1 / batches.settings.accumulation
+    return batch
 
 
 def unmasked(batch):
@@ -90,19 +97,19 @@ def test_a_batch_is_a_function_of_seed_step_and_micro_batch(corpus):
     batches = MaskedBatches(corpus, settings())
     assert batches.size == 3 * 2 * 16  # tokens of a step
     assert batches.epochs(batches.per_epoch) == 3 * 2
-    batch = batches.get(2, 1)
-    batches.get(1000, 0)  # of another epoch
-    again = batches.get(2, 1)
+    batch = get(batches, 2, 1)
+    get(batches, 1000, 0)  # of another epoch
+    again = get(batches, 2, 1)
     assert all(np.array_equal(again[name], batch[name]) for name in batch)
     places = [(step, micro) for step in (0, 1) for micro in range(3)]
-    assert len({str(batches.get(*place)["positions"]) for place in places}) == 6
-    other = MaskedBatches(corpus, settings(seed=1)).get(2, 1)
+    assert len({str(get(batches, *place)["positions"]) for place in places}) == 6
+    other = get(MaskedBatches(corpus, settings(seed=1)), 2, 1)
     assert not np.array_equal(unmasked(other), unmasked(batch))
     assert not np.array_equal(other["positions"], batch["positions"])
     assert len({ORDER, MASKS, DROPOUT}) == 3  # no two streams draw the same numbers
     # the micro-batches of a step are the sequences of one large batch
-    whole = MaskedBatches(corpus, settings(batch_size=6, accumulation=1)).get(2, 0)
-    parts = [unmasked(batches.get(2, micro)) for micro in range(3)]
+    whole = get(MaskedBatches(corpus, settings(batch_size=6, accumulation=1)), 2, 0)
+    parts = [unmasked(get(batches, 2, micro)) for micro in range(3)]
     assert np.array_equal(np.concatenate(parts), unmasked(whole))
 
 
@@ -118,7 +125,7 @@ def test_an_epoch_reads_every_sequence_once(corpus, objective):
     for epoch in range(2):
         starts = []
         for step in range(epoch * batches.per_epoch, (epoch + 1) * batches.per_epoch):
-            batch = batches.get(step, 0)
+            batch = get(batches, step, 0)
             row = batch["ids"][0]
             if objective is MaskedBatches:
                 first, *row, last = unmasked(batch)[0]

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from lib.files import atomic, discard, load_file, lock, null_to_nan, read_json, to_json
+from lib.files import (
+    atomic,
+    discard,
+    load_file,
+    lock,
+    null_to_nan,
+    read_json,
+    to_json,
+    tsv_text,
+)
 from lib.settings import UserError
 from tests.on_ranks import start, wait_for
 
@@ -127,3 +136,7 @@ def test_a_file_of_tensors_runs_no_code(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=f"{name}: "):
             load_file(Path(name))
     assert not Path("run_me").exists()
+
+
+def test_a_cell_is_one_field_of_a_table():
+    assert tsv_text([["a\tb", "c\r\nd"], [1, 0.5]]) == "a b\tc  d\n1\t0.5\n"

@@ -3,6 +3,7 @@ Fine-tune: what it leaves and learns, and that no kill or signal changes it.
 """
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -33,6 +34,7 @@ from tests.helpers import (
     steps_saved,
     trains_pooler,
     tune,
+    write_settings,
 )
 from tests.on_ranks import finish, start
 
@@ -54,7 +56,7 @@ def test_a_fine_tuned_run_leaves_what_it_promises(tuned):
     each = [scores(f"out/run/seed{n}") for n in range(3)]
     evaluations = {r["epoch"]: r["accuracy"] for r in log(run) if "accuracy" in r}
     assert list(evaluations) == [1, 2, 3]
-    assert each[1] == {"eval_accuracy": max(evaluations.values()),
+    assert each[1] == {"metric": "accuracy", "eval_accuracy": max(evaluations.values()),
                        "eval_epoch": max(evaluations, key=evaluations.get)}
     summary = scores("out/run")
     assert summary["eval_accuracy"] == sorted(r["eval_accuracy"] for r in each)[1]
@@ -65,7 +67,9 @@ def test_a_fine_tuned_run_leaves_what_it_promises(tuned):
     assert [row[1:3] for row in found] == table("own/dev.tsv")[1:]
     assert np.mean([row[2] == row[3] for row in found]) == each[1]["eval_accuracy"]
     assert read_weights(run)["labels"] == ["animal", "none"]
-    assert find_weights("out/run") == (Path("out/run/seed0/best"), Path("out/run/seed0/vocab.txt"))
+    middle = sorted(range(3), key=lambda n: each[n]["eval_accuracy"])[1]
+    seed = Path(f"out/run/seed{middle}")
+    assert find_weights("out/run") == (seed / "best", seed / "vocab.txt")
 
     before = files()
     shutil.copytree("out/tiny/step_000004", run / "step_000075")  # killed before it was removed
@@ -125,7 +129,8 @@ def test_the_first_metric_picks_the_epoch(tuned):
         assert tune("--task=qqp", "--epochs=3", "--lr=1e-30", "--update_memory=False") == 0
     run = Path("out/tiny_qqp_fixed/seed0")
     assert [r["f1"] for r in log(run) if "f1" in r] == pytest.approx([4 / 7, 0, 4 / 7])
-    assert scores(run) == {"eval_accuracy": 0.6, "eval_f1": 0, "eval_epoch": 2}
+    assert scores(run) == {"metric": "accuracy", "eval_accuracy": 0.6, "eval_f1": 0,
+                           "eval_epoch": 2}
 
 
 @pytest.mark.parametrize("accuracies, accuracy, epoch", [
@@ -134,10 +139,10 @@ def test_medians_are_no_means(tmp_path, capsys, accuracies, accuracy, epoch):
     """Each score has its own median. A seed that is not done does not count."""
     for seed in range(len(accuracies) + 1):
         folder = tmp_path / f"seed{seed}"
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"task": "rte", "seed": seed}))
+        write_settings(folder, task="rte", seed=seed)
         if seed < len(accuracies):
-            Run(folder).write_results({"eval_accuracy": accuracies[seed], "eval_epoch": seed})
+            Run(folder).write_results({"metric": "accuracy", "eval_accuracy": accuracies[seed],
+                                       "eval_epoch": seed})
     finetune.write_medians(TASKS["rte"], tmp_path)
     found = scores(tmp_path)
     assert [found[name] for name in ("eval_accuracy", "eval_epoch")] == [accuracy, epoch]
@@ -155,7 +160,7 @@ def test_seeds_share_a_subset_and_draw_all_else(tuned, monkeypatch):
     monkeypatch.setattr(torch, "manual_seed", drawn.append)
     handle = register_module_forward_pre_hook(look)
     for seed in (3, 4):
-        assert tune(f"--seed={seed}", "--train_examples=11", "--batch_size=4", "--epochs=2",
+        assert tune(f"--seed={seed}", "--train_examples=11", "--batch_size=2", "--epochs=2",
                     "--accumulation=2") == 0
     handle.remove()
     seeds, drawn[:] = drawn[:], []
@@ -172,13 +177,27 @@ def test_seeds_share_a_subset_and_draw_all_else(tuned, monkeypatch):
 
 
 def test_uneven_batches_train_as_whole_ones(tuned):
-    """Split 8 examples, and the last 2 of an epoch, into 1 and 3 parts, in float64."""
-    args = ["tune.py", "--train_examples=10", "--epochs=2", "--dropout=0", "--update_memory=False"]
-    finish(*(start(0, finetune.main, [*args, f"--accumulation={n}", f"--out=out/{n}"], float64=True)
-             for n in (1, 3)))
+    """Split 9 examples, and the last 4 of an epoch, into 1 and 3 parts, in float64."""
+    args = ["tune.py", "--train_examples=13", "--epochs=2", "--dropout=0", "--update_memory=False"]
+    finish(*(start(0, finetune.main, [*args, f"--batch_size={9 // n}", f"--accumulation={n}",
+                                      f"--out=out/{n}"], float64=True) for n in (1, 3)))
     ours, theirs = (read_weights(f"out/{n}")["weights"] for n in (3, 1))
     for name, w in theirs.items():
         torch.testing.assert_close(ours[name], w, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_a_last_step_with_fewer_examples_than_micro_batches_is_left_out(tuned):
+    """Of 14 examples in steps of 3 x 4, each epoch trains on 12, and of 15 on all."""
+    examples = load_examples(find_task("own"), "train", text_tokenizer("tiny.txt"), 32, 128)
+    for number, trained in ((14, 12), (15, 15)):
+        settings = finetune.Settings(batch_size=4, accumulation=3, max_steps=4)
+        batches = finetune.TrainingBatches(examples[:number], settings)
+        assert batches.steps_per_epoch == math.ceil(trained / 12)
+        epoch = batches.steps[:batches.steps_per_epoch]
+        assert len(set(np.concatenate(epoch))) == trained
+        for step, index in enumerate(epoch):
+            weights = [batches.get(step, micro)[1] for micro in range(3)]
+            assert sum(weights) == pytest.approx(1) and min(weights) == len(index) // 3 / len(index)
 
 
 def test_settings_of_fine_tuning_are_used(tuned, capsys):
@@ -212,7 +231,7 @@ def test_a_frozen_memory_keeps_its_whole_state(tuned, monkeypatch):
 
     All else moves. This is the paper's Table 5.
     """
-    args = ["--update_memory=False", "--train_examples=16", "--batch_size=16", "--epochs=4",
+    args = ["--update_memory=False", "--train_examples=16", "--batch_size=8", "--epochs=4",
             "--accumulation=2"]  # batches of few shapes, each of which is compiled
     ranks = start(2, finetune.main, ["tune.py", *args, "--out=out/ranks"])
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -326,7 +345,7 @@ def test_the_weights_become_those_of_transformers(tuned):
     start = build_model(ours.bert.config, "classifier", ["animal", "none"])
     init_from(start, "theirs")
     theirs.classifier.load_state_dict(start.head.state_dict())
-    config = load_settings(finetune.Config, ["tune.py", *args])
+    config = load_settings(finetune.Settings, ["tune.py", *args])
     examples = load_examples(find_task("own"), "train", text_tokenizer("tiny.txt"), 32, 128)
     batches = finetune.TrainingBatches(examples, config)
     optimizer = torch.optim.Adam(theirs.parameters(), lr=5e-3, eps=1e-6)

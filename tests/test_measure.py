@@ -15,7 +15,6 @@ from matplotlib import pyplot
 
 import measure
 from lib.corpus import Corpus, masked_heldout
-from lib.files import markdown
 from lib.run import Run
 from lib.settings import UserError
 from lib.tasks import encode_examples, find_task, read_split
@@ -24,7 +23,8 @@ from lib.training import evaluate_language_model
 from lib.usage import watch_reads
 from lib.weights import load_model
 from model import Classifier, value_tables
-from tests.helpers import PIECES, prepare, save_model, squad_file, tiny_bert, train, tune
+from tests import helpers
+from tests.helpers import PIECES, prepare, train, tune, write_settings
 
 CPU = torch.device("cpu")
 
@@ -67,11 +67,6 @@ def read(name):
     return json.loads(Path(name).read_text())
 
 
-def test_a_table_in_markdown():
-    assert markdown(["name", "x|y"], [["a", 1.234], ["long one", None]]) == (
-        "| name     | x\\|y |\n| -------- | ---- |\n| a        | 1.23 |\n| long one |      |\n")
-
-
 def test_table_2(runs, capsys):
     """Cells are the results of evaluate_language_model; usage is of the longest text."""
     text = Path("text.txt").read_text()
@@ -90,14 +85,12 @@ def test_table_2(runs, capsys):
     for name in ("short", "tiny"):
         batches = masked_heldout(Corpus(name), "test", 16, 8)
         expected, _ = evaluate_language_model(load_model("out/tiny"), batches, CPU)
-        assert found[name] == [json.loads(json.dumps(expected))]
+        assert found[name] == json.loads(json.dumps(expected))
         assert rows[1][f"{name} ppl"] == f"{expected['perplexity']:.2f}"
     first, second = expected["layers"].values()
     for column, name, form in (
-            ("MU", "mu", ".1%"), ("uniform MU", "mu_uniform", ".1%"), ("KL_u", "kl_u", ".2f"),
-            ("top-1 MU", "top1_mu", ".1%"), ("uniform top-1", "top1_mu_uniform", ".1%"),
-            ("KL_w", "kl_w", ".2f"), ("effective k", "effective_k", ".1f"),
-            ("accesses", "accesses", ",.0f")):
+            ("MU", "mu", ".1%"), ("uniform top-1", "top1_mu_uniform", ".1%"),
+            ("KL_w", "kl_w", ".2f"), ("accesses", "accesses", ",.0f")):
         assert rows[1][column] == f"{first[name]:{form}}/{second[name]:{form}}"
         assert rows[0][column] == "-"
 
@@ -110,11 +103,11 @@ def write_split(split, texts):
 @pytest.fixture
 def own_task(workdir):
     """Write a fine-tuned run of a task in own/, with 16 slots and 2 heads."""
-    bert = tiny_bert(vocab_size=len(PIECES), memory_layers=(2,), dropout=0.5).bert
-    save_model("out/run/seed0", Classifier(bert.config, 2), ["x", "y"])
+    bert = helpers.tiny_bert(vocab_size=len(PIECES), memory_layers=(2,), dropout=0.5).bert
+    helpers.save_model("out/run/seed0", Classifier(bert.config, 2), ["x", "y"])
     shutil.copy("vocab.txt", "out/run/seed0")
-    settings = {"task": "own", "max_len": 8, "doc_stride": 4}
-    Path("out/run/seed0/config.json").write_text(json.dumps(settings))
+    write_settings("out/run/seed0", task="own", max_len=8, doc_stride=4)
+    Run("out/run/seed0").write_results({"metric": "accuracy", "eval_accuracy": 0.5})
     Path("own").mkdir()
     write_split("train", ["cat [SEP]", "mat", "cat " * 20, "the", "sat"])
 
@@ -139,11 +132,10 @@ def test_table_6_is_of_dev_and_of_train(own_task, capsys):
 
 def test_table_6_of_squad_is_that_of_all_windows(own_task, capsys):
     """Of 36 tokens: 8 windows with 5 tokens of the question, 10 or in the last 8, and [SEP]."""
-    settings = {"task": "squad", "max_len": 16, "doc_stride": 4}
-    Path("out/run/seed0/config.json").write_text(json.dumps(settings))
+    write_settings("out/run/seed0", task="squad", max_len=16, doc_stride=4)
     Path("data/squad").mkdir(parents=True)
     for split in ("dev", "train"):
-        squad_file(Path(f"data/squad/{split}-v1.1.json"))  # two questions
+        helpers.squad_file(Path(f"data/squad/{split}-v1.1.json"))  # two questions
     facts, usage = table_6(capsys)
     assert facts == [("squad", "dev", 16), ("squad", "train", 16)]
     assert [layer["accesses"] for layer in usage] == [2 * 2 * (7 * 16 + 14)] * 2
@@ -186,44 +178,43 @@ def test_figure_4_and_table_6_slot_by_slot(tuned):
         counts, usage = count("out/tiny_own", split).sum(0), record["layers"]["2"]
         assert usage["accesses"] == counts.sum()
         assert usage["top1_mu"] == pytest.approx((counts > 0).mean(), abs=0.02)  # one of 64 slots
-    for record, path in zip(read("figure4.json")[::2], ("out/tiny", "out/tiny_own"), strict=True):
-        assert (record["classes"], record["split"], record["layer"]) == (
-            "none against animal", "train", 2)
+    records = read("figure4.json")
+    assert [(record["when"], record["layer"]) for record in records] == [
+        ("before", 2), ("before", 3), ("after", 2), ("after", 3)]
+    for record, path in zip(records[::2], ("out/tiny", "out/tiny_own"), strict=True):
+        assert (record["run"], record["classes"], record["split"]) == (
+            "out/tiny_own", "none against animal", "train")
         animal, none = count(path, "train").tolist()
         both = [(x, y) for x, y in zip(none, animal, strict=True) if x and y]
         assert 10 < len(both) < sum(map(any, zip(none, animal))) < 64
         p, q = shares(none), shares(animal)
-        assert record["kl_whole"] == pytest.approx(kl(*map(shares, zip(*both))), abs=0.01)
+        assert record["kl"] == pytest.approx(kl(*map(shares, zip(*both))), abs=0.01)
         iou = sum(map(min, p, q)) / sum(map(max, p, q))
-        assert record["iou_whole"] == pytest.approx(iou, abs=0.01)
+        assert record["iou"] == pytest.approx(iou, abs=0.01)
+        assert record["accesses"] == sum(none) + sum(animal)
+    for axes, key in zip(pyplot.gcf().axes, ("kl", "iou"), strict=True):
+        assert [bar.get_width() for bar in axes.patches] == [record[key] for record in records]
 
 
-def test_parts_of_the_two_largest_classes():
+def test_figure_4_needs_the_weights_that_fine_tuning_started_from(tuned):
+    assert tune("--max_steps=1") == 0
+    shutil.rmtree("out/tiny")
+    assert train("--max_steps=4", "--eval_interval=100", "--seed=1") == 0  # the same folder
+    with pytest.raises(UserError, match="out/tiny_own started from other weights than out/tiny"):
+        measure.main(["by_class", "out/tiny_own"])
+
+
+def test_the_two_largest_classes():
     examples = [types.SimpleNamespace(label=label) for label in [2] * 9 + [1] * 3 + [0] * 5]
-    parts = measure.draw_parts(examples)
-    assert [[example.label for example in part] for part in parts] == [
-        [0, 0], [0, 0], [0], [2, 2], [2, 2], [2] * 5]
-    assert len({id(example) for part in parts for example in part}) == 14
-
-
-def test_distances_of_halves_slot_by_slot():
-    """Figure 4: KL(p || 0.9 q + 0.1 p) and IOU, each beside its floor."""
-    positive, negative = np.random.default_rng(0).integers(0, 9, (2, 2, 50))
-    found = measure.class_distances(positive, 3 * negative)
-    a, b, c, d = map(shares, [*positive.tolist(), *negative.tolist()])
-    for kind, pairs in {"between": [(a, c), (a, d), (b, c), (b, d)],
-                        "floor": [(a, b), (b, a), (c, d), (d, c)]}.items():
-        bounded = [kl(p, [0.9 * y + 0.1 * x for x, y in zip(p, q)]) for p, q in pairs]
-        assert found[f"kl_{kind}"] == pytest.approx(sum(bounded) / 4)
-        common = sum(sum(map(min, p, q)) for p, q in pairs) / 4
-        assert found[f"iou_{kind}"] == pytest.approx(common / (2 - common))
+    parts = measure.largest_classes(examples)
+    assert [[example.label for example in part] for part in parts] == [[0] * 5, [2] * 9]
 
 
 def test_the_kl_of_whole_classes_is_of_shared_slots():
     """Both read slots 0 and 1: all of the one class's reads, and half of the other's."""
-    found = measure.whole_distances(np.array([3, 1, 0, 0]), np.array([1, 1, 2, 0]))
+    found = measure.class_distances(np.array([3, 1, 0, 0]), np.array([1, 1, 2, 0]))
     expected = kl([3 / 4, 1 / 4], [1 / 2, 1 / 2])
-    assert found == pytest.approx({"kl_whole": expected, "shared": 3 / 4, "iou_whole": 1 / 3})
+    assert found == pytest.approx({"kl": expected, "shared": 3 / 4, "iou": 1 / 3})
 
 
 def test_figure_2_slot_by_slot(tmp_path, monkeypatch, capsys):
@@ -232,8 +223,7 @@ def test_figure_2_slot_by_slot(tmp_path, monkeypatch, capsys):
     steps = [500_000, 1_000_000, 1_500_000]  # where names no longer sort by step
     top1 = np.array([[3, 0, 0, 1, 0], [0, 2, 0, 1, 0], [0, 0, 4, 1, 0]])
     for run, snapshots in (("long", 3), ("short", 1)):
-        Path(run).mkdir()
-        Path(run, "config.json").write_text('{"memory_layers": [2]}')
+        write_settings(run, memory_layers=[2])
         for step, counts in zip(steps[:snapshots], top1):
             Run(run).write_usage(step, {2: {"read": counts, "top1": counts}})
     measure.main(["staleness", "long", "short", "--out", "two"])
@@ -267,13 +257,13 @@ def test_figure_3(runs, capsys):
     assert lower.lines[3].get_ydata().tolist() == usage
 
 
-def finished(folder, task, scores, sha256="a", updated=False, seeds=1):
+def finished(folder, task, scores, sha256="a", updated=False, seeds=1, metric=None):
     """Write a run whose medians are `scores`."""
-    settings = {"task": task, "init_from": "L", "init_sha256": sha256, "update_memory": updated}
-    Path(folder, "seed0").mkdir(parents=True)
-    Path(folder, "seed0/config.json").write_text(json.dumps(settings))
+    write_settings(f"{folder}/seed0", task=task, init_from="L", init_sha256=sha256,
+                   update_memory=updated)
     medians = {f"eval_{name}": score for name, score in scores.items()}
-    results = {**medians, "eval_epoch": 2.0, "seeds": dict.fromkeys(range(seeds), medians)}
+    results = {"eval_epoch": 2.0, "metric": metric or next(iter(scores)), **medians}
+    results["seeds"] = dict.fromkeys(range(seeds), medians)
     Path(folder, "eval_results.json").write_text(json.dumps(results))
 
 
@@ -283,20 +273,24 @@ def test_the_table_of_scores(tmp_path, monkeypatch, capsys):
     for task, scores in {
             "MNLI": {"accuracy": 0.5, "accuracy_mm": 0.6}, "QQP": {"accuracy": 0.7, "f1": 0.1},
             "QNLI": {"accuracy": 0.8}, "SST-2": {"accuracy": 0.9},
-            "CoLA": {"matthews_correlation": 0.4, "accuracy": 0.3},
-            "squad": {"exact_match": 50.0, "f1": 60.5}}.items():
-        finished(f"fixed_{task}", task, scores, seeds=5)
+            "CoLA": {"accuracy": 0.3, "matthews_correlation": 0.4},  # an order without a meaning
+            "squad": {"f1": 60.5, "exact_match": 50.0}}.items():
+        metric = "matthews_correlation" if task == "CoLA" else None
+        finished(f"fixed_{task}", task, scores, seeds=5, metric=metric)
     finished("sst2", "SST-2", {"accuracy": 0.95}, updated=True)
     finished("own", "path/to/own", {"pearson": 0.25, "spearmanr": 0.5})
     Path("unfinished/seed0").mkdir(parents=True)
     paths = sorted(map(str, Path().iterdir()))
-    measure.main(["glue", *paths])
+    measure.main(["glue", *paths, "--out", "table4"])
     fixed, updated = rows_of(capsys.readouterr().out)
     assert list(fixed.items()) == [
         ("initial model", "L"), ("memory update", "N"), ("squad", "50.0/60.5 (5)"),
         ("mnli", "50.0/60.0 (5)"), ("qqp", "70.0 (5)"), ("qnli", "80.0 (5)"),
-        ("sst2", "90.0 (5)"), ("cola", "40.0 (5)"), ("Avg", "65.0"), ("own", "25.0 (1)")]
+        ("sst2", "90.0 (5)"), ("cola", "40.0 (5)"), ("own", "25.0 (1)"), ("Avg", "65.0")]
     assert (updated["memory update"], updated["sst2"], updated["Avg"]) == ("Y", "95.0 (1)", "")
+    [squad] = [record for record in read("table4.json") if record["task"] == "squad"]
+    assert squad == {"run": "fixed_squad", "initial": "L", "update": False, "task": "squad",
+                     "scores": [50, 60.5], "seeds": {seed: [50, 60.5] for seed in "01234"}}
     measure.main(["glue", "own"])
     [row] = rows_of(capsys.readouterr().out)
     assert list(row) == ["initial model", "memory update", "own"]  # no empty column
@@ -366,7 +360,6 @@ def test_predicted_answers_with_scores(tuned):
 
 
 def test_predictions_read_the_columns_of_training(tuned):
-    """A run of an earlier version does not know them, and takes those that it finds."""
     Path("all.tsv").write_text("sentence1\tsentence2\tsentence\nthe cat\tthe dog\tno cat\n")
     Path("half.tsv").write_text("sentence1\nthe cat\n")
     for task in ("own", "pairs"):
@@ -376,10 +369,7 @@ def test_predictions_read_the_columns_of_training(tuned):
     run = Path("out/tiny_pairs/seed0")
     with pytest.raises(UserError, match="half.tsv:1: .*sentence2"):
         predict(run, "half.tsv")
-    settings = read(run / "config.json")
-    assert settings.pop("texts") == ["sentence1", "sentence2"]
-    (run / "config.json").write_text(json.dumps(settings))
-    [row], expected = predict(run, "half.tsv"), say(run, "the cat")
+    [row], expected = predict(run, "all.tsv"), say(run, "the cat", "the dog")
     assert float(row["prediction"]) == pytest.approx(expected.item(), abs=1e-3)
 
 

@@ -50,17 +50,6 @@ def test_parameter_counts_are_those_of_table_1(size, layers, millions):
             assert ("up" in names) == ("down" in names) == (n not in memory_layers or alpha)
 
 
-def test_sizes_are_the_published_ones():
-    for name, layers, width in (("base", 12, 768), ("large", 24, 1024), ("distil", 6, 768)):
-        config = BertConfig(**SIZES[name])
-        assert (config.n_layer, config.d_model, config.d_ff) == (layers, width, 4 * width)
-        assert config.d_model == 64 * config.n_head and config.max_len == 512
-        assert config.type_vocab == (0 if name == "distil" else 2)
-        assert (config.dropout, config.init_std, config.topk) == (0.1, 0.02, 32)
-    demo = BertConfig(**SIZES["demo"])  # BERT's 0.02, by 1 / sqrt(width)
-    assert demo.init_std == pytest.approx(0.02 * (768 / demo.d_model) ** 0.5, rel=0.02)
-
-
 @pytest.mark.parametrize("head", [None, "classifier", "span"])
 def test_initial_weights(head):
     """Draw matrices with init_std, and start biases at 0, norms as in BERT, memories as in PKM."""

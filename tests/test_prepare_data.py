@@ -19,7 +19,6 @@ from lib.settings import UserError
 from lib.tokenizer import load_tokenizer
 from tests.helpers import (
     PIECES,
-    SHARED,
     WIKITEXT,
     files,
     prepare,
@@ -192,13 +191,14 @@ def test_docs_task(library):
     Dev has the files of the corpus's val. What train has is in no other split.
     """
     (library / "m00.py").write_text(SOURCE.strip())
-    (library / "m39.py").write_text('"1.\\n\\nAgain."')
+    for number in (38, 39):
+        (library / f"m{number}.py").write_text(f'"1.\\n\\nAgain {number}."')
     prepare("docs_task")
     rows = {split: Path(f"data/docs_task/{split}.tsv").read_text().splitlines()
             for split in ("train", "dev", "test")}
     assert rows["train"][:8] == ["sentence\tlabel", *(f"{text}\tPython" for text in (
         "Module of two lines.", "Class.", "Function.", "abs(x)", "b()", "Last.", "1."))]
-    assert rows["dev"] == ["sentence\tlabel", "18.\tPython", "38.\tPython"]
+    assert rows["dev"] == ["sentence\tlabel", "18.\tPython"]
     assert rows["test"] == ["index\tsentence", "0\t19."]
 
 
@@ -218,22 +218,6 @@ def test_wikitext(workdir):
         f"[UNK] [UNK] [UNK] cat {word} {word}" for word in ("the", "mat", "cat")]  # = Second =
     assert texts_of(raw, "val")[1] == "[UNK] [UNK] [UNK] cat"
     assert Corpus("new").meta["sha256"] == corpus.meta["sha256"]
-
-
-@pytest.mark.skipif(not (SHARED / "wikitext-2").is_dir(), reason="no WikiText-2 on this machine")
-def test_wikitext2_has_the_articles_that_were_published(workdir):
-    Path("wiki").mkdir()
-    for name in ("valid", "test"):
-        Path(f"wiki/{name}.txt").write_bytes((SHARED / f"wikitext-2/{name}.txt").read_bytes())
-    with open(SHARED / "wikitext-2/train.txt", encoding="utf-8") as file:
-        text = file.read(200000)
-    Path("wiki/train.txt").write_text(text, encoding="utf-8")
-    prepare("wikitext2", "--from", "wiki", "--vocab_size", 1000)
-    corpus = Corpus("wikitext2")
-    assert (corpus.meta["documents"]["val"], corpus.meta["documents"]["test"]) == (60, 60)
-    whole = load_tokenizer(corpus.folder).encode(text).ids  # documents and lines are only cut
-    train = corpus.split("train")
-    assert train[train != corpus.special_ids.sep].tolist() == whole
 
 
 def test_wikibooks(workdir):

@@ -79,7 +79,7 @@ def test_three_steps_equal_the_formulas(place, float64):
     """
     settings = {"value_lr": 0.02, "grad_clip": 0.05, "weight_decay": 0.3, "dropout": 0.0,
                 "lr": 0.01, "warmup_steps": 4, "max_steps": 8, "memory_layers": (2,)}
-    config = pretrain.Config(**{**TINY, **settings})
+    config = pretrain.Settings(**{**TINY, **settings})
     corpus = Corpus("tiny")
     torch.manual_seed(0)
     model = LanguageModel(pretrain.bert_config(config, corpus.vocab_size))
@@ -95,7 +95,8 @@ def test_three_steps_equal_the_formulas(place, float64):
         read.clear()
         mean = 0.0
         for micro in range(2):
-            batch = {n: torch.from_numpy(a) for n, a in batches.get(step, micro).items()}
+            arrays, _ = batches.get(step, micro)
+            batch = {n: torch.from_numpy(a) for n, a in arrays.items()}
             logits = model(batch["ids"], positions=batch["positions"])
             mean = mean + F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()) / 2
         grads = dict(zip(parameters, torch.autograd.grad(mean, parameters.values(),
@@ -154,12 +155,8 @@ def test_init_from(tmp_path, capsys, alpha, reinit_ffn):
         is_fresh = "memory" in name or reinit_ffn and ffn
         assert torch.equal(w, (fresh if is_fresh else trained.state_dict())[name]), name
     said = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
-    memory = 16 * 8 + 2 * 2 * 4 * 2 + 8 * 8 + 8 + 2 * 8  # values, keys, query, its norm
-    ffn = 8 * 16 * 2 + 8 + 16
-    new = f"{memory + ffn} parameters down, memory, up" if reinit_ffn else (
-        f"{memory} parameters memory")
-    assert f"new {new}" in said
-    assert (f"dropped {ffn} parameters down, up" in said) == (alpha == 0)
+    assert f"new {'down, memory, up' if reinit_ffn else 'memory'}" in said
+    assert f"dropped {'down, up' if alpha == 0 else 'nothing'}" in said
 
 
 def test_seeds_share_no_random_pooler(tmp_path):
@@ -191,7 +188,7 @@ def test_values_that_start_at_0_change_no_output(place):
         assert train(f"--out={out}", f"--memory_layers={layers}", "--max_steps=3") == 0
         for values in ("zero", "random"):
             assert train(f"--out={out}_{values}", "--max_steps=1", f"--init_from={out}",
-                         f"--values={values}") == 0
+                         f"--init_values={values}") == 0
         last = [r["perplexity"] for r in log(out) if "perplexity" in r][-1]
         assert log(f"{out}_zero")[0]["perplexity"] == last
         assert (log(f"{out}_random")[0]["perplexity"] == last) == (initial == "with")
@@ -260,13 +257,6 @@ def test_compiled_training_equals_eager(place, monkeypatch):
     assert abs(eager - frozen).max() > 1e-2
 
 
-def test_bfloat16_follows_float32(place):
-    args = ["--max_steps=30", "--dropout=0", "--accumulation=1"]
-    full, half = losses(*args), losses(*args, "--dtype=bfloat16")
-    assert (full != half).any()
-    assert abs(half[-10:].mean() / full[-10:].mean() - 1) < 0.02
-
-
 def test_float16_leaves_out_a_step_that_overflows(place, monkeypatch):
     """Move nothing in step 1, at a scale of 2^30, and unscale step 2 by its own scale, 2^15."""
     overflowing = partial(torch.amp.GradScaler, init_scale=2.0**30, backoff_factor=2.0**-15)
@@ -280,7 +270,7 @@ def test_float16_leaves_out_a_step_that_overflows(place, monkeypatch):
     assert 0 < [r["grad_norm"] for r in log("out/half") if "grad_norm" in r][1] < 100
     start, end = (weights_of(f"out/half/step_00000{n}") for n in (1, 2))
     torch.manual_seed(0)
-    config = pretrain.Config(**TINY)
+    config = pretrain.Settings(**TINY)
     fresh = LanguageModel(pretrain.bert_config(config, 25)).state_dict()
     for name, w in start.items():
         if "running" not in name and "tracked" not in name:
@@ -290,7 +280,7 @@ def test_float16_leaves_out_a_step_that_overflows(place, monkeypatch):
     states = [torch.load(f"out/{run}/step_000002/state.pt", weights_only=True)
               for run in ("half", "grows")]
     assert [state["scaler"]["scale"] for state in states] == [2.0**15, 2.0**16]
-    moments = [torch.load(f"out/{run}/step_000002/optimizer.pt", weights_only=True)["values"]
+    moments = [torch.load(f"out/{run}/step_000002/optimizer.pt", weights_only=True)["sparse"]
                for run in ("half", "grows")]
     assert_same(moments[0]["state"], moments[1]["state"])
     assert 0 < moments[0]["state"][0]["exp_avg"].abs().max() < 1  # not 32,768 times as large
@@ -307,7 +297,7 @@ def assert_same_run(out, reference):
     assert ends[0].name == ends[1].name
     for name in ("model.pt", "optimizer.pt"):
         assert_same(*(torch.load(end / name, weights_only=True) for end in ends), name)
-    values = torch.load(ends[0] / "optimizer.pt", weights_only=True)["values"]
+    values = torch.load(ends[0] / "optimizer.pt", weights_only=True)["sparse"]
     assert all(v["exp_avg_sq"].abs().sum() > 0 for v in values["state"].values())
 
 
@@ -374,9 +364,9 @@ def test_settings_reach_the_model():
              "memory_layers": (2,), "alpha": 0.5, "beta": 2.0, "n_keys": 8, "memory_heads": 2,
              "topk": 4, "key_dim": 6}
     expected = sizes | {"causal": False, "init_std": 0.04}  # 0.02 x (768 / 192)^0.5
-    found = pretrain.bert_config(pretrain.Config(model="base", **sizes), 99)
+    found = pretrain.bert_config(pretrain.Settings(model="base", **sizes), 99)
     assert found == BertConfig(vocab_size=99, **expected)
-    named = pretrain.bert_config(pretrain.Config(model="large", objective="causal"))
+    named = pretrain.bert_config(pretrain.Settings(model="large", objective="causal"))
     assert named == BertConfig(n_layer=24, n_head=16, d_model=1024, d_ff=4096, causal=True)
 
 

@@ -1,19 +1,17 @@
 """
 Go on with a run, refuse what does not fit it, and forget what a killed process did.
 """
-import contextlib
 import json
 import os
 import shutil
 import subprocess
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import finetune
 import pretrain
 from lib.files import write_text
 from lib.run import Run, git_commit
@@ -29,7 +27,7 @@ DATA = {"train.bin": "a" * 64, "labels": ["x", "y"]}
 @pytest.fixture
 def begun(workdir):
     """Begin a run. Returns it and its config."""
-    run, config = Run("run"), pretrain.Config(max_steps=5, memory_layers=(2,))
+    run, config = Run("run"), pretrain.Settings(max_steps=5, memory_layers=(2,))
     run.open(config, Path("vocab.txt"), ORIGIN, DATA, 0)
     return run, config
 
@@ -45,22 +43,6 @@ def test_a_run_goes_on_under_the_same_settings(begun, capsys):
                           ({"lr": 1e-3}, "lr = 0.0001, not 0.001: add --lr=0.0001 to go on")):
         with pytest.raises(UserError, match=f"^run was trained with {words}"):
             run.check_settings(replace(config, **change), DATA)
-
-
-@pytest.mark.parametrize("script, expected", [
-    (pretrain, "max_steps eval_interval eval_sequences usage_interval keep_checkpoints"),
-    (finetune, "init_from seeds")])
-def test_what_may_change_when_a_run_goes_on(tmp_path, script, expected):
-    """Change each setting alone. Some may change in both scripts."""
-    run, before, changed = Run(tmp_path), asdict(script.Config()), set()
-    write_text(tmp_path / "config.json", json.dumps({**before, "data": {}}))
-    for name, value in before.items():
-        more = {str: "x", tuple: (1,)}.get(type(value), 1)
-        with contextlib.suppress(UserError):
-            run.check_settings(script.Config(**{name: value + more}), {})
-            changed.add(name)
-    both = "out log_interval checkpoint_interval tensorboard device compile"
-    assert changed == {*both.split(), *expected.split()}
 
 
 def test_a_run_goes_on_with_the_same_data(begun):
@@ -99,7 +81,7 @@ def test_folders_count_under_their_exact_names_only(tmp_path):
     for step in (1, 2, 3):
         save_model(tmp_path, model, step=step)
     run = Run(tmp_path)
-    assert run.newest_checkpoint().name == "step_000003" and not run.seeds()
+    assert run.newest_checkpoint().name == "step_000003" and not run.seed_runs()
     assert {path.name for path in tmp_path.iterdir()} == {
         *mine, "step_000002", "step_000003", "config.json"}
 
@@ -129,21 +111,31 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
 
 
 def test_the_weights_that_a_folder_stands_for(tmp_path):
-    """Find a seed's best epoch, else its newest checkpoint, and a run's first seed."""
+    """Find a seed's best epoch, else its newest checkpoint. A run needs a seed that is done."""
     run = Run(tmp_path)
-    assert run.seeds() == []
+    assert run.seed_runs() == []
     for seed in (10, 2):
-        (tmp_path / f"seed{seed}").mkdir()
-        (tmp_path / f"seed{seed}/config.json").write_text(json.dumps({"task": "rte"}))
         save_model(tmp_path / f"seed{seed}", tiny_bert(), step=4)
-    assert [seed.folder.name for seed in run.seeds()] == ["seed2", "seed10"]
-    vocab = tmp_path / "seed2/vocab.txt"
-    assert find_weights(tmp_path) == (tmp_path / "seed2/step_000004", vocab)
+    assert [seed.folder.name for seed in run.seed_runs()] == ["seed2", "seed10"]
+    seed, vocab = Run(tmp_path / "seed2"), tmp_path / "seed2/vocab.txt"
+    assert find_weights(seed.folder) == (tmp_path / "seed2/step_000004", vocab)
+    with pytest.raises(UserError, match="no seed is done.*seed2"):
+        find_weights(tmp_path)
     for epoch in (1, 2):
-        Run(tmp_path / "seed2").save_best({"epoch": epoch})
+        seed.save_best({"epoch": epoch})
+    seed.write_results({"metric": "f1", "eval_f1": 0.5})
     best = tmp_path / "seed2/best"
-    assert find_weights(tmp_path) == (best, vocab) == find_weights(best)
+    assert find_weights(tmp_path) == find_weights(seed.folder) == find_weights(best)
+    assert find_weights(best) == (best, vocab)
     assert torch.load(best / "model.pt") == {"epoch": 2} and os.listdir(best) == ["model.pt"]
+
+
+@pytest.mark.parametrize("text", ['{"layout": 1, "seed": 0}', '{"model_type": "bert"}'])
+def test_a_run_of_another_layout_is_refused(tmp_path, text):
+    """Name what was found. A folder of Hugging Face has no layout at all."""
+    write_text(tmp_path / "config.json", text)
+    with pytest.raises(UserError, match=r"config.json: layout (1|None), expected \d"):
+        Run(tmp_path).settings()
 
 
 def test_how_a_checkpoint_was_trained(place):
@@ -189,7 +181,7 @@ def test_curves_are_the_log(place):
         groups = {f"layer {n}": usage for n, usage in record.get("layers", {}).items()}
         groups["train" if "lr" in record else "eval"] = record
         for group, numbers in groups.items():
-            for name in numbers.keys() - {"step", "layers"}:
+            for name in numbers.keys() - {"kind", "step", "layers"}:
                 expected.setdefault(f"{group}/{name}", []).append((record["step"], numbers[name]))
     curves = read_curves("out/tiny")
     assert curves.keys() == expected.keys() >= {"train/tokens_per_s", "layer 2/top1_mu"}

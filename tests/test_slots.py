@@ -17,7 +17,7 @@ from lib.tokenizer import load_tokenizer
 from lib.usage import watch_reads
 from lib.weights import load_model
 from model import value_tables
-from tests.helpers import PIECES, prepare, save_model, tiny_bert
+from tests.helpers import PIECES, prepare, save_model, tiny_bert, write_settings
 
 
 def data_of(page):
@@ -44,7 +44,7 @@ def save_run(**settings):
 def run(workdir):
     """Write out/run with 9 slots in layer 2. A sequence is in its corpus three times."""
     save_run(memory_layers=(2,), n_keys=3)
-    Path("out/run/config.json").write_text('{"seq_len": 16, "dataset": "books"}')
+    write_settings("out/run", seq_len=16, dataset="books", trained_on=[])
     twice = "the cat sat . the mat .\n" * 6  # two lines are a sequence
     others = random.Random(0).choices(["the", "cat", "sat", "mat", "."], k=60)
     Path("books.txt").write_text(f"cat\n\nmat\n\n{twice}{' '.join(others)}\n")

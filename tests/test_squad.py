@@ -8,17 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from lib import squad
 from lib.settings import UserError
-from lib.squad import (
-    Question,
-    Window,
-    best_answers,
-    best_spans,
-    make_windows,
-    read_squad,
-    score_squad,
-)
-from lib.tasks import Task, load_examples
+from lib.tasks import SQUAD, load_examples
 from lib.tokenizer import SPECIALS, load_tokenizer, wordpiece_tokenizer
 from tests.helpers import SHARED, squad_file
 
@@ -40,8 +32,8 @@ def test_answers_come_back_through_windows(fox, answer, fate):
 
     The first answer is the label.
     """
-    question = Question("q", "it sat?", FOX, [(FOX.index(answer), answer), (0, "The")])
-    windows = make_windows(fox, [question], 13, 2)
+    question = squad.Question("q", "it sat?", FOX, [(FOX.index(answer), answer), (0, "The")])
+    windows = squad.make_windows(fox, [question], 13, 2)
     tokens = fox.encode(FOX).ids
     head = fox.encode("[CLS] it sat ? [SEP]").ids
     assert len(windows) == math.ceil((len(tokens) - 7) / 2) + 1
@@ -50,21 +42,21 @@ def test_answers_come_back_through_windows(fox, answer, fate):
     labelled = [window for window in windows if window.label != (0, 0)]
     assert (labelled == []) == (fate == "in no window")
     for window in labelled:
-        answers = best_answers([window], [[1.0, *window.label]])
+        answers = squad.best_answers([window], [[1.0, *window.label]])
         assert window.label[1] < len(window.ids) - 1  # not on the [SEP]
         assert (answers[question][0] == answer) == (fate == "exact")
 
 
 def test_a_window_steps_over_nothing_and_a_long_question_is_cut(fox):
     """The step is no more than what a window holds. A paragraph may be empty."""
-    questions = [Question("q", "it " * 90, text, []) for text in (FOX, "")]
-    windows = make_windows(fox, questions, 40, 128)
+    questions = [squad.Question("q", "it " * 90, text, []) for text in (FOX, "")]
+    windows = squad.make_windows(fox, questions, 40, 128)
     assert all(window.ids[:22].tolist() == [2, *[12] * 20, 3] for window in windows)
     assert windows[1].ids[22:].tolist() == [*fox.encode(FOX).ids[17:], 3]  # 17 are in the first
     assert [window.question for window in windows] == [questions[0], *questions]
-    [window] = make_windows(fox, questions[:1], 200, 128)
+    [window] = squad.make_windows(fox, questions[:1], 200, 128)
     assert window.first_length == 66  # 64 tokens of the question
-    assert {len(window.ids) for window in make_windows(fox, questions[:1], 7, 128)} == {7}
+    assert {len(window.ids) for window in squad.make_windows(fox, questions[:1], 7, 128)} == {7}
 
 
 def most_context_by_hand(spans, position):
@@ -84,8 +76,8 @@ def most_context_by_hand(spans, position):
 def test_an_answer_starts_where_it_has_most_context(fox, room, stride):
     """One window of each token, as run_squad.py chooses it."""
     for total in (1, room - 1, room, room + 1, 777):
-        question = Question("q", "it", "cat " * total, [(0, "cat")])
-        windows = make_windows(fox, [question], room + 4, stride)
+        question = squad.Question("q", "it", "cat " * total, [(0, "cat")])
+        windows = squad.make_windows(fox, [question], room + 4, stride)
         spans, start = [], 0
         while not spans or sum(spans[-1]) < total:  # run_squad.py's windows
             spans.append((start, min(room, total - start)))
@@ -103,13 +95,13 @@ def test_best_spans(longest):
     A span has 30 tokens by default. In the first window the best one would have 34.
     """
     torch.manual_seed(longest)
-    windows = [Window(Question("q", "", "", []), np.zeros(length), first, None, starts, (0, 0))
+    windows = [squad.Window(None, np.zeros(length), first, None, starts, (0, 0))
                for length, first, starts in [(40, 5, (5, 39)), (31, 3, (7, 29)), (12, 9, (9, 10)),
                                              (7, 5, (6, 6)), (6, 5, (5, 5))]]
     logits = torch.randn(5, 40, 2)
     logits[0, 2] = logits[1, 30] = logits[2, 20] = 99  # in the question, its [SEP], the padding
     logits[0, 5, 0] = logits[0, 38, 1] = 9
-    found = best_spans(logits, windows, *[longest][longest == 30:])
+    found = squad.best_spans(logits, windows, *[longest][longest == 30:])
     for window, scores, row in zip(windows, logits.tolist(), found):
         spans = [(scores[start][0] + scores[end][1], start, end) for start in range(*window.starts)
                  for end in range(start, min(start + longest, len(window.ids) - 1))]
@@ -120,20 +112,20 @@ def test_best_spans(longest):
 
 def test_the_best_window_answers(fox):
     """Two questions may have the same id. Without a span the answer is empty."""
-    questions = [Question("q", "it?", FOX, []) for _ in range(2)]
-    windows = make_windows(fox, questions, 16, 11)
+    questions = [squad.Question("q", "it?", FOX, []) for _ in range(2)]
+    windows = squad.make_windows(fox, questions, 16, 11)
     assert len(windows) == 4
     spans = [(1.0, 5, 5), (3.0, 6, 7), (-np.inf, 0, 0), (-np.inf, 0, 0)]
     (start, _), (_, end) = windows[1].offsets[2:4]
-    assert best_answers(windows, spans) == {
+    assert squad.best_answers(windows, spans) == {
         questions[0]: (FOX[start:end], 3.0), questions[1]: ("", -np.inf)}
 
 
 def test_an_answer_has_no_space_around_it(fox):
     """A token of byte-level BPE has the space before its word."""
-    [window] = make_windows(fox, [Question("q", "it?", "the cat sat", [])], 16, 8)
+    [window] = squad.make_windows(fox, [squad.Question("q", "it?", "the cat sat", [])], 16, 8)
     window.offsets[1] = 3, 7
-    assert best_answers([window], [(1.0, 5, 5)])[window.question] == ("cat", 1.0)
+    assert squad.best_answers([window], [(1.0, 5, 5)])[window.question] == ("cat", 1.0)
 
 
 @pytest.mark.skipif(not (SHARED / "squad").is_dir(), reason="no SQuAD on this machine")
@@ -141,12 +133,13 @@ def test_squad_gold_answers_come_back():
     """Dev's first answers score 100. Labelled in windows and mapped back they are the same text,
     unless an answer ends inside a token."""
     tokenizer = load_tokenizer(SHARED / "bert-vocab/vocab.txt")
-    questions = read_squad(SHARED / "squad/dev-v1.1.json")
+    questions = squad.read_squad(SHARED / "squad/dev-v1.1.json")
     gold = {question: (question.answers[0][1], 0.0) for question in questions}
-    assert score_squad(gold) == {"exact_match": 100, "f1": 100}
-    windows = make_windows(tokenizer, questions, 384, 128)
+    assert squad.score_squad(gold) == {"exact_match": 100, "f1": 100}
+    windows = squad.make_windows(tokenizer, questions, 384, 128)
     assert (len(questions), len(windows)) == (10570, 10833)
-    back = best_answers(windows, [(max(window.label) - 1, *window.label) for window in windows])
+    spans = [(max(window.label) - 1, *window.label) for window in windows]
+    back = squad.best_answers(windows, spans)
     wrong = [question for question in questions if back[question][0] != gold[question][0]]
     assert len(wrong) == 34
     assert all(gold[question][0] in back[question][0] for question in wrong)
@@ -172,10 +165,10 @@ SQUAD_CASES = [  # prediction, references, exact match and F1 of the official ev
 @pytest.mark.parametrize("prediction, references, exact, f1", SQUAD_CASES)
 def test_squad_scores(prediction, references, exact, f1):
     """They are means: here with an answer that scores 100."""
-    question = Question("q", "?", "", [(0, text) for text in references])
-    answers = {question: (prediction, 0.0), Question("q", "?", "", [(0, "x")]): ("x", 0.0)}
+    question = squad.Question("q", "?", "", [(0, text) for text in references])
+    answers = {question: (prediction, 0.0), squad.Question("q", "?", "", [(0, "x")]): ("x", 0.0)}
     expected = {"exact_match": 50 + exact / 2, "f1": 50 + f1 / 2}
-    assert score_squad(answers) == pytest.approx(expected, abs=0.01)
+    assert squad.score_squad(answers) == pytest.approx(expected, abs=0.01)
 
 
 def test_a_file_of_squad(tmp_path):
@@ -184,13 +177,13 @@ def test_a_file_of_squad(tmp_path):
     data = squad_file(path)
     del data["data"][0]["paragraphs"][0]["qas"][0]["answers"]
     path.write_text(json.dumps(data))
-    first, second = read_squad(path)
+    first, second = squad.read_squad(path)
     assert (first.id, first.text, first.answers) == ("q0", "no cat ?", [])
     assert (second.context, second.answers) == ("the cat saw the dog . " * 6, [(4, "cat")])
     for text in ('{"data": [{"title": "t"}]}', "[1]", json.dumps(data).replace("4", "null")):
         path.write_text(text)
         with pytest.raises(UserError, match="train-v1.1.json"):
-            read_squad(path)
+            squad.read_squad(path)
 
 
 @pytest.mark.parametrize("answers", [None, [], [{"answer_start": 4, "text": None}]])
@@ -199,6 +192,6 @@ def test_fine_tuning_needs_an_answer_to_each_question(tmp_path, fox, answers):
     data = squad_file(path)
     data["data"][0]["paragraphs"][0]["qas"][1]["answers"] = answers
     path.write_text(json.dumps(data))
-    assert [len(question.answers) for question in read_squad(path)] == [1, 0]
+    assert [len(question.answers) for question in squad.read_squad(path)] == [1, 0]
     with pytest.raises(UserError, match="dev-v1.1.json: question q1"):
-        load_examples(Task("squad", tmp_path, [], [], reads_spans=True), "dev", fox, 24, 8)
+        load_examples(SQUAD._replace(folder=tmp_path), "dev", fox, 24, 8)

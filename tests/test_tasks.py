@@ -9,20 +9,8 @@ import numpy as np
 import pytest
 
 from finetune import TrainingBatches
+from lib import tasks
 from lib.settings import UserError
-from lib.tasks import (
-    METRICS,
-    TASKS,
-    Example,
-    batches_by_length,
-    encode_examples,
-    find_task,
-    pad,
-    predict_examples,
-    read_split,
-    score_dev,
-    tsv_text,
-)
 from lib.tokenizer import SPECIALS, full_tokenizer, wordpiece_tokenizer, write_vocab
 from model import Classifier
 from prepare_data import FILES
@@ -35,7 +23,7 @@ SPLITS_OF = {  # the official layouts, a few rows each: split, content, the text
     "sst2": [("train", "sentence\tlabel\nhide new \t0\nit 's \"good\u2028\t1\n",
               [(("hide new ",), 0), (('it \'s "good\u2028',), 1)])],
     "mrpc": [("msr_paraphrase_train",
-              f'{MRPC}\r\n1\t7\t8\tA\tB "q\r\n0\t8\t7\tC\tD\r\n1\t5\t6\tE\tF\r\n', None),
+              f'{MRPC}\r\n1\t6\t7\tA\tB "q\r\n0\t8\t7\tC\tD\r\n1\t8\t6\tE\tF\r\n', None),
              ("mrpc_dev_ids", "8\t7\n", None),
              ("train", None, [(("A", 'B "q'), 1), (("E", "F"), 1)]),
              ("dev", None, [(("C", "D"), 0)])],
@@ -60,18 +48,18 @@ SPLITS_OF = {  # the official layouts, a few rows each: split, content, the text
 @pytest.mark.parametrize("name", SPLITS_OF)
 def test_official_files(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    folder = Path(TASKS[name].folder)
+    folder = Path(tasks.TASKS[name].folder)
     folder.mkdir(parents=True)
     for split, content, _ in SPLITS_OF[name]:
         if content:
             ending = "txt" if split.startswith("msr") else "tsv"
             (folder / f"{split}.{ending}").write_bytes(content.encode())
-    task = find_task(folder.name)  # "SST-2"
-    assert task == find_task(name) == TASKS[name]
+    task = tasks.find_task(folder.name)  # "SST-2"
+    assert task == tasks.find_task(name) == tasks.TASKS[name]
     assert task.archives and FILES.keys() >= set(task.archives)
     for split, _, expected in SPLITS_OF[name]:
         if expected:
-            texts, labels = read_split(task, split)
+            texts, labels = tasks.read_split(task, split)
             assert texts == [text for text, _ in expected]
             assert labels.tolist() == pytest.approx([label for _, label in expected])
 
@@ -81,24 +69,24 @@ def test_a_folder_of_ones_own(tmp_path):
     train = tmp_path / "rte/train.tsv"
     train.parent.mkdir()
     train.write_text("id\tsentence\tlabel\n1\ta\ty\n2\t\tx\n3\tc\ty\n\n")
-    task = find_task(str(tmp_path / "rte"))
+    task = tasks.find_task(str(tmp_path / "rte"))
     assert (task.name, task.labels, task.metrics) == ("own_rte", ["x", "y"], ["accuracy"])
-    texts, labels = read_split(task, "train")  # an empty sentence is a row
+    texts, labels = tasks.read_split(task, "train")  # an empty sentence is a row
     assert texts == [("a",), ("",), ("c",)] and labels.tolist() == [1, 0, 1]
     train.write_text("sentence1\tsentence2\tscore\na\tb\t1.5\n")
-    task = find_task(str(tmp_path / "rte"))
+    task = tasks.find_task(str(tmp_path / "rte"))
     assert (task.labels, task.metrics) == ([], ["pearson", "spearmanr"])
-    assert read_split(task, "train")[0] == [("a", "b")]
+    assert tasks.read_split(task, "train")[0] == [("a", "b")]
     for score in ("high", "nan", "-inf"):
         train.write_text(f"sentence1\tsentence2\tscore\na\tb\t{score}\n")
         with pytest.raises(UserError, match=f"train.tsv:2: label '{score}'"):
-            read_split(task, "train")
+            tasks.read_split(task, "train")
 
 
 def test_classes_are_printed_and_20_may_be_numbers(tmp_path, capsys):
     rows = "".join(f"a\t{label}\n" for label in ["new", 7, *range(20)])
     (tmp_path / "train.tsv").write_text(f"sentence\tlabel\n{rows}")
-    assert len(find_task(str(tmp_path)).labels) == 21
+    assert len(tasks.find_task(str(tmp_path)).labels) == 21
     assert "{'new': 1, '7': 2, '0': 1," in capsys.readouterr().out
 
 
@@ -108,11 +96,12 @@ def test_classes_are_printed_and_20_may_be_numbers(tmp_path, capsys):
     ("sentence\tlabel\na\tx\nb\tx \nc\ty\n", "'x '"),
     ("sentence\tlabel\n" + "".join(f"a\t{n / 9:.2f}\n" for n in range(30)), "column score"),
     ("sentence\tlabel\tlabel\na\tx\ty\n", "'label', 'label'"),
+    ("sentence\tlabel\na\tx\nb\ty\tz\nc\ty\n", "3 fields"),
     ("sentence\tsentence1\tsentence2\tlabel\na\tb\tc\tx\n", "sentence1 and sentence2")])
 def test_a_task_that_is_none(tmp_path, train, words):
     (tmp_path / "train.tsv").write_text(train)
     with pytest.raises(UserError, match=f"train.tsv:.*{words}"):
-        find_task(str(tmp_path))
+        tasks.find_task(str(tmp_path))
 
 
 @pytest.mark.parametrize("dev, place", [
@@ -127,12 +116,12 @@ def test_a_bad_row_of_ones_own_is_named(tmp_path, dev, place):
     (tmp_path / "train.tsv").write_text("sentence\tlabel\na\tx\nb\ty\n")
     (tmp_path / "dev.tsv").write_bytes(dev)
     with pytest.raises(UserError, match=place):
-        read_split(find_task(str(tmp_path)), "dev")
+        tasks.read_split(tasks.find_task(str(tmp_path)), "dev")
 
 
 @pytest.fixture
 def fox():
-    words = "the cafe s 1990 ##s fox sat it on cat . ? \" '"
+    words = "the cat sat it on 1990 ##s fox . ?"
     return wordpiece_tokenizer([*SPECIALS, *words.split()])
 
 
@@ -143,7 +132,7 @@ def fox():
     (["cat " * 5, "sat " * 4], 8, "[CLS] cat cat cat [SEP] sat sat [SEP]"),
     (["", "sat"], 8, "[CLS] [SEP] sat [SEP]")])
 def test_encoding_cuts_the_longer_text(fox, texts, max_len, expected):
-    [example] = encode_examples(fox, [texts], [0], max_len)
+    [example] = tasks.encode_examples(fox, [texts], [0], max_len)
     found = [fox.id_to_token(token) for token in example.ids]
     assert found == expected.split()
     assert example.first_length == found.index("[SEP]") + 1
@@ -154,41 +143,31 @@ def test_batches_are_those_of_hugging_faces_tokenizer(fox, tmp_path):
     texts = [("the cat", "it sat on it"), ("sat", "fox"), ("it ? it", "cat . 1990s")]
     write_vocab(tmp_path, fox)
     theirs = full_tokenizer(tmp_path).encode_batch(texts)
-    ours = pad(encode_examples(fox, texts, [0] * 3, 64))
+    ours = tasks.pad(tasks.encode_examples(fox, texts, [0] * 3, 64))
     mask = np.array([encoding.attention_mask for encoding in theirs], bool)
     assert (ours["ids"] == [encoding.ids for encoding in theirs]).all() and not mask.all()
     assert (ours["mask"] == mask).all() and ours["ids"].dtype == np.int64
     assert (ours["token_types"] == [encoding.type_ids for encoding in theirs])[mask].all()
-    assert "mask" not in pad(encode_examples(fox, texts[:1], [0], 64))  # nothing is padded
-    assert pad([])["ids"].shape == (0, 1)
+    [alone, *_] = tasks.encode_examples(fox, texts, [0] * 3, 64)
+    assert "mask" not in tasks.pad([alone])  # nothing is padded
+    assert tasks.pad([])["ids"].shape == (0, 1)
 
 
 def training_batches(lengths, **settings):
-    examples = [Example(np.zeros(length), 3, n) for n, length in enumerate(lengths)]
+    examples = [tasks.Example(np.zeros(length), 3, n) for n, length in enumerate(lengths)]
     return TrainingBatches(examples, argparse.Namespace(**settings))
 
 
 def test_batches_are_of_one_length_and_complete():
     """Sorted only within 64 batches: a batch of 128 batches' examples has every second length."""
     lengths = np.random.default_rng(0).integers(3, 128, 5003)
-    batches = batches_by_length(lengths, 16)
+    examples = [tasks.Example(np.zeros(length), 3, 0) for length in lengths]
+    batches = tasks.batches_by_length(examples, 16)
     assert sorted(np.concatenate(batches).tolist()) == list(range(5003))
     assert Counter(map(len, batches)) == {16: 312, 11: 1}
     assert sum(len(b) * lengths[b].max() for b in batches) < 1.05 * lengths.sum()
     found = training_batches(range(128 * 16), seed=0, batch_size=16, accumulation=1, max_steps=128)
     assert np.mean([np.ptp(batch) for batch in found.steps]) == pytest.approx(2 * 15, abs=2)
-
-
-def test_a_step_is_split_evenly_and_every_example_counts_once():
-    """Three micro-batches of 8 examples; of the last 2 examples one micro-batch has none."""
-    batches = training_batches([3] * 10, seed=1, batch_size=8, accumulation=3, max_steps=2)
-    counted = []
-    for step, expected in enumerate([[3 / 8, 3 / 8, 2 / 8], [1 / 2, 1 / 2, 0]]):
-        for micro, share in enumerate(expected):
-            batch, weight = batches.get(step, micro)
-            assert weight == share and len(batch["ids"]) > 0
-            counted += batch["labels"].tolist() if weight else []
-    assert sorted(counted) == list(range(10))
 
 
 def test_the_order_is_a_function_of_seed_and_epoch():
@@ -226,26 +205,24 @@ def test_the_order_is_a_function_of_seed_and_epoch():
     ("spearmanr", [1, 2, 2, 3], [5, 5, 5, 5], np.nan)])
 def test_metrics_are_those_computed_by_hand(metric, labels, predictions, expected):
     """By the formulas of the comments, with ties and with classes that never occur."""
-    found = METRICS[metric](np.array(labels), np.array(predictions))
+    found = tasks.METRICS[metric](np.array(labels), np.array(predictions))
     assert found == pytest.approx(expected, abs=1e-7, nan_ok=True)
 
 
 SCORES = {  # the first one picks the epoch; of 6 labels 3 are 1, and 4 predictions
     "mnli": {"accuracy": 5 / 6, "accuracy_mm": 1 / 6}, "qqp": {"accuracy": 5 / 6, "f1": 6 / 7},
-    "qnli": {"accuracy": 5 / 6}, "sst2": {"accuracy": 5 / 6},
     "cola": {"matthews_correlation": 6 / 72**0.5, "accuracy": 5 / 6},  # 6 = 3 * 2 - 0 * 1
-    "mrpc": {"accuracy": 5 / 6, "f1": 6 / 7}, "stsb": {"pearson": 0.9819805, "spearmanr": 1.0},
-    "rte": {"accuracy": 5 / 6}}
+    "stsb": {"pearson": 0.9819805, "spearmanr": 1.0}, "rte": {"accuracy": 5 / 6}}
 
 
 @pytest.mark.parametrize("name", SCORES)
 def test_the_scores_of_each_task(name):
-    task, labels, said = TASKS[name], [1, 0, 1, 1, 0, 0], [1, 0, 1, 1, 1, 0]
+    task, labels, said = tasks.TASKS[name], [1, 0, 1, 1, 0, 0], [1, 0, 1, 1, 1, 0]
     predictions = {"": np.eye(2)[said], "_mm": 1 - np.eye(2)[said]}
     if name == "stsb":
         labels, predictions = [1, 2, 3], {"": np.array([[1], [2], [4]])}
-    examples = [Example(np.zeros(3), 3, label) for label in labels]
-    found = score_dev(task, dict.fromkeys(task.dev, examples), predictions)
+    examples = [tasks.Example(np.zeros(3), 3, label) for label in labels]
+    found = tasks.score_dev(task, dict.fromkeys(task.dev, examples), predictions)
     assert found == pytest.approx(SCORES[name])
     assert task.metrics[0] == next(iter(SCORES[name]))
 
@@ -254,13 +231,9 @@ def test_padding_changes_no_prediction_and_dropout_none():
     """A model that is training predicts in evaluation mode, and trains on with a frozen memory."""
     model = Classifier(tiny_bert(dropout=0.5, memory_layers=(2,)).bert.config, 3).train()
     memory, rng = model.bert.layers[1].memory.eval(), np.random.default_rng(0)
-    examples = [Example(rng.integers(5, 40, length), 3, None) for length in (3, 16, 9, 12)]
-    together, again = (predict_examples(model, examples) for _ in range(2))
-    alone = predict_examples(model, examples, batch_size=1)
+    examples = [tasks.Example(rng.integers(5, 40, length), 3, None) for length in (3, 16, 9, 12)]
+    together, again = (tasks.predict_examples(model, examples) for _ in range(2))
+    alone = tasks.predict_examples(model, examples, batch_size=1)
     assert (together == again).all()
     assert model.training and not memory.training
     np.testing.assert_allclose(together, alone, atol=1e-6)
-
-
-def test_a_cell_is_one_field_of_a_table():
-    assert tsv_text([["a\tb", "c\r\nd"], [1, 0.5]]) == "a b\tc  d\n1\t0.5\n"

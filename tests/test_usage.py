@@ -113,7 +113,7 @@ def test_masked_perplexity_is_that_of_a_plain_loop(place):
                                                   CPU)
         assert results["loss"] == pytest.approx(loss, rel=1e-5)
         assert results["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
-        assert (results["accuracy"], results["masked_tokens"]) == (accuracy, number)
+        assert (results["accuracy"], results["predicted_tokens"]) == (accuracy, number)
         real = sum(batch["ids"].size for batch in batches)
         assert results["layers"][2]["accesses"] == counts[2]["top1"].sum() == 2 * real
 

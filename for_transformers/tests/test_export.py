@@ -1,7 +1,6 @@
 """
 Exported folders: transformers and this project load them.
 """
-import json
 import re
 import sys
 
@@ -9,17 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from for_transformers.add_memory import find_layers
 from for_transformers.export import USED, export, main
+from for_transformers.tests.small_models import batch, layers_of, transformers
 from lib.settings import UserError
 from lib.slots import load_with_tokenizer
 from lib.tokenizer import SPECIALS
 from model import BertConfig, build_model, value_tables
 from pkm import LazyAdam
-from tests.helpers import assert_near, save_model
-from tests.small_models import batch, transformers
+from tests.helpers import assert_near, save_model, write_settings
 
 HEADS = {None: "MaskedLM", "classifier": "SequenceClassification", "span": "QuestionAnswering"}
+SIZES = {"vocab_size": 40, "n_layer": 3, "n_head": 4, "d_model": 32, "d_ff": 64, "max_len": 24,
+         "n_keys": 4, "memory_heads": 2, "topk": 3, "key_dim": 4, "dropout": 0.0}
+RESM = {"memory_layers": (1, 3), "alpha": 0.6, "beta": 1.5}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,11 +36,8 @@ def modules(tmp_path_factory):
 def exported(tmp_path, head=None, **settings):
     """Save a model as a run and export it to out/. All its weights show in its outputs."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "n_layer": 3, "n_head": 4, "d_model": 32, "d_ff": 64,
-             "max_len": 24, "n_keys": 4, "memory_heads": 2, "topk": 3, "key_dim": 4,
-             "dropout": 0.0}
     labels = ("no", "maybe", "yes") if head == "classifier" else ()
-    model = build_model(BertConfig(**{**sizes, **settings}), head, labels)
+    model = build_model(BertConfig(**{**SIZES, **settings}), head, labels)
     for name, p in model.named_parameters():
         nn.init.normal_(p, float("norm" in name and "weight" in name), 0.4)
     with torch.no_grad():
@@ -47,11 +45,10 @@ def exported(tmp_path, head=None, **settings):
     run = tmp_path / "run"
     run.mkdir()
     (run / "vocab.txt").write_text("\n".join([*SPECIALS, *(f"w{n}" for n in range(35))]) + "\n")
-    settings = {"task": "RTE", "first_step": 0, "pooler_trained": False}
-    (run / "config.json").write_text(json.dumps(settings))
-    lines = [{"step": step, "perplexity": 9.0 + step, "accuracy": 0.5, "layers": {}}
-             for step in (2, 4)]
-    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    more = {"task": "RTE"} if head else {}
+    write_settings(run, first_step=0, pooler_trained=False, **more)
+    (run / "log.jsonl").write_text("".join(
+        f'{{"kind": "eval", "step": {step}, "perplexity": {step}.5}}\n' for step in (2, 4)))
     save_model(run, model.eval(), labels)
     main([str(run), str(tmp_path / "out")])
     return model, tmp_path / "out"
@@ -72,17 +69,18 @@ def logits(model, ids, mask, types):
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("settings", [
-    {}, {"type_vocab": 0}, {"memory_layers": (1, 3), "alpha": 0.0, "beta": 0.7},
-    {"memory_layers": (1, 3), "alpha": 0.6, "beta": 1.5}], ids=["BERT", "no types", "PKM", "ResM"])
+    {}, {"type_vocab": 0, "memory_layers": (2,), "beta": 0.0},
+    {"memory_layers": (1, 3), "alpha": 0.0, "beta": 0.7}, RESM],
+    ids=["BERT", "no types", "PKM", "ResM"])
 def test_logits_are_the_same(tmp_path, head, settings):
     """transformers gives ours, also after it saved the folder again, and load_model reads both."""
     model, folder = exported(tmp_path, head, **settings)
-    theirs, (ids, mask) = load(folder, head), batch()
+    ids, mask = batch()
     types = torch.zeros_like(ids) if "type_vocab" in settings else ids % 2
     where = ... if head == "classifier" else mask.bool()
-    theirs.save_pretrained(tmp_path / "again")
-    transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True).save_pretrained(
-        tmp_path / "again")
+    for part in (load(folder, head),
+                 transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)):
+        part.save_pretrained(tmp_path / "again")
     for path in (folder, tmp_path / "again"):
         back = load_with_tokenizer(path)[0].state_dict()
         for name, w in model.state_dict().items():
@@ -95,7 +93,7 @@ def test_logits_are_the_same(tmp_path, head, settings):
 
 @pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForTokenClassification"])
 def test_hidden_states_are_the_same(tmp_path, auto):
-    model, folder = exported(tmp_path, memory_layers=(1, 3), alpha=0.6, beta=1.5)
+    model, folder = exported(tmp_path, **RESM)
     theirs = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True)
     ids, mask = batch()
     with torch.no_grad():
@@ -105,35 +103,31 @@ def test_hidden_states_are_the_same(tmp_path, auto):
 
 
 def test_an_exported_memory_trains(tmp_path):
-    model, folder = exported(tmp_path, "classifier", memory_layers=(1, 3), alpha=0.5)
+    model, folder = exported(tmp_path, "classifier", **RESM)
     theirs, (ids, mask) = load(folder, "classifier").train(), batch()
-    model.train()
     labels = torch.tensor([0, 2, 1])
-    values = [LazyAdam(value_tables(model).values(), lr=0.1), theirs.value_optimizer(lr=0.1)]
-    rest = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, theirs)]
-    for _ in range(3):
-        model(ids, mask, labels=labels).backward()
-        theirs(ids, mask, labels=labels).loss.backward()
-        for optimizer in (*rest, *values):
-            optimizer.step()
-            optimizer.zero_grad()
+    model.train()(ids, mask, labels=labels).backward()
+    theirs(ids, mask, labels=labels).loss.backward()
+    LazyAdam(value_tables(model).values(), lr=0.1).step()
+    theirs.value_optimizer(lr=0.1).step()
     ours = model.bert.layers[2].memory.values.weight
-    assert_near(find_layers(theirs)[2].memory.values.weight, ours, 1e-5)
+    assert_near(layers_of(theirs)[2].memory.values.weight, ours, 1e-5)
 
 
 def test_an_exported_memory_gets_all_settings_of_pkm(tmp_path):
-    """A new argument of PKM and setting of its name reach the memory, as an added one does here."""
-    _, folder = exported(tmp_path, memory_layers=(1, 3))
-    changes = {"pkm.py": ("key_dim=256):", "key_dim=256, gate=0):\n        self.gate = gate"),
-               "config.json": ('"n_keys"', '"gate": 7, "n_keys"')}
-    for name, (old, new) in changes.items():
+    """A new argument of PKM gets the setting of its name, as an added one does here."""
+    _, folder = exported(tmp_path, **RESM)
+    for name, old, new in (
+            ("pkm.py", "self, d_model,", "self, d_model, gate=0,"),
+            ("pkm.py", "self.n_keys = n_keys", "self.n_keys, self.gate = n_keys, gate"),
+            ("config.json", '"n_keys"', '"gate": 7, "n_keys"')):
         text = (folder / name).read_text()
         (folder / name).write_text(text.replace(old, new, 1))
-    assert find_layers(load(folder))[2].memory.gate == 7
+    assert layers_of(load(folder))[2].memory.gate == 7
 
 
 def test_an_exported_memory_needs_no_file_of_this_repository(tmp_path):
-    _, folder = exported(tmp_path, memory_layers=(1, 3))
+    _, folder = exported(tmp_path, **RESM)
     for file in folder.glob("*.py"):
         modules = re.findall(r"(?m)^(?:from|import) ([\w.]+)", file.read_text())
         packages = {module.split(".")[0] for module in modules} - {""}
@@ -142,7 +136,7 @@ def test_an_exported_memory_needs_no_file_of_this_repository(tmp_path):
 
 def test_an_exported_model_cannot_lose_its_memory(tmp_path):
     """transformers' own classes refuse the folder and name the cure. Its pipelines work."""
-    model, folder = exported(tmp_path, memory_layers=(1, 3))
+    model, folder = exported(tmp_path, **RESM)
     load(folder).save_pretrained(tmp_path / "again")
     for path in (folder, tmp_path / "again"):
         with pytest.raises(KeyError, match="trust_remote_code=True"):
@@ -166,22 +160,21 @@ def test_tokenizer_and_classes_are_the_models(tmp_path):
 
 
 def test_the_card_has_settings_and_results(tmp_path):
-    _, folder = exported(tmp_path, memory_layers=(1, 3))
+    _, folder = exported(tmp_path, **RESM)
     card = (folder / "README.md").read_text()
-    assert '"task": "RTE"' in card and "(1, 3)" in card and "4 x 4 slots" in card
+    assert '"first_step": 0' in card and "(1, 3)" in card and "4 x 4 slots" in card
     assert 'AutoModelForMaskedLM.from_pretrained("out", trust_remote_code=True)' in card
-    assert "perplexity 11.00" in card and "13.00" not in card  # the checkpoint is of step 3
+    assert '"perplexity": 2.5' in card and "4.5" not in card  # the checkpoint is of step 3
 
 
-def test_what_cannot_be_exported_is_refused(tmp_path):
-    with pytest.raises(UserError, match="is a causal language model with memory"):
-        exported(tmp_path, causal=True, memory_layers=(2,))
+@pytest.mark.parametrize("settings, words", [
+    ({"causal": True}, "is a causal language model with memory"),
+    ({"alpha": 0.5, "beta": 0.0}, "has alpha = 0.5 and no memory"),
+    ({"init_std": 0.5}, "init_std = 0.5 would be lost")])
+def test_what_cannot_be_exported_is_refused(tmp_path, monkeypatch, settings, words):
+    monkeypatch.setattr("for_transformers.export.USED", USED - {"init_std"})  # as if it were new
+    with pytest.raises(UserError, match=words):
+        exported(tmp_path, memory_layers=(2,), **settings)
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match="out exists already"):
         export(tmp_path / "run", tmp_path / "out")
-
-
-def test_a_setting_that_would_be_lost_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("for_transformers.export.USED", USED - {"init_std"})  # as if it were new
-    with pytest.raises(UserError, match="init_std = 0.5 would be lost"):
-        exported(tmp_path, init_std=0.5)

@@ -1,5 +1,5 @@
 """
-Memories trained by transformers' Trainer, and by accelerate, in one process and in two.
+Memories trained by transformers' Trainer, in one process and in two, and as the guide does.
 """
 import os
 import re
@@ -11,17 +11,17 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from for_transformers.adapter import find_memories, load_memory, train_memory
 from for_transformers.add_memory import add_memory
+from for_transformers.tests.small_models import MEMORY, small_model, transformers
+from for_transformers.tests.test_adapter import base, lora
 from lib.settings import ROOT, UserError
 from pkm import LazyAdam
 from tests.helpers import assert_near, assert_same
 from tests.on_ranks import finish, start
-from tests.small_models import MEMORY, small_model, transformers
-from tests.test_adapter import base, lora
 
-accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("accelerate")
 
-from for_transformers.adapter import find_memories, load_memory, train_memory
 from for_transformers.trainer import StepValues
 
 EPS = 1e-3  # not so small that Adam makes updates of gradients that are rounding
@@ -30,14 +30,10 @@ EPS = 1e-3  # not so small that Adam makes updates of gradients that are roundin
 def examples(count=24):
     """Draw padded sentences with labels at their real tokens."""
     generator = torch.Generator().manual_seed(0)
-    rows = []
-    for _ in range(count):
-        length = int(torch.randint(5, 21, (), generator=generator))
-        ids = torch.randint(1, 40, (20,), generator=generator)
-        mask = (torch.arange(20) < length).long()
-        rows.append({"input_ids": ids * mask, "attention_mask": mask,
-                     "labels": torch.where(mask.bool(), ids, -100)})
-    return rows
+    ids = torch.randint(1, 40, (count, 20), generator=generator)
+    real = torch.arange(20) < torch.randint(5, 21, (count, 1), generator=generator)
+    rows = {"input_ids": ids * real, "attention_mask": real.long(), "labels": ids.where(real, -100)}
+    return [{name: row[n] for name, row in rows.items()} for n in range(count)]
 
 
 def model_with_memory(seed=1, dropout=0.1, adapter=False):
@@ -51,17 +47,18 @@ def model_with_memory(seed=1, dropout=0.1, adapter=False):
     return model, LazyAdam(tables.values(), lr=1e-2, eps=EPS)
 
 
-def trainer(folder, model, callback, rows=None, kind=transformers.Trainer, **more):
+def trainer(folder, model, sparse, rows=None, kind=transformers.Trainer, **more):
     arguments = transformers.TrainingArguments(**{
         "output_dir": str(folder), "max_steps": 6, "save_steps": 3, "learning_rate": 1e-3,
         "adam_epsilon": EPS, "per_device_train_batch_size": 4, "report_to": "none",
         "disable_tqdm": True, "use_cpu": True, "logging_steps": 100, **more})
     return kind(model, arguments, train_dataset=rows or examples(), eval_dataset=examples(4),
-                callbacks=[callback])
+                callbacks=[StepValues(sparse)])
 
 
 def test_the_guide_runs(tmp_path, monkeypatch, capsys):
-    """docs/transformers.md trains, measures, saves and loads a memory, here of a small model."""
+    """The guide trains, measures, saves and loads a memory, here of a small model."""
+    pytest.importorskip("peft")
     text = "The cat sat on the mat. A memory updates what it has read."
     vocab = {word: n for n, word in enumerate(text.split())}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="A"))
@@ -70,22 +67,24 @@ def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tokenizer.save_pretrained("Qwen")
     small_model("Qwen3ForCausalLM", num_hidden_layers=18).save_pretrained("Qwen")
-    guide = (ROOT / "docs/transformers.md").read_text().split("## Layers")[0]
-    code = "".join(re.findall(r"```python\n(.*?)```", guide, re.DOTALL))
+    guide = (ROOT / "for_transformers/README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    code = "".join(block for block in blocks if not re.search("parts=|exported", block))
     Path("guide.py").write_text(code.replace("Qwen/Qwen3-0.6B", "Qwen"))
     names = runpy.run_path("guide.py")
     assert names["reads"][9].counts["top1"].sum() == 4 * 8 * len(vocab)  # heads, texts, words
     assert "The cat sat on the mat. A memory updates\n" in capsys.readouterr().out  # a context
+    assert type(names["sparse"]).__name__ == "AcceleratedOptimizer"
 
 
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_resumed_training_is_the_uninterrupted_one(tmp_path, adapter):
     """Bit for bit, with dropout and accumulation; a checkpoint of PEFT's adapter has the memory."""
     def train(folder, seed=1, resume=None):
-        model, values = model_with_memory(seed, adapter=adapter)
-        work = trainer(folder, model, StepValues(values), gradient_accumulation_steps=2)
+        model, sparse = model_with_memory(seed, adapter=adapter)
+        work = trainer(folder, model, sparse, gradient_accumulation_steps=2)
         work.train(resume_from_checkpoint=resume)
-        return dict(model.state_dict()), values.state_dict()["state"]
+        return dict(model.state_dict()), sparse.state_dict()["state"]
 
     weights, moments = train(tmp_path / "a")
     before = model_with_memory(adapter=adapter)[0].state_dict()
@@ -98,9 +97,9 @@ def test_a_resumed_training_is_the_uninterrupted_one(tmp_path, adapter):
 
 
 def test_the_best_checkpoint_of_an_adapter_comes_back_with_its_memory(tmp_path):
-    model, values = model_with_memory(adapter=True)
-    work = trainer(tmp_path, model, StepValues(values), eval_strategy="steps", eval_steps=2,
-                   save_steps=2, load_best_model_at_end=True, metric_for_best_model="loss",
+    model, sparse = model_with_memory(adapter=True)
+    work = trainer(tmp_path, model, sparse, eval_strategy="steps", eval_steps=2, save_steps=2,
+                   load_best_model_at_end=True, metric_for_best_model="loss",
                    greater_is_better=True)
     work.train()  # the "best" has the highest loss: it is the first
     best = Path(work.state.best_model_checkpoint)
@@ -110,12 +109,12 @@ def test_the_best_checkpoint_of_an_adapter_comes_back_with_its_memory(tmp_path):
 
 
 def test_wrong_tables_and_checkpoints_are_refused(tmp_path):
-    model, values = model_with_memory()
+    model, sparse = model_with_memory()
     with pytest.raises(UserError, match="has other tables"):
-        trainer(tmp_path, model, StepValues(model_with_memory()[1])).train()
-    trainer(tmp_path / "a", model, StepValues(values), max_steps=3).train()
-    with pytest.raises(UserError, match="values.pt is missing: resume from a checkpoint in the"):
-        trainer(tmp_path / "b", model, StepValues(values)).train(
+        trainer(tmp_path, model, model_with_memory()[1]).train()
+    trainer(tmp_path / "a", model, sparse, max_steps=3).train()
+    with pytest.raises(UserError, match="lazy_adam.pt is missing: resume from a checkpoint in the"):
+        trainer(tmp_path / "b", model, sparse).train(
             resume_from_checkpoint=str(tmp_path / "a/checkpoint-3"))
 
 
@@ -133,85 +132,48 @@ def test_a_step_that_the_scaler_skips_moves_no_row(tmp_path):
     """The scale is a power of 2: dividing by it leaves no trace."""
     rows, ends = examples(16), []
     for overflow in (True, False):
-        model, values = model_with_memory(dropout=0.0)
+        model, sparse = model_with_memory(dropout=0.0)
         kept = rows if overflow else rows[:4] + rows[8:]
-        work = trainer(tmp_path, model, StepValues(values), kept,
+        work = trainer(tmp_path, model, sparse, kept,
                        Overflows if overflow else transformers.Trainer, max_steps=len(kept) // 4,
                        train_sampling_strategy="sequential", save_strategy="no",
                        lr_scheduler_type="constant", max_grad_norm=0)
         if overflow:
             work.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         work.train()
-        assert values.state_dict()["state"][0]["step"] == 3
+        assert sparse.state_dict()["state"][0]["step"] == 3
         ends.append(dict(model.named_parameters()))
     for name, w in ends[1].items():
         assert_near(ends[0][name], w, 1e-5)
 
 
-# the same batches in one process and in two of torchrun's
+def train_on_ranks(folder):
+    """Train the same batches of 8 in one process or in two, in float64.
 
-BATCH, STEPS = 8, 4
-
-
-def make():
-    """Make a model in float64 without dropout, and rows without padding.
-
-    Its batch norms have the statistics of evaluation: those of a batch would be each rank's own.
+    The batch norms have the statistics of evaluation: those of a batch would be each rank's own.
     """
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0")
     model, _ = model_with_memory(dropout=0.0)
     model = model.double()
-    for module in model.modules():
-        if isinstance(module, torch.nn.BatchNorm1d):
-            module.train = lambda mode=True: None
-            module.training = False
-    tables = [m for m in model.modules() if hasattr(m, "pending")]
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, 40, (BATCH * STEPS, 9), generator=generator)
-    return model, LazyAdam(tables, lr=1e-2, eps=EPS), [{"input_ids": x, "labels": x} for x in ids]
-
-
-def by_trainer(folder, ranks):
-    model, values, rows = make()
-    trainer(folder / "trainer", model, StepValues(values), rows, max_steps=STEPS,
-            per_device_train_batch_size=BATCH // ranks, train_sampling_strategy="sequential",
-            lr_scheduler_type="constant", save_strategy="no",
+    for memory in find_memories(model).values():
+        memory.query_norm.train = lambda mode: None
+    sparse = LazyAdam([m.values for m in find_memories(model).values()], lr=1e-2, eps=EPS)
+    ids = torch.randint(1, 40, (32, 9), generator=torch.Generator().manual_seed(1))
+    trainer(folder / "trainer", model, sparse, [{"input_ids": x, "labels": x} for x in ids],
+            max_steps=4, per_device_train_batch_size=8 // ranks, save_strategy="no",
+            train_sampling_strategy="sequential", lr_scheduler_type="constant",
             average_tokens_across_devices=False).train()  # else the loss is doubled
-    return model
-
-
-def by_accelerate(folder, ranks):
-    model, values, rows = make()
-    dense = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=EPS, weight_decay=0)
-    loader = torch.utils.data.DataLoader(rows, batch_size=BATCH // ranks)
-    accelerator = accelerate.Accelerator(cpu=True)
-    model, dense, values, loader = accelerator.prepare(model, dense, values, loader)
-    for batch in loader:
-        accelerator.backward(model(**batch).loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)  # as Trainer does
-        for optimizer in (dense, values):
-            optimizer.step()
-            optimizer.zero_grad()
-    return accelerator.unwrap_model(model)
-
-
-def train_both(folder):
-    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0")
-    for recipe in (by_trainer, by_accelerate):
-        weights = dict(recipe(folder, ranks).named_parameters())
-        torch.save(weights, folder / f"{recipe.__name__}_{ranks}_{rank}.pt")
+    torch.save(dict(model.named_parameters()), folder / f"{ranks}_{rank}.pt")
 
 
 def test_two_ranks_train_the_model_of_one(tmp_path):
-    """Trainer and accelerate train the same model, each in one process and in two."""
-    ranks = start(2, train_both, tmp_path)
-    train_both(tmp_path)
+    ranks = start(2, train_on_ranks, tmp_path)
+    train_on_ranks(tmp_path)
     finish(ranks)
-    names = [f"{recipe}_{run}.pt" for recipe in ("by_trainer", "by_accelerate")
-             for run in ("1_0", "2_0", "2_1")]
-    alone, *others = [torch.load(tmp_path / name) for name in names]
-    before = make()[0].state_dict()
-    assert not torch.equal(alone["bert.encoder.layer.0.memory.values.weight"],
-                           before["bert.encoder.layer.0.memory.values.weight"])
+    alone, *others = [torch.load(tmp_path / f"{name}.pt") for name in ("1_0", "2_0", "2_1")]
+    before = model_with_memory()[0].state_dict()
+    name = "bert.encoder.layer.0.memory.values.weight"
+    assert not torch.equal(alone[name], before[name].double())
     for other in others:
         for name, w in alone.items():
             assert_near(other[name], w, 1e-9)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Try this code on a CUDA card: the tests, a training of the demo, every benchmark.
 #
-#   sh results/gpu.sh        # writes results/gpu.md; whole outputs go to out/gpu/*.log
+#   sh reproduce/gpu.sh        # writes results/gpu.md; whole outputs go to out/gpu/*.log
 #
 # It goes on after a failure. The exit status is the number of commands that failed.
 cd "$(dirname "$0")/.." || exit 2
@@ -22,7 +22,7 @@ try() {  # name, command: run it, and put its tables and results on the page
 }
 
 {
-    printf '# A GPU\n\nWritten by `results/gpu.sh` at commit %s.\n\n' "$(git rev-parse --short HEAD)"
+    printf '# A GPU\n\nWritten by `reproduce/gpu.sh` at commit %s.\n\n' "$(git rev-parse --short HEAD)"
     nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv
     python -c 'import torch; print("\ntorch", torch.__version__, "CUDA", torch.version.cuda)'
 } > $page

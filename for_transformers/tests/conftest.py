@@ -1,0 +1,1 @@
+import tests.conftest  # noqa: F401 - one thread, no GPU
