@@ -42,7 +42,7 @@ from torch import nn
 import pkm
 from lib import ranks, training
 from lib.corpus import MASKED, Corpus
-from lib.device import autocast, use_device, wants_compile
+from lib.device import autocast, set_up_device, wants_compile
 from lib.files import markdown
 from lib.settings import Parser, Progress, at_least, load_settings
 from lib.weights import check_objective, read_weights
@@ -371,7 +371,7 @@ def main(argv):
         parser.error(f"unknown argument: {args.settings[0]}")
     if any(setting.endswith(".py") for setting in args.settings):
         parser.error("settings need a =, as in --max_steps=1000")
-    args.device, args.dtype = use_device(args.device, args.dtype)
+    args.device, args.dtype = set_up_device(args.device, args.dtype)
     args.compile = wants_compile(args.compile, args.device)
     if args.command == "layer":  # the baseline has neither mixed precision nor compilation
         args.dtype, args.compile = torch.float32, False

@@ -30,7 +30,7 @@ import torch
 
 from lib import ranks, tasks, training, weights
 from lib.corpus import ORDER
-from lib.device import use_device
+from lib.device import set_up_device
 from lib.files import discard, file_sha256, lock, tsv_text, write_text
 from lib.run import CHECKPOINT, Run, numbered
 from lib.settings import UserError, from_zero, load_settings, run_script, share
@@ -89,7 +89,7 @@ def main(argv):
         raise UserError("init_from is empty, which model? --init_from=RUN, or a recipe: "
                         "python finetune.py configs/demo_finetune.py starts from out/demo")
     ranks.check_accumulation(settings)
-    device, dtype = use_device(settings.device, settings.dtype)
+    device, dtype = set_up_device(settings.device, settings.dtype)
     settings = replace(settings, device=str(device), dtype=str(dtype).removeprefix("torch."))
     check_initial(settings)
     task, train, dev = load_task(settings)

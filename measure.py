@@ -28,7 +28,7 @@ import torch
 from lib import slots as reading
 from lib import tasks, weights
 from lib.corpus import causal_heldout, masked_heldout
-from lib.device import to_device, use_device
+from lib.device import set_up_device, to_device
 from lib.files import markdown, read_table, to_json, tsv_text, write_text
 from lib.ranks import deal_batches, first_rank, run_ranks, sum_over_ranks
 from lib.run import Run, read_state
@@ -42,7 +42,7 @@ from model import SpanReader, value_tables
 
 def table(args):
     """Print Table 2 (perplexity and slot usage, with --data) or 6 (usage of fine-tuned runs)."""
-    device, _ = use_device(args.device, "float32")
+    device, _ = set_up_device(args.device, "float32")
     make_table = table_2 if args.data else table_6
     make_table(args, device)
 
@@ -147,7 +147,7 @@ def table_6(args, device):
 def find_tuned(path):
     """Find a fine-tuned run's weights. Returns (folder, path of vocab.txt, settings)."""
     folder, vocab = weights.find_weights(path)
-    settings = Run(folder.parent).settings()
+    settings = weights.run_settings(folder)
     if "task" not in settings:
         raise UserError(f"{path}: not a fine-tuned run: python finetune.py makes one (others: "
                         "measure.py table RUN --data NAME)")
@@ -157,15 +157,17 @@ def find_tuned(path):
 def task_examples(path, split):
     """Load a split of a fine-tuned run's task, "train" or "dev" (MNLI: matched).
 
-    Returns {"task", "split", "examples": their number} and the Examples, or SQuAD's Windows.
+    Returns {"weights": their folder, "task", "split", "examples": their number} and the Examples,
+    or SQuAD's Windows.
     """
-    _, vocab, settings = find_tuned(path)
+    folder, vocab, settings = find_tuned(path)
     task = tasks.find_task(settings["task"])
     if split == "dev":
         split = task.dev[""]
     examples = tasks.load_examples(task, split, text_tokenizer(vocab), settings["max_len"],
                                    settings["doc_stride"])
-    return {"task": task.name, "split": split, "examples": len(examples)}, examples
+    facts = {"weights": str(folder), "task": task.name, "split": split, "examples": len(examples)}
+    return facts, examples
 
 
 @torch.no_grad()
@@ -194,6 +196,7 @@ def glue(args):
     records, hashes = [], {}  # hashes of the initial models
     for path in args.runs:
         if not Run(path).results():
+            print(f"{path} is not done: left out")
             continue
         record, sha256 = score_record(path)
         initial, task = record["initial"], record["task"]
@@ -220,8 +223,8 @@ def score_record(path):
     "scores" are the medians in percent; "seeds" has the scores of each seed.
     """
     run = Run(path)
-    [first, *_] = [*run.seed_runs(), run]
-    settings, results = first.settings(), run.results()
+    begun = [seed.settings() for seed in (*run.seed_runs(), run) if seed.settings()]
+    settings, results = begun[0], run.results()
     task = tasks.task_name(settings["task"])
     percent = 1 if task == "squad" else 100
 
@@ -251,7 +254,7 @@ def score_row(done):
 
 def by_class(args):
     """Draw Figure 4: how far apart two classes' slots are, before and after fine-tuning."""
-    device, _ = use_device(args.device, "float32")
+    device, _ = set_up_device(args.device, "float32")
     records = []
     for path in args.runs:
         checkpoint, _, settings = find_tuned(path)
@@ -411,8 +414,9 @@ def write_table(out, rows, note, data, draw=None):
     print(text, end="")
     if not out or not first_rank():
         return
-    if not Path(f"{out}.json").exists():  # else an earlier table is replaced
-        new_file(out, ".md")
+    if not (Path(f"{out}.md").exists() and Path(f"{out}.json").exists()):  # an earlier table
+        for ending in (".md", ".json", ".png", ".svg"):
+            new_file(out, ending)
     write_text(f"{out}.md", text)
     write_text(f"{out}.json", to_json(data, indent=1) + "\n")
     if draw:
@@ -469,7 +473,7 @@ def fill(args):
 def sample(args):
     """Continue a text with a causal language model."""
     check_language_model(args.run, causal=True)
-    device, _ = use_device(args.device, "float32")
+    device, _ = set_up_device(args.device, "float32")
     model, tokenizer = reading.load_with_tokenizer(args.run)
     start = special_tokens(tokenizer.get_vocab()).sep  # a document begins
     ids = tokenizer.encode(start + args.text, add_special_tokens=False).ids
@@ -501,7 +505,8 @@ def predict(args):
     file = Path("/dev/stdin" if args.file == "-" else args.file)
     out = args.out and new_file(args.out, ".tsv")
     folder, vocab, settings = find_tuned(args.run)
-    device, _ = use_device(args.device, "float32", sys.stderr)  # the table is alone on stdout
+    print(f"weights of {folder}", file=sys.stderr)  # a run's median seed, for example
+    device, _ = set_up_device(args.device, "float32", sys.stderr)  # the table is alone on stdout
     model = weights.load_model(folder).to(device)
     tokenizer, max_len = text_tokenizer(vocab), settings["max_len"]
     if isinstance(model, SpanReader):

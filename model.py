@@ -52,11 +52,14 @@ class BertConfig:
     def __post_init__(self):
         self.memory_layers = tuple(self.memory_layers)
         layers = set(range(1, self.n_layer + 1)) & set(self.memory_layers)
-        assert self.d_model % self.n_head == 0, \
-            f"n_head = {self.n_head}: expected a divisor of the width {self.d_model}"
-        assert len(layers) == len(self.memory_layers), \
-            f"memory_layers = {self.memory_layers}: expected different ones of 1 to {self.n_layer}"
-        assert self.alpha or self.beta, "alpha = beta = 0: a layer needs an FFN or a memory"
+        if self.d_model % self.n_head:
+            raise ValueError(f"n_head = {self.n_head}: expected a divisor of the width "
+                             f"{self.d_model}")
+        if len(layers) < len(self.memory_layers):
+            raise ValueError(f"memory_layers = {self.memory_layers}: expected different ones of 1 "
+                             f"to {self.n_layer}")
+        if self.alpha == self.beta == 0:
+            raise ValueError("alpha = beta = 0: a layer needs an FFN or a memory")
 
 
 class Layer(nn.Module):

@@ -71,8 +71,10 @@ class PKM(nn.Module):
 
     def __init__(self, d_model, n_keys=512, heads=4, topk=32, key_dim=256):
         super().__init__()
-        assert 1 <= topk <= n_keys, f"topk = {topk}: expected 1 to n_keys = {n_keys}"
-        assert key_dim % 2 == 0, f"key_dim = {key_dim}: expected an even number, for two halves"
+        if not 1 <= topk <= n_keys:
+            raise ValueError(f"topk = {topk}: expected 1 to n_keys = {n_keys}")
+        if key_dim % 2:
+            raise ValueError(f"key_dim = {key_dim}: expected an even number, for two halves")
         self.n_keys = n_keys
         self.heads = heads
         self.topk = topk
@@ -241,13 +243,14 @@ class LazyAdam(torch.optim.Optimizer):
         reads = [take_reads(table) for table in self.tables]
         finite = all(grad_out.isfinite().all() for *_, grad_out in filter(None, reads))
         if several_ranks() and parameters:  # all update, or none
-            finite = torch.tensor(finite, dtype=torch.uint8, device=parameters[0].device)
-            dist.all_reduce(finite, dist.ReduceOp.MIN)
+            flag = torch.tensor(finite, dtype=torch.uint8, device=parameters[0].device)
+            dist.all_reduce(flag, dist.ReduceOp.MIN)
+            finite = flag.item()
         if finite:
             for parameter, read in zip(parameters, reads, strict=True):
-                sums = sum_rows(parameter, grad_scale, *read)
+                sums = sum_rows(parameter, read, grad_scale)
                 if several_ranks():
-                    sums = sum_over_ranks(parameter, sums)
+                    sums = mean_over_ranks(parameter, sums)
                 self.update(parameter, sums)
         return loss
 
@@ -299,25 +302,26 @@ def adam(weight, row, grad, state, group):
 
 
 def take_reads(table):
-    """Take a table's pending reads as (slots, weights, grad_out), or () without any."""
+    """Take a table's pending reads: [slots, weights, grad_out], or [] without any."""
     reads = [torch.cat(parts) for parts in zip(*table.pending, strict=True)]
     table.pending.clear()
     return reads
 
 
 def chunk_rows(weight):
-    """Return how many rows are updated at once: 1 MB, which fits a CPU's cache, or 65,536."""
+    """Return how many rows are updated at once: 1 MB of them on a CPU, for its cache."""
     return max(1, 2**18 // weight.shape[1]) if weight.is_cpu else 2**16
 
 
-def sum_rows(weight, grad_scale, slots=None, weights=None, grad_out=None):
+def sum_rows(weight, read, grad_scale=1.0):
     """Sum up the gradients of the rows that were read.
 
-    slots, weights: (tokens, reads). grad_out: (tokens, dim). Yields (row, grad), some rows at a
-    time: their numbers (rows,) and gradients (rows, dim).
+    read: see take_reads; slots and weights (tokens, reads), grad_out (tokens, dim). Yields
+    (row, grad), some rows at a time: their numbers (rows,) and gradients (rows, dim).
     """
-    if slots is None:
+    if not read:
         return
+    slots, weights, grad_out = read
     # padded tokens have weights of 0, and tokens that the loss does not see no gradient
     live = grad_out.any(1) & weights.any(1)
     if not live.any():
@@ -343,11 +347,11 @@ def several_ranks():
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def sum_over_ranks(weight, sums):
-    """Add up the gradients of all ranks, which must all call it.
+def mean_over_ranks(weight, sums):
+    """Take the mean of all ranks' gradients. All ranks must call it.
 
-    sums: see sum_rows. Yields the same of all rows that any rank has read, with the gradient of
-    the ranks' mean loss. It takes as much memory as the table.
+    sums: see sum_rows. Yields (row, grad), too, for the rows that any rank has read. It needs as
+    much memory as the table.
     """
     total = torch.zeros_like(weight)
     read = torch.zeros(len(weight), dtype=torch.uint8, device=weight.device)

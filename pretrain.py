@@ -19,7 +19,7 @@ import torch
 
 from lib import ranks, training
 from lib.corpus import MASKS, ORDER, Corpus, causal_heldout, mask_tokens, masked_heldout
-from lib.device import use_device
+from lib.device import set_up_device
 from lib.files import lock
 from lib.run import Run
 from lib.settings import UserError, check_choice, from_zero, load_settings, run_script, share
@@ -92,8 +92,8 @@ def main(argv):
         checkpoint = ranks.of_first_rank(run.newest_checkpoint())
         initial = checkpoint or settings.init_from
         config = bert_config(settings, initial=initial and read_weights(initial)["config"])
-        check_settings(settings, config)
-        device, dtype = use_device(settings.device, settings.dtype)
+        check_fit(settings, config)
+        device, dtype = set_up_device(settings.device, settings.dtype)
         dtype = str(dtype).removeprefix("torch.")
         settings = replace(settings, device=str(device), dtype=dtype)
         state, signals = train(settings, config, run, checkpoint)
@@ -302,14 +302,14 @@ def bert_config(settings, vocab_size=30522, initial=None):
         config = replace(model, **given)
         with torch.device("meta"):
             LanguageModel(config)
-    except AssertionError as error:
+    except ValueError as error:
         raise UserError(str(error)) from None
     if config.d_model != model.d_model:  # see model.SIZES
         config.init_std = 0.02 * (768 / config.d_model) ** 0.5
     return config
 
 
-def check_settings(settings, config):
+def check_fit(settings, config):
     """Raise UserError for settings that do not fit together, or not the model's BertConfig."""
     check_choice("init_values", settings.init_values, ("random", "zero"))
     if settings.reinit_ffn and not settings.init_from:

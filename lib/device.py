@@ -10,7 +10,7 @@ from lib.ranks import under_torchrun
 from lib.settings import UserError, check_choice
 
 
-def use_device(device="auto", dtype="auto", file=None):
+def set_up_device(device="auto", dtype="auto", file=None):
     """Choose the device and the dtype of matrix products; print them, to `file` or stdout.
 
     device: 'auto' (cuda, else mps, else cpu) or a torch device. dtype: 'auto', 'float32',

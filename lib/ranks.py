@@ -79,7 +79,8 @@ def data_parallel(net):
     """
     if not under_torchrun():
         return net
-    # only where it looks for unused weights do sums have the same order after a restart
+    # pretraining uses no pooler, and where torch looks for such weights it never orders the
+    # gradients anew: after a restart the sums are the same to the bit
     net = DistributedDataParallel(net, find_unused_parameters=True)
     net.register_comm_hook(None, sum_bucket)
     return net

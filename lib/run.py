@@ -42,9 +42,8 @@ class Run:
             return {}
         settings = read_json(path)
         if settings.get("layout") != LAYOUT:
-            raise UserError(f"{path}: layout {settings.get('layout')}, expected {LAYOUT}: no run, "
-                            "or one of another version of this code: begin anew with "
-                            "--out=out/NAME")
+            raise UserError(f"{path} has layout {settings.get('layout')}, expected {LAYOUT}: it is "
+                            "no run, or one of another version of this code")
         return settings
 
     def check_settings(self, settings, data):
@@ -124,9 +123,9 @@ class Run:
 
         Their steps include the initial model's.
         """
-        first = self.settings()["first_step"]
+        records, first = self.records(), self.settings()["first_step"]
         last = read_state(checkpoint)["step"] if checkpoint else np.inf
-        return [{**record, "step": first + record["step"]} for record in self.records()
+        return [{**record, "step": first + record["step"]} for record in records
                 if record["kind"] == "eval" and record["step"] <= last]
 
     def newest_checkpoint(self):

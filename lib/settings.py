@@ -59,12 +59,12 @@ def at_least(lowest, kind=int):
 
 
 def from_zero(default):
-    """Give a setting its default. The number may be 0; others are above 0."""
+    """Give a setting its default. It is a number that may be 0."""
     return dataclasses.field(default=default, metadata={"may_be_zero": True})
 
 
 def share(default):
-    """Give a setting its default. The number is from 0 to 1."""
+    """Give a setting its default. It is a number from 0 to 1."""
     return dataclasses.field(default=default, metadata={"may_be_zero": True, "highest": 1})
 
 

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 
 from lib.corpus import causal_heldout, cut_split
-from lib.device import use_device
-from lib.run import Run
+from lib.device import set_up_device
 from lib.settings import Progress, UserError
 from lib.tokenizer import full_tokenizer, load_tokenizer, special_ids
 from lib.usage import record_reads, watch_reads
-from lib.weights import find_weights, load_model, open_corpus, read_weights
+from lib.weights import find_weights, load_model, open_corpus, read_weights, run_settings
 from model import value_tables
 
 SEQUENCES = 512  # read by CorpusReads
@@ -37,7 +36,7 @@ def training_text(path):
     Weights in Hugging Face layout have (number of positions, None).
     """
     folder, _ = find_weights(path)
-    settings = Run(folder.parent).settings()
+    settings = run_settings(folder)
     longest = read_weights(folder)["config"].max_len
     return settings.get("seq_len", longest), settings.get("dataset")
 
@@ -48,7 +47,7 @@ def open_model(args):
     args: the command line's run, data, device and seen. Returns (model, tokenizer, CorpusReads).
     The last is None without a memory.
     """
-    device, _ = use_device(args.device, "float32")
+    device, _ = set_up_device(args.device, "float32")
     model, tokenizer = load_with_tokenizer(args.run)
     model.to(device)
     corpus = CorpusReads(model, args.run, args.data, args.seen) if value_tables(model) else None

@@ -44,10 +44,10 @@ Optimizers = namedtuple("Optimizers", "dense sparse scaler")
 def prepare(model, settings, checkpoint=None):
     """Make what trains a model: a new training, or the one that a checkpoint holds.
 
-    settings: device and dtype are resolved, as use_device() returns them. Moves the model to its
-    device. Returns (net, optimizers, state). net is the model, compiled or in
-    DistributedDataParallel. state has the updates that are done (`step`) and what the next record
-    of the log needs.
+    settings: device and dtype are resolved, as set_up_device() returns them. Moves the model to its
+    device. Returns (net, optimizers, state). net is the model, compiled if that is set, and under
+    torchrun in DistributedDataParallel. state has the updates that are done (`step`) and what the
+    next record of the log needs.
     """
     device = torch.device(settings.device)
     net = model.to(device)
@@ -101,19 +101,20 @@ def step(number, net, batches, optimizers, settings):
     dense, sparse, scaler = optimizers
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     mine = ranks.my_micro_batches(settings.accumulation)
-    norms = shared_norms(net)
-    before, parts = take_statistics(norms), []
+    batch_norms = shared_norms(net)
+    before, parts = take_statistics(batch_norms), []  # from here they are 0, alike on all ranks
     loss = 0.0
     for micro in mine:
         seed_dropout(settings.seed, number, micro)
         batch, weight = batches.get(number, micro)
-        net.require_backward_grad_sync = micro == mine[-1]  # ranks add up their gradients once
+        if ranks.under_torchrun():
+            net.require_backward_grad_sync = micro == mine[-1]  # ranks sum their gradients once
         with autocast(device, dtype):
             part = net(**to_device(batch, device)) * weight
         scaler.scale(part).backward()
         loss += part.detach()
-        parts.append(take_statistics(norms))
-    replay_statistics(norms, before, parts)
+        parts.append(take_statistics(batch_norms))
+    replay_statistics(batch_norms, before, parts)
 
     scaler.unscale_(dense)
     parameters = [p for group in dense.param_groups for p in group["params"]]
@@ -132,23 +133,23 @@ def shared_norms(net):
 
 
 @torch.no_grad()
-def take_statistics(norms):
-    """Take each norm's running mean, variance and count, and set them to 0."""
-    taken = [[buffer.clone() for buffer in norm.buffers()] for norm in norms]
-    for norm in norms:
+def take_statistics(batch_norms):
+    """Take each batch norm's running mean, variance and count, and set them to 0."""
+    taken = [[buffer.clone() for buffer in norm.buffers()] for norm in batch_norms]
+    for norm in batch_norms:
         for buffer in norm.buffers():
             buffer.zero_()
     return taken
 
 
 @torch.no_grad()
-def replay_statistics(norms, before, parts):
+def replay_statistics(batch_norms, before, parts):
     """Make the running statistics those of one process that saw all ranks' micro-batches in order.
 
     before: the statistics at the step's beginning. parts: what each micro-batch of this rank added
-    to 0. Its count is 0 if it had no more than one token, which changes nothing.
+    to 0. A micro-batch without two real tokens has a count of 0, and changes nothing.
     """
-    for n, norm in enumerate(norms):
+    for n, norm in enumerate(batch_norms):
         mean, var, count = before[n]
         own = [torch.stack(kind) for kind in zip(*(part[n] for part in parts), strict=True)]
         # the first micro-batch of each rank, then the second of each, and so on
@@ -210,8 +211,8 @@ def take_stock(recent, state, settings, step, start):
 def log_training(run, state, settings, batches, norm, peak_share=None):
     """Log the updates since the last record, and print the line that a person watches.
 
-    state: `losses` and `seconds` since the last record, `elapsed` in all. batches: says what a step
-    has, in `size` and `unit`. peak_share: see share_of_peak().
+    state: `losses` and `seconds` since the last record, which begin anew, and `elapsed` in all.
+    batches: says what a step has, in `size` and `unit`. peak_share: see share_of_peak().
     """
     step = state["step"]
     speed = len(state["losses"]) * batches.size / state["seconds"]

@@ -60,22 +60,24 @@ def find_weights(path):
 
 
 def median_seed(path):
-    """Return a fine-tuned run's seed whose score on dev is the median, else the run at `path`.
+    """Return the seed of a fine-tuned run that has the median score, else the run at `path`.
 
-    The score is the task's first metric. Of two in the middle, the lower one counts. UserError if
-    no seed is done.
+    The score is the task's first metric, on dev. Where two are in the middle, it is the lower one.
+    UserError if no seed is done.
     """
     scores = []
-    seeds = Run(path).seed_runs()
+    run = Run(path)
+    seeds = run.seed_runs()
+    if run.newest_checkpoint() or not seeds:
+        return run
     for seed in seeds:
+        seed.settings()  # of this layout, or a UserError
         results = seed.results()
         if results:
             score = results[f"eval_{results['metric']}"]
             scores.append((np.nan_to_num(score, nan=-2), seed))  # less than any number
-    if seeds and not scores:
+    if not scores:
         raise UserError(f"{path}: no seed is done: go on with it, or name one: {seeds[0].folder}")
-    if not seeds:
-        return Run(path)
     scores.sort(key=lambda pair: pair[0])
     return scores[(len(scores) - 1) // 2][1]
 
@@ -166,7 +168,7 @@ def check_objective(path, config, causal):
 def check_sizes(path, initial, config):
     """Raise UserError if a model has other sizes than the initial one. Both are BertConfigs.
 
-    If both have memories, all that sets a memory apart must be the same, too.
+    If both have memories, the sizes of these and all other settings of theirs must agree, too.
     """
     names = ["n_layer", "n_head", "d_model", "d_ff", "max_len", "type_vocab"]
     free = ["vocab_size", "dropout", "init_std", "causal", "memory_layers", "alpha", "beta"]

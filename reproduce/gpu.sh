@@ -5,7 +5,7 @@
 #
 # It goes on after a failure. The exit status is the number of commands that failed.
 cd "$(dirname "$0")/.." || exit 2
-rm -rf out/gpu && mkdir -p out/gpu || exit 2
+rm -rf out/gpu/*.log out/gpu/demo out/gpu/resm && mkdir -p out/gpu || exit 2
 page=results/gpu.md
 failed=0
 
@@ -16,7 +16,7 @@ try() {  # name, command: run it, and put its tables and results on the page
     status=$?
     [ $status = 0 ] || failed=$((failed + 1))
     printf '\n`%s`: status %d, %d s\n\n```\n' "$*" $status $(($(date +%s) - start)) >> $page
-    grep -E '^\||^device |^done|: perplexity|warm-up|[0-9] (passed|failed)|[Ee]rror' \
+    grep -E '^\||^device |^done|: perplexity|[0-9] (passed|failed)|[Ee]rror' \
         "out/gpu/$name.log" | tail -n 30 >> $page
     echo '```' >> $page
 }

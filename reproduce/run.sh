@@ -20,7 +20,11 @@ begin() {  # SCALE WORD...: read the command line, and find the GPUs
     ranks=$workers
     while [ $((32 % ranks)) != 0 ]; do ranks=$((ranks - 1)); done  # they share 32 micro-batches
     if [ ! "$list" ]; then
+        if [ -e "$out/pid" ] && kill -0 "$(cat "$out/pid")" 2> /dev/null; then
+            echo "$out: another reproduce.sh works there" && exit 2
+        fi
         mkdir -p "$out/logs" "$out/jobs"
+        echo $$ > "$out/pid"
         rm -f "$out"/jobs/* "$out/failed" "$out/logs/page.md"
     fi
 }

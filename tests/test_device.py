@@ -4,23 +4,23 @@ Choose a device and a dtype.
 import pytest
 import torch
 
-from lib.device import autocast, to_device, use_device, wants_compile
+from lib.device import autocast, set_up_device, to_device, wants_compile
 from lib.settings import UserError
 
 CPU = torch.device("cpu")
 
 
 def test_the_choice_is_returned_and_printed(capsys):
-    assert use_device("cpu") == (CPU, torch.float32)
+    assert set_up_device("cpu") == (CPU, torch.float32)
     said = capsys.readouterr().out
     assert said.startswith("device cpu, torch ") and "dtype float32" in said
-    assert use_device("cpu", "bfloat16")[1] == torch.bfloat16
-    assert use_device("cpu", "float16")[1] == torch.float16
+    assert set_up_device("cpu", "bfloat16")[1] == torch.bfloat16
+    assert set_up_device("cpu", "float16")[1] == torch.float16
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card")
 def test_a_card_is_chosen_before_all_else(capsys):
-    device, dtype = use_device()
+    device, dtype = set_up_device()
     assert device.type == "cuda" and dtype != torch.float32
     assert torch.cuda.get_device_name() in capsys.readouterr().out
     batch = to_device({"ids": torch.ones(2, 3).numpy()}, device)
@@ -32,7 +32,7 @@ def test_a_card_is_chosen_before_all_else(capsys):
     ("gpu", "auto", "gpu"), ("meta", "auto", "meta"), ("cpu", "float8", "float8")])
 def test_a_device_or_dtype_that_cannot_be(device, dtype, word):
     with pytest.raises(UserError, match=word):
-        use_device(device, dtype)
+        set_up_device(device, dtype)
 
 
 def test_compilation_is_for_cuda_or_as_asked():

@@ -134,7 +134,7 @@ def test_the_weights_that_a_folder_stands_for(tmp_path):
 def test_a_run_of_another_layout_is_refused(tmp_path, text):
     """Name what was found. A folder of Hugging Face has no layout at all."""
     write_text(tmp_path / "config.json", text)
-    with pytest.raises(UserError, match=r"config.json: layout (1|None), expected \d"):
+    with pytest.raises(UserError, match=r"config.json has layout (1|None), expected \d"):
         Run(tmp_path).settings()
 
 
