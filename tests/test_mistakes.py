@@ -86,6 +86,8 @@ MISTAKES = [  # (script, arguments, words of the line)
     ("measure", "slots out/tiny --layer 1", "layer 1"),
     ("measure", "predict out/tiny new.tsv", "out/tiny"),
     ("measure", "curves out/tiny_pairs/seed0", "out/tiny_pairs/seed0"),
+    ("measure", "curves out/none", "out/none/log.jsonl"),
+    ("measure", "curves out/tiny --out japanese/config", "japanese/config.json exists"),
     ("measure", "table out/tiny out/plain --data tiny", "out/plain"),
     ("measure", "glue out/tiny", "out/tiny"),
     ("prepare_data", "text new short.txt --vocab tiny.txt", "documents"),

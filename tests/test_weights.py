@@ -70,6 +70,8 @@ def test_the_median_seed(tmp_path, metric, other, scores, median):
                                f"eval_{metric}": scores[seed]})
     assert median_seed(tmp_path).folder == tmp_path / f"seed{median}"
     assert median_seed(tmp_path / "seed0").folder == tmp_path / "seed0"
+    save_model(tmp_path, tiny_bert())  # a run with weights of its own is no other
+    assert median_seed(tmp_path).folder == tmp_path
 
 
 def test_the_median_seed_predicts(tuned, capsys):
