@@ -157,12 +157,13 @@ def check_earlier_seeds(settings, out, task):
     files = [task.file(split) for split in ("train", *task.dev.values())]
     data = {file.name: file_sha256(file) for file in files} | {"labels": task.labels}
     initial, _ = weights.find_weights(settings.init_from)
+    sha256 = weights.model_hash(initial)
     for earlier in Run(out).seed_runs():
         before = earlier.settings()
         if not before:  # it was killed before it began
             continue
         earlier.check_settings(replace(settings, seed=before["seed"]), data)
-        if before["init_sha256"] != weights.model_hash(initial):
+        if before["init_sha256"] != sha256:
             raise UserError(f"{earlier.folder} started from other weights than {initial} (from "
                             f"{before['init_checkpoint']}): give --init_from, or another "
                             "--out=out/NAME")

@@ -162,7 +162,8 @@ def train(settings, config, run, checkpoint):
         done = step + 1  # updates
         stopped = ranks.any_signalled(signals)
         log = training.is_due(done, settings.log_interval, settings)
-        snapshot = training.is_due(done, settings.usage_interval, settings)
+        snapshot = settings.usage_interval and training.is_due(done, settings.usage_interval,
+                                                               settings)
         early = done < settings.eval_interval and done & (done - 1) == 0  # 1, 2, 4, 8, ...
         assess = early or snapshot or training.is_due(done, settings.eval_interval, settings)
         save = stopped or training.is_due(done, settings.checkpoint_interval, settings)
@@ -174,7 +175,7 @@ def train(settings, config, run, checkpoint):
             training.log_training(run, state, settings, batches, norm, peak_share)
         if assess:
             counts = evaluate(done, model, heldout, settings, run)
-            if snapshot and counts and settings.usage_interval:  # a model without memory has none
+            if snapshot and counts:  # a model without memory has none
                 run.write_usage(done, counts)
         if save:
             files = training.checkpoint_files(model, (), optimizers, state)

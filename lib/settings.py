@@ -52,9 +52,10 @@ class Progress(tqdm):
 def at_least(lowest, kind=int):
     """Make a `type` for an option of Parser: a number that is at least `lowest`."""
     def number(text):
-        if kind(text) < lowest:
+        value = kind(text)
+        if value < lowest:
             raise argparse.ArgumentTypeError(f"{text}: expected {lowest} or more")
-        return kind(text)
+        return value
     return number
 
 
