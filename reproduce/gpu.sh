@@ -5,7 +5,7 @@
 #
 # It goes on after a failure. The exit status is the number of commands that failed.
 cd "$(dirname "$0")/.." || exit 2
-rm -rf out/gpu/*.log out/gpu/demo out/gpu/resm && mkdir -p out/gpu || exit 2
+rm -rf out/gpu/*.log out/gpu/demo out/gpu/nccl out/gpu/resm && mkdir -p out/gpu || exit 2
 page=results/gpu.md
 failed=0
 
@@ -29,6 +29,9 @@ try() {  # name, command: run it, and put its tables and results on the page
 try tests python -m pytest -q
 try card env CUDA_VISIBLE_DEVICES=0 python -m pytest -q tests/test_device.py
 try demo python pretrain.py configs/demo.py --out=out/gpu/demo
+try nccl torchrun --standalone --nproc_per_node=gpu pretrain.py configs/demo.py --max_steps=400 \
+    --out=out/gpu/nccl
+try beside_cpu python -m reproduce.card out/gpu/demo
 try resm python pretrain.py configs/demo_resm_init.py --init_from=out/gpu/demo --out=out/gpu/resm
 try table python measure.py table out/gpu/demo out/gpu/resm --data docs
 try inference python bench.py

@@ -1,0 +1,130 @@
+"""
+Hold training steps on a card against the same steps on the CPU beside it.
+
+$ python -m reproduce.card out/gpu/demo          # a trained demo, where demo_resm_init starts
+$ python -m reproduce.card out/gpu/demo cpu      # no card: the CPU's own distances
+
+The CPU trains demo_resm_init in float32. From some of its states one step is made again: in float64
+on the CPU, which is the reference, then in each dtype of the card on the CPU and on the card. A
+cell has the distances of card and CPU from the reference: norm of the difference / norm. A card is
+as expected up to 4 times the CPU's largest distance in this dtype and column, and up to 0.9: 1 is
+a step that was left out. The exit status is the number of cells that are not.
+"""
+import copy
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from bench import RandomBatches
+from lib import training
+from lib.corpus import Corpus
+from lib.device import set_up_device
+from lib.files import markdown
+from lib.settings import load_settings, run_main
+from lib.weights import init_from
+from model import LanguageModel, value_tables
+from pkm import MaskedBatchNorm
+from pretrain import MaskedBatches, Settings, bert_config
+
+NUMBERS = ["loss", "gradients", "change of values", "running mean", "running variance"]
+PLAIN = ["--dropout=0", "--device=cpu", "--dtype=float32", "--compile=off"]
+SMALL = ["--batch_size=2", "--accumulation=1", "--seq_len=128", "--n_keys=128"]
+
+
+def main(initial="out/gpu/demo", device="auto"):
+    device, dtype = set_up_device(device)
+    modes = [(device, "off")] if device.type == "cpu" else [(device, "off"), (device, "on")]
+    dtypes = dict.fromkeys([torch.float32, dtype])
+    rows = []
+
+    settings = load_settings(Settings, ["configs/demo_resm_init.py", *PLAIN])
+    corpus = Corpus(settings.dataset)
+    model = LanguageModel(bert_config(settings, corpus.vocab_size))
+    init_from(model, initial)
+    batches = MaskedBatches(corpus, settings)
+    net, optimizers, _ = training.prepare(model, settings)
+    for number in range(51):
+        training.set_rate(optimizers, settings, number)
+        if number in (0, 10, 50):
+            trial = partial(one_step, number, model, optimizers, batches, settings)
+            tried = modes if number == 50 else modes[:1]
+            rows += compare(f"demo_resm_init, step {number}", trial, dtypes, tried)
+        training.step(number, net, batches, optimizers, settings)
+
+    settings = load_settings(Settings, ["configs/base_resm.py", *PLAIN, *SMALL])
+    model = LanguageModel(bert_config(settings))
+    _, optimizers, _ = training.prepare(model, settings)
+    training.set_rate(optimizers, settings, 0)
+    trial = partial(one_step, 0, model, optimizers, RandomBatches(30522, settings), settings)
+    rows += compare("base_resm, 2 x 128", trial, dtypes, modes)
+
+    failed, table = 0, []
+    for name, dtype, mode, cpu, card in rows:
+        worst = np.max([row[3] for row in rows if row[1] == dtype], axis=0)
+        good = np.array(card) <= np.minimum(4 * worst, 0.9)  # NaN is not
+        cells = [f"{theirs:.0e} / {ours:.0e}" + " **no**" * (not fine)
+                 for theirs, ours, fine in zip(card, cpu, good, strict=True)]
+        table.append([name, dtype, mode, *cells])
+        failed += np.sum(~good)
+    print(markdown(["card / CPU", "dtype", "mode", *NUMBERS], table))
+    return int(failed)
+
+
+def one_step(number, model, optimizers, batches, settings, **changed):
+    """Make one update of a copy of the model. Returns NUMBERS, float64 tensors on the CPU."""
+    settings = replace(settings, **changed)
+    model = copy.deepcopy(model).to(torch.get_default_dtype())
+    before = [table.weight.double().clone() for table in value_tables(model).values()]
+    net, own, _ = training.prepare(model, settings)
+    own.dense.load_state_dict(copy.deepcopy(optimizers.dense.state_dict()))
+    own.sparse.load_state_dict(copy.deepcopy(optimizers.sparse.state_dict()))
+    gradients = []
+
+    def keep(dense, *_):
+        parameters = [p for group in dense.param_groups for p in group["params"]]
+        gradients.extend(p.grad for p in parameters if p.grad is not None)
+
+    own.dense.register_step_pre_hook(keep)
+    loss, _ = training.step(number, net, batches, own, settings)
+    after = [table.weight.double().cpu() for table in value_tables(model).values()]
+    norms = [module for module in model.modules() if isinstance(module, MaskedBatchNorm)]
+    found = ([loss], gradients, [new - old for new, old in zip(after, before, strict=True)],
+             [norm.running_mean for norm in norms], [norm.running_var for norm in norms])
+    return [torch.cat([tensor.double().cpu().flatten() for tensor in tensors])
+            for tensors in found]
+
+
+def compare(name, trial, dtypes, modes):
+    """Yield (name, dtype, mode, distances on the CPU, on the card) of a step."""
+    with everything_double():
+        reference = trial()
+
+    def distances(**changed):
+        return [((found - expected).norm() / expected.norm()).item()
+                for found, expected in zip(trial(**changed), reference, strict=True)]
+
+    for dtype in dtypes:
+        short = str(dtype).removeprefix("torch.")
+        cpu = distances(dtype=short)
+        for device, compiled in modes:
+            card = distances(dtype=short, device=str(device), compile=compiled)
+            yield name, short, "compiled" if compiled == "on" else "eager", cpu, card
+
+
+@contextmanager
+def everything_double():
+    """Compute in float64, losses too."""
+    as_float = torch.Tensor.float
+    torch.set_default_dtype(torch.float64)
+    torch.Tensor.float = torch.Tensor.double
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.Tensor.float = as_float
+
+
+if __name__ == "__main__":
+    run_main(lambda: main(*sys.argv[1:]))
