@@ -14,7 +14,7 @@ set -eu
 cd "$(dirname "$0")"
 scale=${1:-}
 # 1) A scale: its systems by the paper's letters, texts, tasks, seeds, and what cuts a command short
-train_cut="" tune_cut="" bench_cut="" sizes="" slots="" short="" more_seeds=""
+train_cut="" tune_cut="" bench_cut="" sizes="" slots="" short="" long=""
 case $scale in
 paper)
     tests="wikitext2 wikitext103 pg19"
@@ -24,7 +24,8 @@ paper)
     causal="causal_12 causal_24 causal_12_pkm causal_12_memory"
     table4="squad mnli qqp qnli sst2 cola" table5="squad mnli sst2 cola"
     table6="mnli sst2 cola" table7="squad mnli sst2" figure4=sst2
-    first=$a scratch="$c $d" seeds="0 1 2 3 4"
+    first="" seeds=0 few=0  # of pretraining
+    tunings="0:0 0:1 0:2 0:3 0:4"  # seeds of pretraining : fine-tuning
     ;;
 demo | quick)
     tests=docs
@@ -32,16 +33,16 @@ demo | quick)
     google=demo_large small=demo_distil small_resm=demo_distil_resm_init middle=demo
     causal="demo_causal demo_causal_8 demo_causal_pkm demo_causal_memory"
     table4=docs_task table5=docs_task table6=docs_task table7=docs_task figure4=docs_task
-    first="$a $small" scratch="$c $d $google" short="--lengths 128"  # its positions
-    more_seeds="1 2"  # of pretraining (a), (b), (e) and (f): out/reproduce_demo/demo_s1
-    seeds="0 1 2" tune_cut="--train_examples=6000 --epochs=3" bench_cut="--rounds 3"
+    first=$small long="${c}_long ${d}_long" short="--lengths 128"  # its positions
+    seeds="3 4 5 6 7" few="3 4 5" tunings="3:3 4:4 5:5"  # 0 to 2 were seen when the demo was made
+    tune_cut="--train_examples=6000 --epochs=3" bench_cut="--rounds 3"
     ;;
 *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 if [ "$scale" = quick ]; then
     train_cut="--max_steps=20 --warmup_steps=2 --checkpoint_interval=5 --eval_interval=10
                --usage_interval=10 --eval_sequences=16"
-    seeds=0 more_seeds=1 tune_cut="--train_examples=64 --epochs=1"
+    seeds="3 4" few=3 tunings=3:3 tune_cut="--train_examples=64 --epochs=1"
     bench_cut="--lengths 16 --rounds 1" sizes="--sizes demo" slots="32 64"
 fi
 
@@ -49,33 +50,37 @@ fi
 . reproduce/run.sh
 begin "$@"
 
-runs() {  # NAME...: the folders of runs, and the names of public weights
-    for name; do [ ! -e "configs/$name.py" ] || name=$out/$name; echo "$name"; done
-}
-
-more() {  # NAME...: the folders of the other seeds
-    for n in $more_seeds; do for name; do echo "$out/${name}_s$n"; done; done
+runs() {  # "NAMES" ["SEEDS"]: the folders of runs, and the names of public weights
+    for name in $1; do for n in ${2:-$few}; do
+        case $name in *uncased) echo "$name" ;; *) echo "$out/${name}_s$n" ;; esac
+    done; done
 }
 
 tuned() {  # "NAMES" "TASKS" [_fixed]: the folders of fine-tuned runs
-    for name in $1; do for task in $2; do echo "$out/${name}_$task${3:-}"; done; done
+    for name in $1; do for task in $2; do for n in $few; do
+        echo "$out/${name}_s${n}_$task${3:-}"
+    done; done; done
 }
 
-pretrain() {  # NAME [INITIAL [SEED]]: train configs/NAME.py; the paper's sizes take all GPUs
-    folder=$out/$1${3:+_s$3} initial=${2:+$(runs $2)${3:+_s$3}}
-    how="job $folder python"
-    [ "$scale" != paper ] ||
-        how="run $folder torchrun --standalone --nproc_per_node=$ranks --max-restarts=3"
-    $how pretrain.py "configs/$1.py" "--out=$folder" ${initial:+"--init_from=$initial"} \
-        ${3:+"--seed=${3}${2:+1}"} $train_cut
+pretrain() {  # NAME "SEEDS" [INITIAL]: train configs/NAME.py; the paper's sizes take all GPUs
+    case $1 in *_long) steps=--max_steps=3200 ;; *) steps="" ;; esac  # as many as after Init
+    for n in $2; do
+        folder=$(runs "$1" $n) initial=${3:+$(runs "$3" $n)} seed=$n how="job $folder python"
+        [ ! "$initial" ] || seed=$((10 * n + 1))  # another order of the text, other masks
+        [ "$scale" != paper ] ||
+            how="run $folder torchrun --standalone --nproc_per_node=$ranks --max-restarts=3"
+        $how pretrain.py "configs/${1%_long}.py" "--out=$folder" "--seed=$seed" \
+            ${initial:+"--init_from=$initial"} $steps $train_cut
+    done
 }
 
-tune() {  # "NAMES" "TASKS" [SETTING]: fine-tune each model on each task, with each seed
-    for name in $1; do for task in $2; do for seed in $seeds; do
-        recipe=finetune_glue folder=$(tuned "$name" "$task" ${3:+_fixed})
+tune() {  # "NAMES" "TASKS" [SETTING]: fine-tune each model on each task
+    for name in $1; do for task in $2; do for pair in $tunings; do
+        n=${pair%:*} seed=${pair#*:} recipe=finetune_glue
+        folder=$out/${name}_s${n}_$task${3:+_fixed}
         case $task in squad) recipe=finetune_squad ;; docs_task) recipe=demo_finetune ;; esac
         job "$folder/seed$seed" python finetune.py "configs/$recipe.py" "--task=$task" \
-            "--init_from=$(runs "$name")" "--out=$folder" "--seed=$seed" ${3:-} $tune_cut
+            "--init_from=$(runs "$name" $n)" "--out=$folder" "--seed=$seed" ${3:-} $tune_cut
     done; done; done
 }
 
@@ -100,20 +105,25 @@ if step data nothing "texts, tasks, public weights"; then
 fi
 
 if step pretrain data "all systems, (a) first"; then
-    for x in $first; do pretrain $x; done
-    for n in $more_seeds; do pretrain $a "" $n; done
+    for x in $a; do pretrain $x "$seeds"; done
+    for x in $first; do pretrain $x "$few"; done
     finish
-    for x in $scratch; do pretrain $x; done
-    for x in $b $e $f ${f}_ffn; do pretrain $x $a; done
-    for n in $more_seeds; do for x in $b $e $f; do pretrain $x $a $n; done; done
-    pretrain $small_resm $small
+    for x in $b $e $f; do pretrain $x "$seeds" $a; done
+    for x in $c $d $long; do pretrain $x "$few"; done
+    [ "$scale" = paper ] || pretrain $google "$few"
+    pretrain ${f}_ffn "${few%% *}" $a
+    pretrain $small_resm "$few" $small
 fi
 step table2 pretrain "perplexity of test texts, and usage of the memory on the longest" &&
-    measure table2 table $(runs $a $b $c $d $e $f) $(more $a $b $e $f) --data $tests
-step figure2 pretrain "when slots were last in use" &&
-    measure figure2 staleness $(runs $c $d $e $f)
-step figure3 pretrain "the curves of PKM, ResM and ResM' from one trained model" &&
-    measure figure3 curves $(runs $b $e $f ${f}_ffn)
+    measure table2 table $(runs "$a $b $e $f" "$seeds") $(runs "$c $d $long") --data $tests
+if step figure2 pretrain "when slots were last in use"; then
+    measure figure2 staleness $(runs "$c $d $e $f" "${few%% *}")
+    measure figure2_seeds staleness $(runs "$c $f")
+fi
+if step figure3 pretrain "the curves of PKM, ResM and ResM' from one trained model"; then
+    measure figure3 curves $(runs "$b $e $f ${f}_ffn" "${few%% *}")
+    measure figure3_seeds curves $(runs "$e $f" "$seeds")
+fi
 
 if step finetune pretrain "for Tables 4 to 7 and Figure 4, a job for each seed"; then
     tune "$a $b $c $d $e $f $google" "$table4"
@@ -128,15 +138,17 @@ step table6 finetune "usage of the memory after fine-tuning" &&
     measure table6 table $(tuned "$c $d $e $f" "$table6")
 if step table7 finetune "a small model with a memory, beside a larger one"; then
     measure table7 glue $(tuned "$small $small_resm $middle" "$table7")
-    measure table7_text table $(runs $small $small_resm $middle) --data ${tests##* }
+    measure table7_text table $(runs "$small $small_resm $middle") --data ${tests##* }
 fi
-step figure4 finetune "do two classes read different slots?" &&
-    measure figure4 by_class $(tuned "$c $f" "$figure4")
+if step figure4 finetune "do two classes read different slots?"; then
+    measure figure4 by_class $(few=${few%% *} && tuned "$c $f" "$figure4")
+    measure figure4_seeds by_class $(tuned "$c $f" "$figure4")
+fi
 
 if step causal data "Lample et al.: n layers and a memory against 2n layers"; then
-    for x in $causal; do pretrain $x; done
+    for x in $causal; do pretrain $x "$few"; done
     finish
-    measure causal table $(runs $causal) --data $tests
+    measure causal table $(runs "$causal") --data $tests
     configs=$(for x in $causal; do echo "configs/$x.py"; done)
     run "$out/causal_time" python bench.py causal $configs $short $bench_cut
 fi

@@ -4,6 +4,7 @@ Read the tasks (GLUE, SQuAD 1.1, folders of your own), encode them, predict and 
 >>> task = find_task("sst2")                        # data/glue/SST-2
 >>> texts, labels = read_split(task, "train")
 """
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -269,6 +270,20 @@ def score_dev(task, dev, predictions):
         for metric in task.metrics:
             scores[metric + suffix] = float(METRICS[metric](labels, predicted))
     return scores
+
+
+# 97.5% quantiles of Student's t distribution, for 1 to 9 degrees of freedom
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def student_interval(numbers):
+    """Return the mean, and how far its 95% interval reaches to each side; nan of one number."""
+    degrees = len(numbers) - 1
+    if not degrees:
+        return numbers[0], math.nan
+    # beyond the table within 0.4%
+    quantile = STUDENT[degrees - 1] if degrees <= len(STUDENT) else 1.96 + 2.6 / degrees
+    return np.mean(numbers), quantile * np.std(numbers, ddof=1) / len(numbers)**0.5
 
 
 def pearson(x, y):

@@ -38,13 +38,10 @@ def read(folder, name):
     return json.loads(next(line for line in lines if line.startswith("{")))
 
 
-def place(table, path, more="", seed=""):
-    """Return the row of a run in a table. The first call makes it.
-
-    The system's name ends in `more`. A fine-tuned model's seed is added to that of its pretraining.
-    """
-    system, start = paper.system_of(path)
-    return table.setdefault(start + seed, {}).setdefault(system + more, {})
+def place(table, path, more=""):
+    """Return the row of a run in a table, or make it. `more` ends the system's name."""
+    system, seed = paper.system_of(path)
+    return table.setdefault(seed, {}).setdefault(system + more, {})
 
 
 def usage(layers):
@@ -70,38 +67,40 @@ def scores(folder, name, table):
     """Read Table 4, 5 or 7. In Table 5 a system's name ends in Y if its memory learns, else N."""
     for record in read(folder, name):
         more = f", {'NY'[record['update']]}" if name == "table5" else ""
-        for seed, numbers in record["seeds"].items():
-            if record["task"] == "mnli" and name != "table4":
-                numbers = numbers[:1]  # the matched split
-            row = place(table, record["initial"], more, f".{seed}")
-            row[paper.TASKS[record["task"]]] = numbers
+        numbers = record["scores"]  # medians over the seeds of fine-tuning
+        if record["task"] == "mnli" and name != "table4":
+            numbers = numbers[:1]  # the matched split
+        place(table, record["initial"], more)[paper.TASKS[record["task"]]] = numbers
     return ""
 
 
 def times(folder, name, table):
-    """Read the times of bench.py, as one seed. The note is about the machine."""
-    found, rows = read(folder, name), table.setdefault("0", {})
+    """Read the times of bench.py, rounds in place of seeds. The note is about the machine."""
+    found = read(folder, name)
     for record in found["results"]:
-        row = rows.setdefault(record["system"], {})
-        parameters = record.get("mlm_parameters", record["parameters"])  # as the paper counts
-        row["parameters (M)"] = parameters / 1e6
         what = record["what"] + ", compiled" * record["compiled"]
-        row[f"ms, {what}"] = 1000 * np.median(record["seconds"])
-        columns = {"batches/s": f"batches/s, {what}", "relative_batches/s": f"relative, {what}",
-                   "multiplications": "multiplications of a search"}
-        row |= {columns[key]: record[key] for key in columns if key in record}
+        parameters = record.get("mlm_parameters", record["parameters"])  # as the paper counts
+        for number, seconds in enumerate(record["seconds"]):
+            row = table.setdefault(f"round {number}", {}).setdefault(record["system"], {})
+            row["parameters (M)"] = parameters / 1e6
+            row[f"ms, {what}"] = 1000 * seconds
+            if "batches/s" in record:
+                row[f"batches/s, {what}"] = 1 / seconds
+                row[f"relative, {what}"] = record["relative_batches/s"]
+            if "multiplications" in record:
+                row["multiplications of a search"] = record["multiplications"]
     return f"{found['machine']}, torch {found['torch']}, {found['dtype']}.\n\n"
 
 
 def figure2(folder, name, table):
-    for record in read(folder, name):
+    for record in read(folder, "figure2_seeds"):
         *_, last = record["slots"].values()  # of the last snapshot
         place(table, record["run"]).setdefault(paper.IN_USE, []).append(100 * last)
     return "![Figure 2](figure2.png)\n\n"
 
 
 def figure3(folder, name, table):
-    for run, evaluations in read(folder, name).items():
+    for run, evaluations in read(folder, "figure3_seeds").items():
         for when, n in ("start", 0), ("end", -1):
             place(table, run)[f"perplexity, {when}"] = evaluations[n]["perplexity"]
     return "![Figure 3](figure3.png)\n\n"
@@ -129,7 +128,7 @@ def table7(folder, name, table):
 
 
 def figure4(folder, name, table):
-    for record in read(folder, name):
+    for record in read(folder, "figure4_seeds"):
         row = place(table, record["run"])
         for column, key in ("KL", "kl"), ("shared", "shared"), ("IOU", "iou"):
             row.setdefault(f"{column}, {record['when']}", []).append(record[key])
@@ -142,8 +141,8 @@ def causal(folder, name, table):
     texts(folder, name, table)
     speeds = {}
     machine = times(folder, "causal_time", speeds)
-    for config, row in speeds["0"].items():
-        place(table, config).update(row)
+    for number, rows in speeds.items():
+        table[number] = {paper.system_of(config)[0]: row for config, row in rows.items()}
     return machine
 
 
@@ -165,7 +164,8 @@ PARTS = {  # in the order of the page: a part's title, and what reads its table
 
 # ---- Write the page
 
-COLUMNS = ["where", "section", "the paper says", "holds", "to be lower", "to be higher", "seeds"]
+COLUMNS = ["where", "section", "the paper says", "holds", "to be lower", "to be higher",
+           "difference [95%]", "seeds"]
 PAGE = """\
 # The paper, reproduced: {scale}
 
@@ -177,6 +177,8 @@ apply. {differs} What the paper leaves open, and we chose: \
 [our reading](../../docs/reproduce.md#our-reading).
 
 ## Does the paper hold here?
+
+{totals}.
 
 {verdicts}{rule}{parts}"""
 
@@ -199,7 +201,8 @@ def main(folder):
     seconds = [int(line) for line in (folder / "seconds").read_text().split()]
     write_text(folder / "page.md", PAGE.format(
         scale=scale, commands=len(seconds), hours=sum(seconds) / 3600,
-        differs=paper.PAPER["differs"][scale], verdicts=markdown(COLUMNS, verdicts),
+        differs=paper.PAPER["differs"][scale], totals=claims.totals(verdicts),
+        verdicts=markdown(COLUMNS, verdicts),
         rule=claims.RULE, parts="".join(parts)))
     print(f"wrote {folder}/page.md")
 
@@ -217,7 +220,7 @@ def medians(table):
         if row.keys() >= set(paper.AVERAGED):
             row["Avg"] = claims.score(row)
         if len(table) > 1:
-            row["seeds"] = max(map(len, columns.values()))
+            row["seeds"] = sum(system in rows for seed, rows in table.items() if seed.isdigit())
         result[system] = row
     return result
 
