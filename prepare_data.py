@@ -25,6 +25,8 @@ import json
 import platform
 import re
 import shutil
+import sys
+import unicodedata
 import zlib
 from functools import partial
 from pathlib import Path
@@ -198,6 +200,9 @@ def tokenizer_or_size(args, default):
             fetch_from_hub(PRETRAINED[vocab], ["vocab.txt"], folder)
         vocab = folder
     if not isinstance(vocab, int):
+        if args.cased:
+            raise UserError(f"--cased is for a vocabulary that is learned (--vocab_size), not for "
+                            f"{vocab}, which has its own rule")
         vocab = gpt2_tokenizer() if vocab == "gpt2" else load_tokenizer(vocab)
     size = vocab if isinstance(vocab, int) else vocab.get_vocab_size()
     if size > 2**16:
@@ -323,18 +328,24 @@ def read_rows(path):
                 yield [f"{line}\n" for line in lines if line.strip()]
 
 
-def train_tokenizer(read, size, vocab_size):
+def train_tokenizer(read, size, vocab_size, cased=False):
     """Learn WordPieces; return their tokenizer. The special tokens come first.
 
+    It keeps accents and marks, and capitals if it is cased. Like BERT's it removes characters
+    that only control others, such as zero-width joiners.
     read: returns an iterator over the lines of the text, whose number is `size`; called twice.
     `tokenizers` numbers "##x" pieces in random order, which changes ties. Declared as special, they
     keep their order.
     """
-    tokenizer = wordpiece_tokenizer(SPECIALS)
+    text = collections.Counter(itertools.chain.from_iterable(read()))
+    settings = {"lowercase": not cased}
+    if not cased and removed(wordpiece_tokenizer(SPECIALS), text):
+        settings["strip_accents"] = False
+    tokenizer = wordpiece_tokenizer(SPECIALS, **settings)
     normalize = tokenizer.normalizer.normalize_str
     split = tokenizer.pre_tokenizer.pre_tokenize_str
     characters = collections.Counter()
-    for character, count in collections.Counter(itertools.chain.from_iterable(read())).items():
+    for character, count in text.items():
         for normal in normalize(character).strip():
             characters[normal] += count
     # a character costs two tokens, "a" and "##a": rare ones would fill a small vocabulary
@@ -347,7 +358,26 @@ def train_tokenizer(read, size, vocab_size):
         initial_alphabet=alphabet, limit_alphabet=len(alphabet), show_progress=False)
     lines = Progress(read(), desc=f"learning {vocab_size:,} WordPieces", total=size, unit=" lines")
     tokenizer.train_from_iterator(lines, trainer)
-    return wordpiece_tokenizer(tokens_by_id(tokenizer))
+    return wordpiece_tokenizer(tokens_by_id(tokenizer), **settings)
+
+
+def removed(tokenizer, characters):
+    """Return the share of a text's letters and marks that a tokenizer removes.
+
+    "É" is a letter and a mark. Lower case removes none of them.
+    characters: how often each one is in the text.
+    """
+    def size(text):
+        parts = unicodedata.normalize("NFD", text.lower())
+        return sum(unicodedata.category(part)[0] in "LM" for part in parts)
+
+    normalize = tokenizer.normalizer.normalize_str if tokenizer.normalizer else str
+    total = lost = 0
+    for character, count in characters.items():
+        before = size(character)
+        total += count * before
+        lost += count * max(0, before - size(normalize(character)))
+    return lost / max(1, total)
 
 
 def write_corpus(args, origin, sources, tokenizer, val_every=None):
@@ -367,10 +397,11 @@ def write_corpus(args, origin, sources, tokenizer, val_every=None):
         if isinstance(tokenizer, int):
             def read_train():
                 return (line for line, split in read_kept(sources, splits) if split == TRAIN)
-            tokenizer = train_tokenizer(read_train, n_lines, tokenizer)
+            tokenizer = train_tokenizer(read_train, n_lines, tokenizer, args.cased)
         write_vocab(folder, tokenizer)
         lines = read_kept(sources, splits)
-        counts = encode(folder, tokenizer, Progress(lines, total=n_lines, desc="encoding"))
+        lines = Progress(lines, total=n_lines, desc="encoding")
+        counts, characters = encode(folder, tokenizer, lines)
 
         ids = special_ids(tokenizer)
         sizes = {"documents": counts[:, ids.sep], "tokens": counts.sum(axis=1),
@@ -394,6 +425,10 @@ def write_corpus(args, origin, sources, tokenizer, val_every=None):
     if sources[0][1] is None and held < 10:
         print(f"documents for val: only {held}; --val_every=N takes one of N, and one for test")
     unknown = sizes["unknown"].sum() / counts.sum()
+    lost = removed(tokenizer, characters)
+    if lost > 0.01:
+        print(f"WARNING: the tokenizer removes {lost:.1%} of the letters and marks (accents, vowel "
+              "signs, tones): give a --vocab that keeps them, or learn one with --vocab_size")
     if unknown > 0.01:
         print(f"WARNING: {unknown:.1%} of the tokens are unknown: give a larger --vocab_size, or "
               "the --vocab of a model of this language")
@@ -447,15 +482,19 @@ def read_kept(sources, splits):
 def encode(folder, tokenizer, lines):
     """Write the ids of (line, split) to train.bin, val.bin and test.bin in a folder.
 
-    Returns how often each id occurs in each split: int64 (3, vocab_size).
+    Returns how often each id occurs in each split, int64 (3, vocab_size), and {character: how often
+    it is in the text}.
     """
     tokenizer.encode_special_tokens = True  # a "[SEP]" in a text is text
     sep = special_ids(tokenizer).sep
     size = tokenizer.get_vocab_size()
     counts = np.zeros((len(SPLITS), size), np.int64)
+    characters = np.zeros(sys.maxunicode + 1, np.int64)
     lines = iter(lines)
     while batch := list(itertools.islice(lines, BATCH)):
         texts = [line for line, _ in batch]
+        codes = np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32)
+        characters += np.bincount(codes, minlength=len(characters))
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ids = [[], [], []]  # of train, val and test
         for (line, split), encoding in zip(batch, encodings):
@@ -464,7 +503,7 @@ def encode(folder, tokenizer, lines):
             counts[split] += np.bincount(ids[split], minlength=size)
             with open(folder / f"{name}.bin", "ab") as file:
                 file.write(np.array(ids[split], "<u2").tobytes())
-    return counts
+    return counts, {chr(code): characters[code] for code in np.flatnonzero(characters)}
 
 
 def unigram_perplexity(train, heldout, special_ids):
@@ -646,6 +685,7 @@ def main():
     one.add_argument("--vocab", help="a vocab.txt, another corpus's folder, or bert-base-uncased")
     one.add_argument("--vocab_size", dest="vocab", type=at_least(1),
                      help="learn so many WordPieces")
+    vocab.add_argument("--cased", action="store_true", help="a learned vocabulary keeps capitals")
     one.add_argument("--tokenizer", dest="vocab", choices=["gpt2"], help="GPT-2's byte-level BPE")
     vocab.add_argument("--val_every", type=at_least(1),
                        help="one document of so many is for val and test")

@@ -20,6 +20,7 @@ from lib.tokenizer import load_tokenizer
 from tests.helpers import (
     PIECES,
     WIKITEXT,
+    assert_one_line,
     files,
     prepare,
     prepare_sample,
@@ -111,6 +112,20 @@ def test_text_that_is_not_utf8_is_named(workdir):
 def test_a_vocabulary_that_is_too_large(workdir):
     with pytest.raises(UserError, match="70,000"):
         prepare("text", "new", "sample.txt", "--vocab_size=70000")
+
+
+@pytest.mark.parametrize("marks, said", [(2, False), (4, True)])
+def test_a_vocabulary_that_removes_a_hundredth_is_named(workdir, capsys, marks, said):
+    """The text has about 300 letters."""
+    documents = [f"the {n}" for n in range(100 - marks)] + [f"th\u00e9 {n}" for n in range(marks)]
+    Path("text.txt").write_text("\n\n".join(documents))
+    prepare("text", "new", "text.txt", "--vocab", "vocab.txt")
+    assert ("letters and marks" in capsys.readouterr().out) == said
+
+
+def test_capitals_are_a_learned_vocabularys(workdir, capsys):
+    assert_one_line(capsys, "text", "new", "sample.txt", "--cased", "--vocab", "vocab.txt",
+                    words=["--cased", "vocab.txt"], main=lambda args: prepare(*args))
 
 
 def test_a_corpus_is_whole_or_absent(workdir, monkeypatch):

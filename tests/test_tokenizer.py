@@ -26,7 +26,7 @@ from lib.tokenizer import (
     wordpiece_tokenizer,
     write_vocab,
 )
-from prepare_data import gpt2_tokenizer, train_tokenizer
+from prepare_data import gpt2_tokenizer, removed, train_tokenizer
 from tests.helpers import PIECES, SHARED, prepare
 
 TRICKY = ["Café déjà-vu, naïve!", "北京 is 中文 and かな", "don't  e.g. U.S.A.\t(x_1) <unk> @-@",
@@ -77,6 +77,41 @@ def test_tokens_of_a_folder_are_those_of_transformers(workdir, settings, files):
         assert load_tokenizer(folder).encode(text).ids == expected, (folder, text)
     if files == "added_tokens.json":  # [SEP] in a text is text, [E1] is not
         assert text_tokenizer("bert").encode("[E1][SEP]").ids[:2] == [E1, VOCAB.index("[")]
+
+
+SCRIPTS = "Má mà mả mã mạ हिन्दी नमस्ते น้ำ ป้า がぎぱ かき ёлка мой أحمد إلى Über İ"
+
+
+@pytest.mark.parametrize("text, options, alone", [
+    (SCRIPTS, [], False), (SCRIPTS, ["--cased"], False),
+    ("A cat, a Mat", [], True), ("A cat, a Mat", ["--cased"], True)])
+def test_a_learned_vocabulary_keeps_accents_and_marks(workdir, text, options, alone):
+    """Its vocab.txt suffices where there are none. transformers reads it as a model's folder."""
+    transformers = pytest.importorskip("transformers")
+    Path("text.txt").write_text("\n\n".join(f"{text} {n}" for n in range(9)))
+    prepare("text", "corpus", "text.txt", "--vocab_size", 400, *options)
+    folder = Path("data/corpus")
+    assert (folder / "tokenizer.json").exists() != alone
+    expected = text if options else text.lower()
+    tokens = load_tokenizer(folder).encode(text).tokens
+    assert "".join(tokens).replace("##", "") == expected.replace(" ", "")
+    if not alone:
+        write_vocab(Path("copy"), load_tokenizer(folder))
+        for name, content in (("config", {"model_type": "bert"}),
+                              ("tokenizer_config", {"tokenizer_class": "PreTrainedTokenizerFast"})):
+            Path(f"copy/{name}.json").write_text(json.dumps(content))
+        theirs = transformers.AutoTokenizer.from_pretrained("copy")
+        assert theirs.tokenize(text) == load_tokenizer("copy").encode(text).tokens == tokens
+
+
+def test_what_a_tokenizer_removes():
+    """Of e, its accent, a and dotted I two of five are lost. The rest is no letter."""
+    text = {"\u00e9": 1, "A": 1, "\u0130": 1, " ": 9, "7": 9, "\u200d": 9}
+    bare = tokenizers.Tokenizer(tokenizers.models.BPE())
+    for tokenizer, share in ((wordpiece_tokenizer(VOCAB, lowercase=True), 2 / 5), (bare, 0),
+                             (wordpiece_tokenizer(VOCAB, lowercase=False), 0),
+                             (wordpiece_tokenizer(VOCAB, strip_accents=False), 0)):
+        assert removed(tokenizer, text) == share
 
 
 @pytest.mark.parametrize("size, many", [(900, False), (400, True)])
