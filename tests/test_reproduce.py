@@ -159,10 +159,10 @@ def test_language_models_on_the_page(folder):
     slots = [{"run": f"out/{run}", "layer": layer, "slots": {
         "never": next(numbers), "999": next(numbers), "2000": next(numbers) / 100}}
         for run in ("demo_pkm", "demo_resm_init") for layer in (9, 10)]
-    write(folder, "figure2", slots)
+    write(folder, "figure2_seeds", slots)
     curves = {run: [{"perplexity": next(numbers)} for _ in range(3)]
               for run in ("out/demo_pkm_init", "out/demo_resm_init", "out/demo_resm_init_ffn")}
-    write(folder, "figure3", curves)
+    write(folder, "figure3_seeds", curves)
     tables = write_page(folder)
 
     rows = tables["Table 2"]
@@ -189,22 +189,23 @@ def test_language_models_on_the_page(folder):
         assert row["perplexity, start"] == f"{start['perplexity']:.2f}"
         assert row["perplexity, end"] == f"{end['perplexity']:.2f}"
     e, f, _ = (curve[0]["perplexity"] for curve in curves.values())
-    assert claimed(tables, "PKM starts far worse") == (f"{f / e:.4g}", "1")
+    assert claimed(tables, "PKM starts far worse") == (f"{f:.4g}", f"{e:.4g}")
     assert (folder / "page.md").read_text().count("2 commands, 0.9 hours") == 1
     assert "sh reproduce.sh demo table4" in (folder / "page.md").read_text()
 
 
 def fine_tuned(numbers, run, task, update=True):
-    """Make up a record of measure.py glue: three seeds, the last one in the middle."""
+    """Make up records of measure.py glue for three pretrained models, the last in the middle."""
     count = 2 if task in ("squad", "mnli") else 1
     low, middle, high = ([next(numbers) for _ in range(count)] for _ in range(3))
     high = [number * 10 for number in high]
-    return {"run": f"{run}_{task}", "initial": f"out/{run}", "update": update, "task": task,
-            "scores": [0] * count, "seeds": {"0": low, "1": high, "2": middle}}
+    return [{"run": f"{run}_s{seed}_{task}", "initial": f"out/{run}_s{seed}", "update": update,
+             "task": task, "scores": scores, "seeds": {seed: [0] * count}}
+            for seed, scores in (("3", low), ("4", high), ("5", middle))]
 
 
-def middle(record, scores=2):
-    return "/".join(f"{score:.1f}" for score in record["seeds"]["2"][:scores])
+def middle(records, scores=2):
+    return "/".join(f"{score:.1f}" for score in records[2]["scores"][:scores])
 
 
 def test_fine_tuned_models_on_the_page(folder):
@@ -219,7 +220,7 @@ def test_fine_tuned_models_on_the_page(folder):
               for run in ("demo_distil", "demo_distil_resm_init", "demo")
               for task in ("squad", "mnli")]
     for name, records in ("table4", table4), ("table5", table5), ("table7", table7):
-        write(folder, name, records)
+        write(folder, name, list(itertools.chain(*records)))
     perplexity = next(numbers)
     write(folder, "table7_text", {"runs": [{"run": "out/demo_distil", "results": {
         "docs": {"perplexity": perplexity, "predicted_tokens": 1, "layers": {}}}}]})
@@ -230,22 +231,22 @@ def test_fine_tuned_models_on_the_page(folder):
     figure4 = [{"run": f"out/demo_{run}_docs_task", "when": when, "layer": layer,
                 "kl": next(numbers), "shared": next(numbers), "iou": next(numbers)}
                for run in ("pkm", "resm_init") for layer in (9, 10) for when in ("after", "before")]
-    write(folder, "figure4", figure4)
+    write(folder, "figure4_seeds", figure4)
     tables = write_page(folder)
 
-    for record, system in zip(table4, (paper.A, paper.C, paper.F, paper.H)):
+    for records, system in zip(table4, (paper.A, paper.C, paper.F, paper.H)):
         row = tables["Table 4"][system]
-        assert row["which package"] == middle(record) and row["seeds"] == "3"
+        assert row["which package"] == middle(records) and row["seeds"] == "3"
         assert row["Avg"] == f"({paper.TABLES['table4'][system]['Avg']})"
-    a, c, f, h = (np.mean([*record["seeds"].values()]) for record in table4)
+    a, c, f, h = (np.mean([record["scores"] for record in records]) for records in table4)
     assert claimed(tables, "plain PKM is worse") == (f"{c:.4g} (85.5)", f"{a:.4g} (86.25)")
     assert claimed(tables, "base with ResM compares to large") == (
         f"{h - f:.4g} (0.05)", f"{f - a:.4g} (1.883)")  # (a) stands for (g)
-    for record in table5:
-        system, _ = paper.system_of(record["initial"])
-        row = tables["Table 5"][f"{system}, {'Y' if record['update'] else 'N'}"]
-        cell = row[paper.TASKS[record["task"]]]
-        assert cell.startswith(f"{middle(record, 1)} (")  # MNLI: matched alone
+    for records in table5:
+        system, _ = paper.system_of(records[0]["initial"])
+        row = tables["Table 5"][f"{system}, {'Y' if records[0]['update'] else 'N'}"]
+        cell = row[paper.TASKS[records[0]["task"]]]
+        assert cell.startswith(f"{middle(records, 1)} (")  # MNLI: matched alone
     for record, split in zip(table6, (", dev", "", ", dev", "")):
         system = paper.C if "demo_pkm" in record["run"] else paper.F
         row = tables["Table 6"][f"{system}, which package{split}"]
@@ -274,9 +275,9 @@ def test_the_average_of_table_4(folder):
     """Of the medians of six numbers: MNLI has two, SQuAD does not count."""
     numbers = different_numbers()
     records = [fine_tuned(numbers, "demo", task) for task in paper.TASKS if task != "docs_task"]
-    write(folder, "table4", records)
+    write(folder, "table4", list(itertools.chain(*records)))
     row = write_page(folder)["Table 4"][paper.A]
-    six = [score for record in records[1:] for score in record["seeds"]["2"]]
+    six = [score for three in records[1:] for score in three[2]["scores"]]
     assert row["Avg"] == f"{sum(six) / 6:.1f} (83.8)"
     assert row["MNLI"] == f"{middle(records[1])} (84.3/84.5)"
 
@@ -310,23 +311,22 @@ def test_times_on_the_page(folder):
     for found in small, large:
         row, what = tables["Table 1"][found["system"]], found["what"]
         assert row[f"ms, {what}"] == f"{1000 * found['seconds'][2]:.4g}"
-        assert row[f"batches/s, {what}"] == f"{found['batches/s']:.3g}"
+        assert row[f"batches/s, {what}"] == f"{1 / found['seconds'][2]:.3g}"
         assert row[f"relative, {what}"] == f"{found['relative_batches/s']:.2f}"
     assert row["parameters (M)"] == f"{large['mlm_parameters'] / 1e6:.4g} (340)"
-    resm, large = (found["batches/s"] for found in table1[4:])
-    assert claimed(tables, "base +ResM is much faster") == (f"{large / resm:.4g} (0.7268)", "1")
+    resm, large = (np.mean(1 / np.array(found["seconds"])) for found in table1[4:])
+    assert claimed(tables, "base +ResM is much faster") == (
+        f"{large:.4g} (43.1)", f"{resm:.4g} (59.3)")
     row = tables["Lample et al., layers"]["n layers, ResM"]
     assert row["ms, inference, 1 x 128"] == f"{1000 * times[3]['seconds'][2]:.4g}"
     assert row["perplexity, docs"] == f"{texts['causal_memory']:.2f}"
+    rounds = zip(times[2]["seconds"], times[1]["seconds"])
     assert claimed(tables, "and is twice as fast")[0] == (
-        f"{times[2]['seconds'][2] / times[1]['seconds'][2]:.4g} (0.5)")
-    assert claimed(tables, "a memory in n layers")[0] == (
-        f"{texts['causal_pkm'] / texts['causal_8']:.4g}")
+        f"{np.mean([pkm / deep for pkm, deep in rounds]):.4g} (0.5)")
+    assert claimed(tables, "a memory in n layers") == (
+        f"{texts['causal_pkm']:.4g}", f"{texts['causal_8']:.4g}")
     row = tables["Lample et al., keys"]["flat keys, 128^2 slots"]
     assert row["multiplications of a search"] == f"{slots[3]['multiplications']:,}"
-    large_product, large_flat, product, flat = (found["seconds"][2] for found in slots)
-    assert claimed(tables, "with 64 times the slots") == (
-        f"{large_product / product:.4g}", f"{large_flat / flat:.4g}")
 
 
 def test_claims_hold_on_the_papers_numbers_and_exchanged_they_do_not():
@@ -335,22 +335,25 @@ def test_claims_hold_on_the_papers_numbers_and_exchanged_they_do_not():
         theirs = claims.paper_sides(claim)
         if theirs:
             lower, higher = theirs
-            assert claims.verdict([(lower, higher)], theirs) == "yes", claim.sentence
-            assert claims.verdict([(higher, lower)], theirs) == "**no**", claim.sentence
-            assert claims.verdict([(lower, lower)], theirs) == "undecided", claim.sentence
+            for pair, holds in ((theirs, "yes"), ((higher, lower), "**no**"),
+                                ((lower, lower), "undecided")):
+                assert claims.verdict([pair, pair], claim.ratio)[0] == holds, claim.sentence
+            assert claims.verdict([theirs], claim.ratio)[0] == "one seed"
             known += 1
-    assert (known, len(claims.CLAIMS)) == (18, 24)
+    assert (known, len(claims.CLAIMS)) == (19, 24)
     worse = [claims.number(paper.TABLES["table2"], paper.E, column)
              for column in ("top-1 MU (%)", "KL_u")]
     assert worse == [95.7, 0.69]  # of the layers
 
 
-def test_several_seeds_decide_by_twice_the_standard_error():
-    for low, holds in (1, "yes"), (0, "undecided"), (-1, "undecided"), (-2, "undecided"):
-        pairs = [(10, 10 + low + more) for more in (0, 1, 2)]  # mean low + 1, twice 1 / sqrt(3)
-        assert claims.verdict(pairs, None) == holds
-    assert claims.verdict([(13, 10), (12, 10), (11, 10)], None) == "**no**"
-    assert claims.verdict([(10, 10.9)], None) == "undecided"  # below 10%
-    assert claims.verdict([(10, 11.1)], None) == "yes"
-    assert claims.verdict([(10, 10.9)], (1, 3)) == "undecided"  # half of the paper's 2
-    assert claims.verdict([(10, 8.9)], (1, 3)) == "**no**"
+def test_students_interval_decides(folder):
+    """By a table of Student's t: 4.303 / sqrt(3) = 2.484 for three numbers one apart."""
+    for low, holds in (2, "yes"), (1, "undecided"), (-3, "undecided"), (-4, "**no**"):
+        pairs = [(10, 10 + low + more) for more in (0, 1, 2)]
+        assert claims.verdict(pairs, ratio=False) == (
+            holds, f"{-low - 1} [{-low - 1 - 2.4843:.4g}, {-low - 1 + 2.4843:.4g}]")
+    pairs = [(np.e**-n, 1) for n in (2, 3, 4)]
+    _, interval = claims.verdict(pairs, ratio=True)
+    assert interval == f"{np.e**-3:.4g} [{np.e**-5.4843:.4g}, {np.e**-0.5157:.4g}]"
+    rows = [["", "", "", holds] for holds in ("yes", "not here: why", "yes", "**no**")]
+    assert claims.totals(rows) == "2 yes, 1 **no**, 1 not here"

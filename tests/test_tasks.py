@@ -237,3 +237,11 @@ def test_padding_changes_no_prediction_and_dropout_none():
     assert (together == again).all()
     assert model.training and not memory.training
     np.testing.assert_allclose(together, alone, atol=1e-6)
+
+
+def test_students_interval():
+    """By a table of Student's t: 2.776 for 5 numbers, 2.032 for 35."""
+    assert tasks.student_interval([1, 2, 3, 4, 5]) == pytest.approx((3, 2.776 * 2.5**0.5 / 5**0.5))
+    _, reach = tasks.student_interval(range(35))
+    assert reach == pytest.approx(2.032 * np.std(range(35), ddof=1) / 35**0.5, rel=0.004)
+    assert np.isnan(tasks.student_interval([7])[1])
