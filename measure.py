@@ -62,25 +62,65 @@ def table_2(args, device):
         else:
             heldout[name] = masked_heldout(corpus, "test", seq_len, 8)
     longest = max(tokens, key=tokens.get)
-    rows, records = [], []
+    records, systems = [], {}  # {settings: records of the runs that differ in their seed alone}
     for path in args.runs:
         checkpoint, _ = weights.find_weights(path)
         model = weights.load_model(checkpoint).to(device)
-        facts = {"run": path, **how_trained(checkpoint)}
-        perplexities, results = {}, {}
+        results = {}
         for name, batches in heldout.items():
             batches = Progress(batches, f"{path}, data/{name}")
             results[name], _ = evaluate_language_model(model, batches, device)
-            perplexities[f"{name} ppl"] = results[name]["perplexity"]
-        rows.append(facts | perplexities | usage_cells(results[longest]["layers"]))
-        records.append({"checkpoint": str(checkpoint), **facts, "results": results})
+        record = {"checkpoint": str(checkpoint), "run": path, **how_trained(checkpoint),
+                  "results": results}
+        records.append(record)
+        systems.setdefault(settings_but_seed(checkpoint), []).append(record)
+    rows = [seeds_row(seeds, longest) for seeds in systems.values()]
+    for row, settings in zip(rows, systems):
+        own = [f"{key}={value}" for key, value in settings[0] if any(
+            (key, value) not in others[0] for others in systems)]
+        row["differs"] = " ".join(own)
     note = (f"Test splits, sequences of {seq_len}. Usage on data/{longest}, the longest "
             f"({tokens[longest]:,} tokens; our reading). Steps: those of the initial model + the "
             "run's own, which took so many seconds. Only rows with the same number of steps show "
-            "what the memory does.")
+            "what the memory does. Runs that differ in their seed alone share a row: the mean, "
+            "perplexity with its 95% interval (Student). Differs: settings that are not the same "
+            "in all rows.")
     write_table(args.out, rows, note, {"note": note, "runs": records})
 
 
+def settings_but_seed(checkpoint):
+    """Return what tells a run from another but the seed: its settings, and its initial model's."""
+    settings = weights.run_settings(checkpoint)
+    if not settings:
+        return ((), checkpoint)
+    own = tuple((key, str(settings[key])) for key in settings if key not in NO_SYSTEM)
+    initial = settings["init_checkpoint"]
+    if initial and (Path(initial) / "model.pt").is_file():
+        initial = settings_but_seed(Path(initial))
+    return own, initial
+
+
+def seeds_row(records, longest):
+    """Make a row of table_2 of the runs that differ in their seed alone."""
+    row = {key: records[0][key] for key in ("run", "steps", "seed", "seconds")}
+    several = len(records) > 1
+    if several:
+        row["run"] += f" and {len(records) - 1} more"
+        row["seed"] = " ".join(str(record["seed"]) for record in records)
+        row["seconds"] = round(np.mean([record["seconds"] for record in records]))
+    for name in records[0]["results"]:
+        mean, reach = tasks.student_interval([record["results"][name]["perplexity"]
+                                        for record in records])
+        row[f"{name} ppl"] = f"{mean:.2f} ± {reach:.2f}" if several else mean
+    usage = [record["results"][longest]["layers"] for record in records]
+    means = {layer: {metric: np.mean([layers[layer][metric] for layers in usage])
+                     for metric in metrics} for layer, metrics in usage[0].items()}
+    return row | usage_cells(means)
+
+
+# in config.json, and no part of a system
+NO_SYSTEM = ("layout", "out", "seed", "init_from", "init_checkpoint", "init_sha256", "trained_on",
+             "device", "threads", "torch", "commit", "ranks")
 CELLS = {  # columns of a table; names are those of usage_metrics
     "MU": "{mu:.1%}",
     "uniform MU": "{mu_uniform:.1%}",

@@ -95,6 +95,22 @@ def test_table_2(runs, capsys):
         assert rows[0][column] == "-"
 
 
+def test_runs_that_differ_in_their_seed_alone_share_a_row(runs, capsys):
+    train("--max_steps=2", "--memory_layers=", "--out=out/plain_s5", "--seed=5")
+    train("--max_steps=2", "--init_from=out/tiny", "--lr=0.5", "--out=out/faster")
+    capsys.readouterr()
+    measure.main(["table", "out/plain", "out/more", "out/faster", "out/plain_s5", "--data", "tiny",
+                  "--device", "cpu", "--out", "t"])
+    rows = rows_of(capsys.readouterr().out)
+    assert [(row["run"], row["seed"]) for row in rows] == [
+        ("out/plain and 1 more", "0 5"), ("out/more", "7"), ("out/faster", "0")]
+    assert [row["differs"].split(" lr=")[1] for row in rows] == ["0.003", "0.003", "0.5"]
+    assert "memory_layers=[2, 3]" in rows[1]["differs"] and "seed" not in rows[0]["differs"]
+    a, b = (run["results"]["tiny"]["perplexity"] for run in read("t.json")["runs"][::3])
+    # 12.706 is Student's t of two numbers, whose deviation is their distance / sqrt(2)
+    assert rows[0]["tiny ppl"] == f"{(a + b) / 2:.2f} ± {12.706 * abs(a - b) / 2:.2f}"
+
+
 def write_split(split, texts):
     lines = ["sentence\tlabel", *(f"{text}\tx" for text in texts[1:]), f"{texts[0]}\ty"]
     Path(f"own/{split}.tsv").write_text("\n".join(lines))
