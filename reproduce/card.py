@@ -1,8 +1,9 @@
 """
 Hold training steps on a card against the same steps on the CPU beside it.
 
-$ python -m reproduce.card out/gpu/demo          # a trained demo, where demo_resm_init starts
-$ python -m reproduce.card out/gpu/demo cpu      # no card: the CPU's own distances
+$ python -m reproduce.card steps out/gpu/demo         # a trained demo: demo_resm_init starts there
+$ python -m reproduce.card steps out/gpu/demo cpu     # no card: the CPU's own distances
+$ python -m reproduce.card losses out/one out/all     # do two runs log the same losses?
 
 The CPU trains demo_resm_init in float32. From some of its states one step is made again: in float64
 on the CPU, which is the reference, then in each dtype of the card on the CPU and on the card. A
@@ -24,6 +25,7 @@ from lib import training
 from lib.corpus import Corpus
 from lib.device import set_up_device
 from lib.files import markdown
+from lib.run import Run
 from lib.settings import load_settings, run_main
 from lib.weights import init_from
 from model import LanguageModel, value_tables
@@ -35,10 +37,11 @@ PLAIN = ["--dropout=0", "--device=cpu", "--dtype=float32", "--compile=off"]
 SMALL = ["--batch_size=2", "--accumulation=1", "--seq_len=128", "--n_keys=128"]
 
 
-def main(initial="out/gpu/demo", device="auto"):
+def steps(initial, device="auto"):
+    """Print the table. Returns how many of its cells are not as expected."""
     device, dtype = set_up_device(device)
-    modes = [(device, "off")] if device.type == "cpu" else [(device, "off"), (device, "on")]
-    dtypes = dict.fromkeys([torch.float32, dtype])
+    dtypes = dict.fromkeys(["float32", str(dtype).removeprefix("torch.")])
+    modes = ["off"] if device.type == "cpu" else ["off", "on"]  # of torch.compile
     rows = []
 
     settings = load_settings(Settings, ["configs/demo_resm_init.py", *PLAIN])
@@ -51,8 +54,7 @@ def main(initial="out/gpu/demo", device="auto"):
         training.set_rate(optimizers, settings, number)
         if number in (0, 10, 50):
             trial = partial(one_step, number, model, optimizers, batches, settings)
-            tried = modes if number == 50 else modes[:1]
-            rows += compare(f"demo_resm_init, step {number}", trial, dtypes, tried)
+            rows += compare(f"demo_resm_init, step {number}", trial, device, dtypes, modes)
         training.step(number, net, batches, optimizers, settings)
 
     settings = load_settings(Settings, ["configs/base_resm.py", *PLAIN, *SMALL])
@@ -60,45 +62,43 @@ def main(initial="out/gpu/demo", device="auto"):
     _, optimizers, _ = training.prepare(model, settings)
     training.set_rate(optimizers, settings, 0)
     trial = partial(one_step, 0, model, optimizers, RandomBatches(30522, settings), settings)
-    rows += compare("base_resm, 2 x 128", trial, dtypes, modes)
+    rows += compare("base_resm, 2 x 128", trial, device, dtypes, modes)
 
-    failed, table = 0, []
-    for name, dtype, mode, cpu, card in rows:
-        worst = np.max([row[3] for row in rows if row[1] == dtype], axis=0)
-        good = np.array(card) <= np.minimum(4 * worst, 0.9)  # NaN is not
-        cells = [f"{theirs:.0e} / {ours:.0e}" + " **no**" * (not fine)
-                 for theirs, ours, fine in zip(card, cpu, good, strict=True)]
-        table.append([name, dtype, mode, *cells])
-        failed += np.sum(~good)
-    print(markdown(["card / CPU", "dtype", "mode", *NUMBERS], table))
-    return int(failed)
+    table, failed = judge(rows)
+    print(markdown(["card / CPU", "dtype", "compile", *NUMBERS], table))
+    return failed
+
+
+def losses(*runs):
+    """Compare the losses that two runs logged. Returns 1 if they differ by more than 0.1%."""
+    one, other = ([record["loss"] for record in Run(run).records()] for run in runs)
+    difference = np.max(np.abs(np.array(one) / other - 1))
+    print(f"same losses but for {difference:.1e}")
+    return int(not difference <= 1e-3)
 
 
 def one_step(number, model, optimizers, batches, settings, **changed):
     """Make one update of a copy of the model. Returns NUMBERS, float64 tensors on the CPU."""
     settings = replace(settings, **changed)
     model = copy.deepcopy(model).to(torch.get_default_dtype())
-    before = [table.weight.double().clone() for table in value_tables(model).values()]
+    tables = value_tables(model).values()
+    before = [table.weight.double().clone() for table in tables]
     net, own, _ = training.prepare(model, settings)
     own.dense.load_state_dict(copy.deepcopy(optimizers.dense.state_dict()))
     own.sparse.load_state_dict(copy.deepcopy(optimizers.sparse.state_dict()))
     gradients = []
-
-    def keep(dense, *_):
-        parameters = [p for group in dense.param_groups for p in group["params"]]
-        gradients.extend(p.grad for p in parameters if p.grad is not None)
-
-    own.dense.register_step_pre_hook(keep)
+    own.dense.register_step_pre_hook(lambda *_: gradients.extend(
+        p.grad for p in model.parameters() if p.grad is not None))
     loss, _ = training.step(number, net, batches, own, settings)
-    after = [table.weight.double().cpu() for table in value_tables(model).values()]
+    changes = [table.weight.double().cpu() - old for table, old in zip(tables, before, strict=True)]
     norms = [module for module in model.modules() if isinstance(module, MaskedBatchNorm)]
-    found = ([loss], gradients, [new - old for new, old in zip(after, before, strict=True)],
-             [norm.running_mean for norm in norms], [norm.running_var for norm in norms])
+    found = ([loss], gradients, changes, [norm.running_mean for norm in norms],
+             [norm.running_var for norm in norms])
     return [torch.cat([tensor.double().cpu().flatten() for tensor in tensors])
             for tensors in found]
 
 
-def compare(name, trial, dtypes, modes):
+def compare(name, trial, device, dtypes, modes):
     """Yield (name, dtype, mode, distances on the CPU, on the card) of a step."""
     with everything_double():
         reference = trial()
@@ -108,11 +108,9 @@ def compare(name, trial, dtypes, modes):
                 for found, expected in zip(trial(**changed), reference, strict=True)]
 
     for dtype in dtypes:
-        short = str(dtype).removeprefix("torch.")
-        cpu = distances(dtype=short)
-        for device, compiled in modes:
-            card = distances(dtype=short, device=str(device), compile=compiled)
-            yield name, short, "compiled" if compiled == "on" else "eager", cpu, card
+        cpu = distances(dtype=dtype)
+        for mode in modes:
+            yield name, dtype, mode, cpu, distances(dtype=dtype, device=str(device), compile=mode)
 
 
 @contextmanager
@@ -126,5 +124,19 @@ def everything_double():
     torch.Tensor.float = as_float
 
 
+def judge(rows):
+    """Make the lines of a table from compare()'s rows. Returns it, and how many cells are wrong."""
+    table, failed = [], 0
+    for name, dtype, mode, cpu, card in rows:
+        worst = np.max([row[3] for row in rows if row[1] == dtype], axis=0)
+        good = np.array(card) <= np.minimum(4 * worst, 0.9)  # NaN is not
+        cells = [f"{theirs:.0e} / {ours:.0e}" + " **no**" * (not fine)
+                 for theirs, ours, fine in zip(card, cpu, good, strict=True)]
+        table.append([name, dtype, mode, *cells])
+        failed += int(np.sum(~good))
+    return table, failed
+
+
 if __name__ == "__main__":
-    run_main(lambda: main(*sys.argv[1:]))
+    command, *arguments = sys.argv[1:]
+    run_main(lambda: {"steps": steps, "losses": losses}[command](*arguments))

@@ -1,44 +1,53 @@
 #!/bin/sh
-# Try this code on a CUDA card: the tests, a training of the demo, every benchmark.
+# Try this code on a card or several: is it right, and how fast? About ten minutes.
 #
-#   sh reproduce/gpu.sh        # writes results/gpu.md; whole outputs go to out/gpu/*.log
+#   sh reproduce/gpu.sh               # writes out/gpu/page.md: please send it as an issue
+#   DEVICE=cpu sh reproduce/gpu.sh    # the same without a card, cut short
 #
-# It goes on after a failure. The exit status is the number of commands that failed.
+# It goes on after a failure. The exit status is the number of commands that failed; the page names
+# them first. The whole output of a command is in out/gpu/*.log.
 cd "$(dirname "$0")/.." || exit 2
-rm -rf out/gpu/*.log out/gpu/demo out/gpu/nccl out/gpu/resm && mkdir -p out/gpu || exit 2
-page=results/gpu.md
-failed=0
+rm -rf out/gpu && mkdir -p out/gpu || exit 2
+device=${DEVICE:-cuda} failed="" cut="" sizes="--sizes base" lengths="2048 16384" ranks=gpu
+trained="configs/base.py configs/base_resm.py"
+if [ "$device" = cpu ]; then
+    cut="--max_steps=20 --eval_sequences=64" sizes="--sizes demo --lengths 16 --rounds 1"
+    lengths="64 --n_keys 64" trained="configs/demo.py configs/demo_resm.py" ranks=2
+    export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
+fi
 
-try() {  # name, command: run it, and put its tables and results on the page
+try() {  # NAME COMMAND...: run it, and put its tables and results on the page
     name=$1 && shift
-    start=$(date +%s)
+    began=$(date +%s)
     "$@" > "out/gpu/$name.log" 2>&1
     status=$?
-    [ $status = 0 ] || failed=$((failed + 1))
-    printf '\n`%s`: status %d, %d s\n\n```\n' "$*" $status $(($(date +%s) - start)) >> $page
-    grep -E '^\||^device |^done|: perplexity|[0-9] (passed|failed)|[Ee]rror' \
-        "out/gpu/$name.log" | tail -n 30 >> $page
-    echo '```' >> $page
+    [ $status = 0 ] || failed="$failed $name"
+    printf '\n`%s`: status %d, %d s\n\n' "$*" $status $(($(date +%s) - began)) >> out/gpu/body.md
+    grep -E '^\||: perplexity|[0-9] (passed|failed)|[Ee]rror|^same' "out/gpu/$name.log" |
+        tail -n 20 >> out/gpu/body.md
 }
 
+# the same steps by one process and by all cards: equal but for the order of float32's sums
+steps="configs/demo_resm_init.py --init_from=out/gpu/demo --dtype=float32 --max_steps=40
+       --accumulation=8 --batch_size=8 --log_interval=10 --eval_sequences=64"
+
+try card env CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES-0}" python -m pytest -q tests/test_device.py
+try demo python pretrain.py configs/demo.py --out=out/gpu/demo $cut
+try beside_cpu python -m reproduce.card steps out/gpu/demo "$device"
+try one python pretrain.py $steps --out=out/gpu/one
+try all torchrun --standalone --nproc_per_node=$ranks pretrain.py $steps --out=out/gpu/all
+try same python -m reproduce.card losses out/gpu/one out/gpu/all
+try layer python bench.py layer --lengths $lengths
+try train python bench.py train $trained
+try inference python bench.py $sizes
+[ "$device" = cpu ] || try tests python -m pytest -q
+
 {
-    printf '# A GPU\n\nWritten by `reproduce/gpu.sh` at commit %s.\n\n' "$(git rev-parse --short HEAD)"
-    nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv
+    printf '# A card, at commit %s\n\n' "$(git rev-parse --short HEAD)"
+    [ "$device" = cpu ] || nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv
     python -c 'import torch; print("\ntorch", torch.__version__, "CUDA", torch.version.cuda)'
-} > $page
-try tests python -m pytest -q
-try card env CUDA_VISIBLE_DEVICES=0 python -m pytest -q tests/test_device.py
-try demo python pretrain.py configs/demo.py --out=out/gpu/demo
-try nccl torchrun --standalone --nproc_per_node=gpu pretrain.py configs/demo.py --max_steps=400 \
-    --out=out/gpu/nccl
-try beside_cpu python -m reproduce.card out/gpu/demo
-try resm python pretrain.py configs/demo_resm_init.py --init_from=out/gpu/demo --out=out/gpu/resm
-try table python measure.py table out/gpu/demo out/gpu/resm --data docs
-try inference python bench.py
-try layer python bench.py layer --lengths 512 2048 8192 16384
-try train python bench.py train
-try large python bench.py train configs/large.py configs/large_resm.py --accumulation=4
-try causal python bench.py causal
-try slots python bench.py causal --slots
-try reproduce sh reproduce.sh quick
-exit $failed
+    printf '\nNot as expected:%s\n' "${failed:- nothing}"
+    cat out/gpu/body.md
+} > out/gpu/page.md
+cat out/gpu/page.md
+exit "$(echo $failed | wc -w)"

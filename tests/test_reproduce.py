@@ -11,7 +11,12 @@ import sys
 import numpy as np
 import pytest
 
-from reproduce import claims, page, paper
+from bench import RandomBatches
+from lib import training
+from model import LanguageModel
+from pkm import LazyAdam
+from pretrain import Settings, bert_config
+from reproduce import card, claims, page, paper
 from tests.helpers import ROOT
 from tests.test_measure import rows_of
 
@@ -357,3 +362,33 @@ def test_students_interval_decides(folder):
     assert interval == f"{np.e**-3:.4g} [{np.e**-5.4843:.4g}, {np.e**-0.5157:.4g}]"
     rows = [["", "", "", holds] for holds in ("yes", "not here: why", "yes", "**no**")]
     assert claims.totals(rows) == "2 yes, 1 **no**, 1 not here"
+
+
+@pytest.mark.parametrize("fault", ["none", "dtype", "scale", "skipped"])
+def test_a_card_that_computes_otherwise_is_seen(fault, monkeypatch):
+    settings = Settings(n_layer=1, n_head=2, d_model=16, d_ff=32, memory_layers=(1,), n_keys=16,
+                        topk=4, key_dim=8, dropout=0.0, seq_len=16, batch_size=4, accumulation=1,
+                        warmup_steps=1, device="cpu", dtype="float32", compile="off")
+    model = LanguageModel(bert_config(settings, 50))
+    batches = RandomBatches(50, settings)
+    net, optimizers, _ = training.prepare(model, settings)
+    for number in range(2):
+        training.step(number, net, batches, optimizers, settings)
+    update = LazyAdam.step
+
+    def trial(**changed):
+        with monkeypatch.context() as patch:
+            if "device" in changed and fault == "dtype":
+                changed["dtype"] = "bfloat16"
+            if "device" in changed and fault == "scale":
+                patch.setattr(LazyAdam, "step", lambda sparse, grad_scale: update(sparse))
+            if "device" in changed and fault == "skipped":
+                patch.setattr(LazyAdam, "step", lambda sparse, grad_scale: None)
+            return card.one_step(2, model, optimizers, batches, settings, **changed)
+
+    dtypes = ["float16"] if fault == "scale" else ["float32"]  # float32 has no scale
+    [line], failed = card.judge(list(card.compare("tiny", trial, "cpu", dtypes, ["off"])))
+    cells = dict(zip(card.NUMBERS, line[3:], strict=True))
+    assert ("no" in cells["change of values"]) == (fault != "none")
+    assert ("no" in cells["gradients"]) == (fault == "dtype")
+    assert bool(failed) == (fault != "none")
