@@ -25,7 +25,6 @@ import json
 import platform
 import re
 import shutil
-import sys
 import unicodedata
 import zlib
 from functools import partial
@@ -63,7 +62,7 @@ def docs(args):
     tokenizer = tokenizer_or_size(args, 4096)
     origin, files = docstrings()
     documents = [[f"{text}\n" for text in texts] for _, texts in files]
-    write_corpus(args, origin, [(lambda: documents, None)], tokenizer, val_every=20)
+    write_corpus(args, origin, [("docs", lambda: documents, None)], tokenizer, val_every=20)
 
 
 def docs_task(args):
@@ -141,7 +140,7 @@ def text(args):
     """Prepare text of your own, from files and folders of *.txt."""
     tokenizer = tokenizer_or_size(args, 8192)
     files = dict.fromkeys(file for path in args.paths for file in find_files(path, ".txt"))
-    sources = [(partial(read_documents, file, args.split), None) for file in files]
+    sources = [(file, partial(read_documents, file, args.split), None) for file in files]
     origin = f"{len(sources)} text files: {' '.join(map(str, args.paths))}"
     write_corpus(args, origin, sources, tokenizer, val_every=100)
 
@@ -157,7 +156,7 @@ def wikitext(args):
         file = find_files(path, f"wiki.{stem}.{ending}", f"{stem}.txt")[0]
         if file == path:
             raise UserError(f"{path}: expected WikiText's .zip or a folder with its three splits")
-        sources.append((partial(read_documents, file, "wikitext"), split))
+        sources.append((file, partial(read_documents, file, "wikitext"), split))
     args.name = args.name or args.command + "_raw" * args.raw
     write_corpus(args, str(path), sources, tokenizer)
 
@@ -171,7 +170,7 @@ def articles_and_books(args):
     sources, origins = [], []
     for name, path in zip(names, args.path or map(fetch_text, names)):
         for file in find_files(path, ".parquet", ".txt"):
-            sources.append((partial(read_documents, file, ENDS[name]), split))
+            sources.append((file, partial(read_documents, file, ENDS[name]), split))
         origins.append(f"{name}: {path}")
     write_corpus(args, "; ".join(origins), sources, tokenizer, val_every=1000)
 
@@ -252,19 +251,41 @@ def weights(args):
 SENTENCES = 1000  # mean length of a BookCorpus document, in lines
 BATCH = 4096  # lines that are encoded at once
 TITLE = re.compile(r" = (?!= ).* = $")  # " = Title = ", but not " = = Section = = "
+NOT_TEXT = re.compile(rb"""(?xs)  # how files of other kinds begin
+    (?P<gzip>\x1f\x8b) | (?P<bzip2>BZh\d1AY) | (?P<xz>\xfd7zXZ) | (?P<zstd>\x28\xb5\x2f\xfd) |
+    (?P<zip>PK\x03\x04) | (?P<tar>.{257}ustar) | (?P<PDF>%PDF-) | (?P<Parquet>PAR1) |
+    (?P<SQLite>SQLite\ format) | (?P<UTF_16>\xff\xfe|\xfe\xff) |
+    (?P<UTF_16_or_binary>([^\0]{,99}\0){9})""")
 TRAIN, VAL, TEST, DUPLICATE = 0, 1, 2, -1  # the first three are places in SPLITS
 
 
 def find_files(path, *endings):
-    """List the files of a folder or an archive that have one of the endings; or [path], a file."""
-    if path.name.endswith((".zip", ".tar.bz2")):
-        path = unpack(path)
+    """List the files of a folder or an archive that have one of the endings; or [path], a file.
+
+    Hidden files and folders are left out.
+    """
+    if re.search(r"\.(zip|tar|tgz|tbz2|txz|tar\.(gz|bz2|xz))$", path.name):
+        try:
+            path = unpack(path)
+        except Exception as error:  # noqa: BLE001 - each kind of archive has its own
+            raise UserError(f"{path}: cannot be unpacked: {error}") from None
     if path.is_file():
         return [path]
-    files = [file for file in sorted(path.rglob("*")) if file.name.lower().endswith(endings)]
+    files, folders = [], [path]
+    for folder in folders:  # it grows
+        for entry in folder.iterdir():
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                folders.append(entry)
+            elif entry.is_dir() or entry.name.lower().endswith(endings):
+                if not entry.is_file():
+                    raise UserError(f"{entry}: no file, but a pipe, or a link to a folder or to "
+                                    "nothing: give its target, or move it away")
+                files.append(entry)
     if not files:
-        raise UserError(f"{path}: no such file, nor a folder with *{' or *'.join(endings)} in it")
-    return files
+        raise UserError(f"{path}: no *{' or *'.join(endings)} in it")
+    return sorted(files)
 
 
 def read_documents(path, ends):
@@ -309,6 +330,9 @@ def read_documents(path, ends):
 def read_lines(path):
     """Yield the lines of a text file, each with a line break at its end."""
     with open(path, encoding="utf-8") as file:
+        other = NOT_TEXT.match(file.buffer.peek())
+        if other:
+            raise UserError(f"{path}: {other.lastgroup}, not UTF-8 text: unpack or convert it")
         try:
             for line in file:
                 yield line.removesuffix("\n") + "\n"
@@ -321,26 +345,28 @@ def read_rows(path):
     """Yield the rows of a .parquet file's column `text`, each a list of lines."""
     from pyarrow import parquet
 
-    with parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(1000, columns=["text"]):
-            for text in batch["text"].to_pylist():
-                lines = (text or "").replace("\r\n", "\n").split("\n")
-                yield [f"{line}\n" for line in lines if line.strip()]
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(1000, columns=["text"]):
+                for text in batch["text"].to_pylist():
+                    lines = (text or "").replace("\r\n", "\n").split("\n")
+                    yield [f"{line}\n" for line in lines if line.strip()]
+    except Exception as error:  # noqa: BLE001 - the file is damaged, or `text` is no column of str
+        raise UserError(f"{path}: expected Parquet with strings in `text`: {error}") from None
 
 
 def train_tokenizer(read, size, vocab_size, cased=False):
     """Learn WordPieces; return their tokenizer. The special tokens come first.
 
-    It keeps accents and marks, and capitals if it is cased. Like BERT's it removes characters
-    that only control others, such as zero-width joiners.
+    It keeps accents and marks, and capitals if it is cased. Like BERT's it removes zero-width
+    joiners and other control characters. A text without marks needs no setting that says so.
     read: returns an iterator over the lines of the text, whose number is `size`; called twice.
     `tokenizers` numbers "##x" pieces in random order, which changes ties. Declared as special, they
     keep their order.
     """
     text = collections.Counter(itertools.chain.from_iterable(read()))
-    settings = {"lowercase": not cased}
-    if not cased and removed(wordpiece_tokenizer(SPECIALS), text):
-        settings["strip_accents"] = False
+    marks = "Mn" in map(unicodedata.category, unicodedata.normalize("NFD", "".join(text)))
+    settings = {"lowercase": not cased, "strip_accents": False if marks else None}
     tokenizer = wordpiece_tokenizer(SPECIALS, **settings)
     normalize = tokenizer.normalizer.normalize_str
     split = tokenizer.pre_tokenizer.pre_tokenize_str
@@ -361,30 +387,17 @@ def train_tokenizer(read, size, vocab_size, cased=False):
     return wordpiece_tokenizer(tokens_by_id(tokenizer), **settings)
 
 
-def removed(tokenizer, characters):
-    """Return the share of a text's letters and marks that a tokenizer removes.
-
-    "É" is a letter and a mark. Lower case removes none of them.
-    characters: how often each one is in the text.
-    """
-    def size(text):
-        parts = unicodedata.normalize("NFD", text.lower())
-        return sum(unicodedata.category(part)[0] in "LM" for part in parts)
-
-    normalize = tokenizer.normalizer.normalize_str if tokenizer.normalizer else str
-    total = lost = 0
-    for character, count in characters.items():
-        before = size(character)
-        total += count * before
-        lost += count * max(0, before - size(normalize(character)))
-    return lost / max(1, total)
+def count_letters(text):
+    """Count the letters and marks of a text. "É" has one of each, and "é", too."""
+    parts = unicodedata.normalize("NFD", text.lower())
+    return sum(unicodedata.category(part)[0] in "LM" for part in parts)
 
 
 def write_corpus(args, origin, sources, tokenizer, val_every=None):
     """Write data/<name>/, whole or not at all, and print its sizes.
 
     origin: where the text is from, in words.
-    sources: a list of (read, split). read() returns an iterator over documents and is called
+    sources: a list of (file, read, split). read() returns an iterator over documents and is called
     several times. split is the official one, or None where documents are to be held out.
     tokenizer: a tokenizers.Tokenizer, or how many WordPieces to learn from the training documents.
     val_every: one document of this many is for val and one for test, if args has no other number.
@@ -393,15 +406,16 @@ def write_corpus(args, origin, sources, tokenizer, val_every=None):
     """
     name = args.name or args.command
     with new_folder(f"data/{name}", args.force) as folder:
-        splits, n_lines, documents = assign_splits(sources, args.val_every or val_every)
+        hashes = {}  # of the files' documents, which must stay the same from reading to reading
+        splits, n_lines, documents = assign_splits(sources, hashes, args.val_every or val_every)
+        read = partial(read_kept, sources, hashes, splits)
         if isinstance(tokenizer, int):
             def read_train():
-                return (line for line, split in read_kept(sources, splits) if split == TRAIN)
+                return (line for line, split in read() if split == TRAIN)
             tokenizer = train_tokenizer(read_train, n_lines, tokenizer, args.cased)
         write_vocab(folder, tokenizer)
-        lines = read_kept(sources, splits)
-        lines = Progress(lines, total=n_lines, desc="encoding")
-        counts, characters = encode(folder, tokenizer, lines)
+        lines = Progress(read(), total=n_lines, desc="encoding")
+        counts, letters = encode(folder, tokenizer, lines)
 
         ids = special_ids(tokenizer)
         sizes = {"documents": counts[:, ids.sep], "tokens": counts.sum(axis=1),
@@ -422,28 +436,29 @@ def write_corpus(args, origin, sources, tokenizer, val_every=None):
     for what in sizes:
         print(f"data/{name}: {what} {meta[what]}")
     held = meta["documents"]["val"]
-    if sources[0][1] is None and held < 10:
-        print(f"documents for val: only {held}; --val_every=N takes one of N, and one for test")
+    if sources[0][2] is None and held < 10:
+        print(f"documents for val: only {held} (blank lines end documents, or files with --split "
+              "file); --val_every=N takes one of N, and one for test")
     unknown = sizes["unknown"].sum() / counts.sum()
-    lost = removed(tokenizer, characters)
-    if lost > 0.01:
-        print(f"WARNING: the tokenizer removes {lost:.1%} of the letters and marks (accents, vowel "
-              "signs, tones): give a --vocab that keeps them, or learn one with --vocab_size")
+    before, after = letters
+    if after < 0.99 * before:
+        print(f"WARNING: the tokenizer removes {1 - after / before:.1%} of the letters and marks "
+              "(accents, vowel signs, tones): --vocab_size learns one that keeps them")
     if unknown > 0.01:
         print(f"WARNING: {unknown:.1%} of the tokens are unknown: give a larger --vocab_size, or "
               "the --vocab of a model of this language")
 
 
-def assign_splits(sources, val_every):
+def assign_splits(sources, hashes, val_every):
     """Read the text once; return the split of each document, the number of lines, and a hash.
 
     The hash is the sum of the documents' SHA-256, whatever their order and split. 64 bits tell
     documents apart. Two of 10 million collide with probability 3e-6.
     """
     splits, seen, n_lines, total = [], set(), 0, 0
-    for document, split in Progress(read_all(sources), desc="reading", unit=" documents"):
+    documents = Progress(read_all(sources, hashes), desc="reading", unit=" documents")
+    for document, digest, split in documents:
         n_lines += len(document)
-        digest = hashlib.sha256("".join(document).encode()).digest()
         if split is None:
             key = digest[:8]
             split = DUPLICATE if key in seen else TRAIN
@@ -452,7 +467,7 @@ def assign_splits(sources, val_every):
             total += int.from_bytes(digest)
         splits.append(split)
     splits = np.array(splits)
-    if sources[0][1] is None:
+    if sources[0][2] is None:
         period = min(len(seen), val_every)
         if period < 3:
             raise UserError(f"{len(seen)} different documents, --val_every={val_every}: it takes "
@@ -463,16 +478,26 @@ def assign_splits(sources, val_every):
     return splits, n_lines, f"{total % 2**256:064x}"
 
 
-def read_all(sources):
-    """Yield (document, official split) for all documents of all sources."""
-    for read, split in sources:
+def read_all(sources, hashes):
+    """Yield (document, its SHA-256, official split) for all documents of all sources.
+
+    hashes: {file: the hash of its documents}, filled by the first reading. Failure if a later one
+    finds other documents.
+    """
+    for file, read, split in sources:
+        whole = hashlib.sha256()
         for document in read():
-            yield document, split
+            digest = hashlib.sha256("".join(document).encode()).digest()
+            whole.update(digest)
+            yield document, digest, split
+        if hashes.setdefault(file, whole.digest()) != whole.digest():
+            raise Failure(f"{file}: it changed while it was read: run this again")
 
 
-def read_kept(sources, splits):
+def read_kept(sources, hashes, splits):
     """Yield (line, split) for the text that is kept; the line "" ends a document."""
-    for (document, _), split in zip(read_all(sources), splits, strict=True):
+    splits = itertools.chain(splits, itertools.repeat(DUPLICATE))  # read_all refuses more text
+    for (document, *_), split in zip(read_all(sources, hashes), splits):
         if split != DUPLICATE:
             for line in document:
                 yield line, split
@@ -482,19 +507,20 @@ def read_kept(sources, splits):
 def encode(folder, tokenizer, lines):
     """Write the ids of (line, split) to train.bin, val.bin and test.bin in a folder.
 
-    Returns how often each id occurs in each split, int64 (3, vocab_size), and {character: how often
-    it is in the text}.
+    Returns how often each id occurs in each split, int64 (3, vocab_size), and how many letters and
+    marks a sample of the lines has before and after the tokenizer's rules: int64 (2,).
     """
     tokenizer.encode_special_tokens = True  # a "[SEP]" in a text is text
     sep = special_ids(tokenizer).sep
     size = tokenizer.get_vocab_size()
     counts = np.zeros((len(SPLITS), size), np.int64)
-    characters = np.zeros(sys.maxunicode + 1, np.int64)
+    normalize = getattr(tokenizer.normalizer, "normalize_str", str)  # GPT-2's is None
+    letters = np.zeros(2, np.int64)
     lines = iter(lines)
     while batch := list(itertools.islice(lines, BATCH)):
         texts = [line for line, _ in batch]
-        codes = np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32)
-        characters += np.bincount(codes, minlength=len(characters))
+        sample = "".join(texts[::1 + len(texts) // 64])
+        letters += count_letters(sample), count_letters(normalize(sample))
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ids = [[], [], []]  # of train, val and test
         for (line, split), encoding in zip(batch, encodings):
@@ -503,7 +529,7 @@ def encode(folder, tokenizer, lines):
             counts[split] += np.bincount(ids[split], minlength=size)
             with open(folder / f"{name}.bin", "ab") as file:
                 file.write(np.array(ids[split], "<u2").tobytes())
-    return counts, {chr(code): characters[code] for code in np.flatnonzero(characters)}
+    return counts, letters
 
 
 def unigram_perplexity(train, heldout, special_ids):
@@ -650,8 +676,12 @@ def gpt2_tokenizer():
     """
     from tiktoken.load import read_file_cached as read
 
-    ids = json.loads(read(*FILES["encoder.json"]))
-    lines = read(*FILES["vocab.bpe"]).decode().splitlines()
+    try:
+        ids = json.loads(read(*FILES["encoder.json"]))
+        lines = read(*FILES["vocab.bpe"]).decode().splitlines()
+    except OSError as error:
+        raise Failure(f"GPT-2's vocabulary: {error}: without a network copy tiktoken's cache from "
+                      "another machine, and name it in TIKTOKEN_CACHE_DIR") from None
     merges = [tuple(line.split()) for line in lines[1:]]
     tokenizer = tokenizers.Tokenizer(models.BPE(ids, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

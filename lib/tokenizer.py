@@ -78,8 +78,13 @@ def load_tokenizer(path):
     folder = path.parent if path.name == "vocab.txt" else path
     names = "tokenizer.json", "tokenizer_config.json", "config.json", "added_tokens.json"
     files = {name: read_json(folder / name) for name in names if (folder / name).is_file()}
-    tokenizer = make_tokenizer(path, files)
-    add_tokens(tokenizer, files)
+    try:
+        tokenizer = make_tokenizer(path, files)
+        add_tokens(tokenizer, files)
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - tokenizers has no class of its own
+        raise UserError(f"{path}: not a vocabulary of BERT: {error}") from None
     if None in special_ids(tokenizer):
         raise UserError(f"{path}: not a vocabulary of BERT: a special token like [PAD] is missing")
     return tokenizer
@@ -98,17 +103,14 @@ def make_tokenizer(path, files):
     if not as_saved and not re.fullmatch("(Distil)?BertTokenizer(Fast)?", kind):
         raise UserError(f"{path}: tokenizer_class = {kind!r}: expected BertTokenizer, or "
                         "PreTrainedTokenizerFast with a tokenizer.json")
-    try:
-        if saved:
-            bare = saved | {"truncation": None, "padding": None, "post_processor": None,
-                            "added_tokens": []}
-            tokenizer = tokenizers.Tokenizer.from_str(json.dumps(bare))
-        else:
-            file = path / "vocab.txt" if path.is_dir() else path
-            lines = file.read_text("utf-8").rstrip("\n").split("\n")
-            tokenizer = wordpiece_tokenizer(lines)
-    except Exception as error:  # noqa: BLE001 - tokenizers has no class of its own
-        raise UserError(f"{path}: not a vocabulary of BERT: {error}") from None
+    if saved:
+        bare = saved | {"truncation": None, "padding": None, "post_processor": None,
+                        "added_tokens": []}
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(bare))
+    else:
+        file = path / "vocab.txt" if path.is_dir() else path
+        lines = file.read_text("utf-8").rstrip("\n").split("\n")
+        tokenizer = wordpiece_tokenizer(lines)
     vocab = tokens_by_id(tokenizer)
     if tokenizer.token_to_id(vocab[-1]) >= len(vocab):
         raise UserError(f"{path}: a token is in it twice: sort FILE | uniq -d shows which")

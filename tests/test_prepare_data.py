@@ -2,7 +2,10 @@
 Commands of prepare_data.py, from files on disk to token files, by hand.
 """
 import ast
+import bz2
+import gzip
 import hashlib
+import lzma
 import os
 import random
 import re
@@ -15,8 +18,9 @@ import pytest
 import torch
 
 from lib.corpus import Corpus
-from lib.settings import UserError
+from lib.settings import Failure, UserError
 from lib.tokenizer import load_tokenizer
+from prepare_data import find_files
 from tests.helpers import (
     PIECES,
     WIKITEXT,
@@ -97,15 +101,72 @@ def test_one_document_in_val_every_is_held_out(workdir, capsys):
     assert texts_of(corpus, "val") == [" ".join(["cat"] * number) for number in (9, 19)]
     assert texts_of(corpus, "test") == [" ".join(["cat"] * number) for number in (10, 20)]
     assert corpus.meta["documents"]["train"] == 16
-    assert "documents for val: only 2; --val_every" in capsys.readouterr().out
+    assert "documents for val: only 2 (blank lines end documents" in capsys.readouterr().out
 
 
-def test_text_that_is_not_utf8_is_named(workdir):
+TEXT = "cat\n\nmat\n\nsat\n" * 9
+
+
+@pytest.mark.parametrize("content, word", [
+    ("caf\u00e9".encode("cp1252"), "iconv"), (gzip.compress(b"cat"), "gzip"),
+    (bz2.compress(b"cat"), "bzip2"), (lzma.compress(b"cat"), "xz"), (b"%PDF-1.4\ncat", "PDF"),
+    (b"PK\x03\x04cat", "zip"), (b"PAR1cat", "Parquet"), (b"SQLite format 3\0", "SQLite"),
+    (TEXT.encode("utf-16"), "UTF_16,"), (TEXT.encode("utf-16-be"), "UTF_16_or_binary")])
+def test_text_that_is_not_utf8_is_named(workdir, content, word):
     Path("books").mkdir()
     Path("books/1.txt").write_text("cat\n\nmat\n\nsat\n")
-    Path("books/2.txt").write_bytes("caf\u00e9".encode("cp1252"))
-    with pytest.raises(UserError, match="^books/2.txt"):
+    Path("books/2.txt").write_bytes(content)
+    with pytest.raises(UserError, match=f"^books/2.txt.* {word}"):
         prepare("text", "new", "books", "--vocab", "vocab.txt")
+    assert not Path("data/new").exists()
+
+
+def test_a_folder_is_read_whole(workdir):
+    """Whatever its folders are called. What is hidden is left out, and what is no file refused."""
+    for name in ("b/x.txt/1.txt", "b/a.txt", ".git/a.txt", "b/._a.txt"):
+        Path("books", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("books", name).write_text("cat")
+    found = find_files(Path("books"), ".txt")
+    assert [str(file) for file in found] == ["books/b/a.txt", "books/b/x.txt/1.txt"]
+    for target in ("nowhere", "c.txt", ".."):  # c.txt is the link
+        Path("books/c.txt").symlink_to(target)
+        with pytest.raises(UserError, match="^books/c.txt"):
+            find_files(Path("books"), ".txt")
+        Path("books/c.txt").unlink()
+    os.mkfifo("books/pipe.txt")
+    with pytest.raises(UserError, match="^books/pipe.txt"):
+        find_files(Path("books"), ".txt")
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.tgz", "a.tar.xz", "a.zip", "a.parquet"])
+def test_archives_and_parquet_are_read_or_named(workdir, name):
+    if name == "a.parquet":
+        write_parquet(name, ["cat", "mat", "sat"])
+    elif name == "a.zip":
+        shutil.make_archive("a", "zip", ".", "sample.txt")
+    else:
+        with tarfile.open(name, f"w:{name[-2:].replace('ar', '')}") as archive:
+            archive.add("sample.txt")
+    prepare("text", "new", name, "--vocab", "vocab.txt")
+    content = Path(name).read_bytes()
+    Path(name).write_bytes(content[:len(content) // 2] if name != "a.tar" else b"no tar")
+    with pytest.raises(UserError, match=f"^{name}"):
+        prepare("text", "other", name, "--vocab", "vocab.txt")
+
+
+@pytest.mark.parametrize("column, texts", [("body", ["cat"]), ("text", [1]), ("text", [["cat"]])])
+def test_parquet_without_text_is_named(workdir, column, texts):
+    write_parquet("a.parquet", texts, column)
+    with pytest.raises(UserError, match="^a.parquet"):
+        prepare("text", "new", "a.parquet", "--vocab", "vocab.txt")
+
+
+@pytest.mark.parametrize("text", ["cat\n\nmat\n", TEXT + "\nthe\n", "", TEXT.replace("m", "c")])
+def test_a_file_that_changes_between_readings_is_named(workdir, monkeypatch, text):
+    Path("a.txt").write_text(TEXT)
+    monkeypatch.setattr("prepare_data.write_vocab", lambda *args: Path("a.txt").write_text(text))
+    with pytest.raises(Failure, match="^a.txt"):
+        prepare("text", "new", "a.txt", "sample.txt", "--vocab", "vocab.txt")
     assert not Path("data/new").exists()
 
 

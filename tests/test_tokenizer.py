@@ -26,7 +26,7 @@ from lib.tokenizer import (
     wordpiece_tokenizer,
     write_vocab,
 )
-from prepare_data import gpt2_tokenizer, removed, train_tokenizer
+from prepare_data import gpt2_tokenizer, train_tokenizer
 from tests.helpers import PIECES, SHARED, prepare
 
 TRICKY = ["Café déjà-vu, naïve!", "北京 is 中文 and かな", "don't  e.g. U.S.A.\t(x_1) <unk> @-@",
@@ -104,16 +104,6 @@ def test_a_learned_vocabulary_keeps_accents_and_marks(workdir, text, options, al
         assert theirs.tokenize(text) == load_tokenizer("copy").encode(text).tokens == tokens
 
 
-def test_what_a_tokenizer_removes():
-    """Of e, its accent, a and dotted I two of five are lost. The rest is no letter."""
-    text = {"\u00e9": 1, "A": 1, "\u0130": 1, " ": 9, "7": 9, "\u200d": 9}
-    bare = tokenizers.Tokenizer(tokenizers.models.BPE())
-    for tokenizer, share in ((wordpiece_tokenizer(VOCAB, lowercase=True), 2 / 5), (bare, 0),
-                             (wordpiece_tokenizer(VOCAB, lowercase=False), 0),
-                             (wordpiece_tokenizer(VOCAB, strip_accents=False), 0)):
-        assert removed(tokenizer, text) == share
-
-
 @pytest.mark.parametrize("size, many", [(900, False), (400, True)])
 def test_a_vocabulary_has_the_characters_of_its_text(workdir, capsys, size, many):
     """There are 300. Room for 150 is said to be too little."""
@@ -123,6 +113,17 @@ def test_a_vocabulary_has_the_characters_of_its_text(workdir, capsys, size, many
     prepare("text", "corpus", "text.txt", "--vocab_size", size)
     assert (Corpus("corpus").meta["unknown"]["train"] > 4000) == many
     assert ("WARNING: 4" in capsys.readouterr().out) == many
+
+
+@pytest.mark.parametrize("name, content", [
+    ("tokenizer_config.json", "[]"), ("tokenizer.json", "[]"), ("tokenizer.json", "null"),
+    ("added_tokens.json", '{"\\ud800": 11}'), ("added_tokens.json", '{"new": "x"}'),
+    ("tokenizer_config.json", '{"do_lower_case": "no"}'), ("vocab.txt", "\ufeff[PAD]\n")])
+def test_a_folder_without_a_vocabulary_is_named(workdir, name, content):
+    write_vocab(Path("bert"), wordpiece_tokenizer(PIECES))
+    Path("bert", name).write_text(content, encoding="utf-16" if name == "vocab.txt" else "utf-8")
+    with pytest.raises(UserError, match="^bert: "):
+        load_tokenizer("bert")
 
 
 def test_tasks_know_ids_above_65_535():
