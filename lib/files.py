@@ -80,7 +80,7 @@ def lock(folder, work, timeout=0):
         return
     folder = Path(os.path.realpath(folder))
     make_folder(folder.parent)
-    file = folder.with_name(f".lock_{folder.name}")
+    file = folder.parent / f".lock_{folder.name}"
     try:
         with named(file):  # a soft lock would outlive a process that is killed
             held = filelock.FileLock(file, timeout, fallback_to_soft=False).acquire()

@@ -55,8 +55,8 @@ def at_least(lowest, kind=int):
     """Make a `type` for an option of Parser: a number that is at least `lowest`."""
     def number(text):
         value = kind(text)
-        if not lowest <= value < 2**63:  # nan is neither
-            raise argparse.ArgumentTypeError(f"{text}: expected {lowest} to 2**63")
+        if not lowest <= value < 2**31:  # nan is neither
+            raise argparse.ArgumentTypeError(f"{text}: expected {lowest} to 2**31")
         return value
     return number
 
@@ -189,7 +189,7 @@ def run_main(main):
     except Exception as error:
         text = str(find_refusal(error) or error) or "out of memory"  # Python's own has no text
         status, line = 1, f"error: {text.splitlines()[0]}"
-        if "out of memory" in text or "can't allocate memory" in text:
+        if re.search("out of memory|allocate|Storage size calculation overflowed", text):
             line += (" Take a smaller batch_size (and more accumulation), fewer tokens or a "
                      "smaller model")
         elif not find_refusal(error):

@@ -126,6 +126,8 @@ def end(capsys, main):
     (OSError(28, "No space left on device"), 1, "No space left"), (UserError("a\nb"), 2, "a b\n"),
     (PermissionError(13, "Permission denied", "out/x"), 1, "Permission denied: 'out/x'"),
     (KeyboardInterrupt(), 130, "interrupted\n"), (MemoryError(), 1, "smaller batch_size"),
+    (MemoryError("Unable to allocate 1 TiB for an array"), 1, "smaller batch_size"),
+    (RuntimeError("Storage size calculation overflowed with sizes=[9]"), 1, "smaller batch_size"),
     (RuntimeError("CUDA error: out of memory\nCUDA kernel errors"), 1, "smaller batch_size"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 1, "smaller batch")])
 def test_an_error_is_one_line_and_a_status(capsys, error, status, words):
