@@ -45,10 +45,10 @@ from lib.corpus import MASKED, Corpus
 from lib.device import autocast, set_up_device, wants_compile
 from lib.files import markdown
 from lib.settings import Parser, Progress, at_least, load_settings
-from lib.weights import check_objective, read_weights
+from lib.weights import check_objective, check_sizes, read_weights
 from model import build_model
 from pkm import LazyAdam
-from pretrain import Settings, bert_config
+from pretrain import Settings, bert_config, check_fit
 
 TRAINED = ["configs/base.py", "configs/base_pkm.py", "configs/base_resm.py"]
 CAUSAL = ["configs/causal_12.py", "configs/causal_24.py", "configs/causal_12_pkm.py",
@@ -87,6 +87,14 @@ class FlatPKM(pkm.PKM):
         found = [(q @ keys.T).topk(self.topk) for q, keys in zip(query, self.keys)]
         best, slots = (torch.stack(parts, 1) for parts in zip(*found))  # (tokens, heads, topk)
         return slots.int(), best.softmax(2)
+
+
+def config_of(settings, **changes):
+    """Make the BertConfig of changed Settings. UserError as in pretrain.py."""
+    settings = replace(settings, **changes)
+    config = bert_config(settings)
+    check_fit(settings, config)
+    return config
 
 
 def build(args, config, head=None):
@@ -133,7 +141,8 @@ def inference(args):
     for size in args.sizes:
         models, mlm_parameters = {}, {}
         for system, suffix in ("", ""), (" +PKM", "_pkm"), (" +ResM", "_resm"):
-            config = bert_config(load_settings(Settings, [f"configs/{size}{suffix}.py"]))
+            settings = load_settings(Settings, [f"configs/{size}{suffix}.py"])
+            config = config_of(settings, seq_len=max(args.lengths))
             models[size + system] = build(args, config, "classifier")
             with torch.device("meta"):
                 mlm_parameters[size + system] = training.count_parameters(build_model(config))
@@ -147,6 +156,7 @@ def inference(args):
 
 def layer(args):
     """Time one memory layer by number of tokens, beside the plain baseline."""
+    config_of(Settings(n_keys=args.n_keys, memory_layers=(1,)))
     with torch.device(args.device):
         plain = PlainPKM(768, args.n_keys)
         ours = pkm.PKM(768, args.n_keys)
@@ -187,13 +197,16 @@ def time_config(args, path):
     settings = replace(settings, accumulation=args.accumulation or settings.accumulation,
                        batch_size=args.batch_size or settings.batch_size, device=str(args.device),
                        dtype=str(args.dtype)[6:], compile="on" if args.compile else "off")
-    ranks.check_accumulation(settings)
     vocab_size, initial = 30522, None
     if Path("data", settings.dataset).exists():
         vocab_size = Corpus(settings.dataset).vocab_size
     if settings.init_from and not settings.model:
         initial = read_weights(settings.init_from)["config"]
     config = bert_config(settings, vocab_size, initial)
+    check_fit(settings, config)
+    if initial:
+        check_objective(settings.init_from, initial, config.causal)
+        check_sizes(settings.init_from, initial, config)
     with torch.device("meta"):
         parameters = training.count_parameters(build_model(config))
     # 16: weights, gradients, two moments; 200: activations as measured for base, in float32
@@ -248,15 +261,16 @@ def causal(args):
     """Time the next token of causal models, beside the first two."""
     configs = {}
     for path in args.configs or CAUSAL:
-        config = configs[path] = bert_config(load_settings(Settings, [path]))
-        check_objective(path, config, causal=True)
+        settings = load_settings(Settings, [path])
+        configs[path] = config_of(settings, seq_len=max(args.lengths))
+        check_objective(path, configs[path], causal=True)
     if args.slots is not None:
-        return by_slots(args, config)
+        return by_slots(args, settings)
     models = {name: build(args, config) for name, config in configs.items()}
     return time_inference(args, models, bases=2)
 
 
-def by_slots(args, config):
+def by_slots(args, settings):
     """Time product keys beside flat keys, by number of slots.
 
     Two models of a size share the values, and all outside the memory. "multiplications" are for
@@ -264,7 +278,8 @@ def by_slots(args, config):
     """
     models, scores = {}, {}
     for n in args.slots or [128, 256, 512, 1024]:  # torch compiles no more than 8 versions
-        product = build(args, replace(config, n_keys=n))
+        config = config_of(settings, n_keys=n)
+        product = build(args, config)
         flat = copy.deepcopy(product, {id(p): p for p in product.parameters()})
         for number in config.memory_layers:
             layer = flat.bert.layers[number - 1]
@@ -369,7 +384,7 @@ def main(argv):
     args, args.settings = parser.parse_known_intermixed_args(argv)
     if args.settings and args.command != "train":
         parser.error(f"unknown argument: {args.settings[0]}")
-    if any(setting.endswith(".py") for setting in args.settings):
+    if any("=" not in setting for setting in args.settings):
         parser.error("settings need a =, as in --max_steps=1000")
     args.device, args.dtype = set_up_device(args.device, args.dtype)
     args.compile = wants_compile(args.compile, args.device)

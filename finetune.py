@@ -236,7 +236,7 @@ def evaluate(settings, run, task, dev, model, state, epoch):
     scores = tasks.score_dev(task, dev, predictions) | {"epoch": epoch}
     run.log({"kind": "dev", "step": state["step"], **scores})
     metric = task.metrics[0]
-    print(f"epoch {epoch:g}: {metric} {scores[metric]:.4f}", flush=True)
+    print(f"epoch {epoch:.2f}: {metric} {scores[metric]:.4f}", flush=True)
     score = float(np.nan_to_num(scores[metric], nan=-2))  # less than any number
     if score > state["best"]:
         state["best"] = score

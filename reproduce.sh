@@ -6,7 +6,7 @@
 #   sh reproduce.sh paper            # the paper's sizes, on all GPUs of this machine: weeks
 #   sh reproduce.sh paper table2     # one step, or several; those that it needs must be done
 #   sh reproduce.sh paper --list     # print what would run, and run nothing
-#
+#   Steps: data, pretrain, finetune, table1, 2, 4 to 7, figure2 to 4, causal, slots, page.
 # All results lie in out/reproduce_SCALE/. A command that is done is skipped; its output is in logs/.
 # After a failure or an interruption the same line goes on. Delete the folder to begin anew. Jobs run
 # side by side: one on each GPU of CUDA_VISIBLE_DEVICES or of the machine; JOBS=2 on one without.

@@ -16,7 +16,7 @@ import filelock
 import torch
 
 from lib.ranks import first_rank
-from lib.settings import UserError
+from lib.settings import UserError, find_refusal
 
 
 @contextlib.contextmanager
@@ -32,18 +32,39 @@ def atomic(path):
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder, path.name)
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = path.with_name(f".tmp_{path.name}")
     discard(temporary)  # a killed process may have left it
     try:
-        yield temporary
-        for written in (temporary, *temporary.rglob("*")):
-            if written.is_file():
-                with open(written, "rb+") as file:
-                    os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with named(path):
+            yield temporary
+            for written in (temporary, *temporary.rglob("*")):
+                if written.is_file():
+                    with open(written, "rb+") as file:
+                        os.fsync(file.fileno())
+            os.replace(temporary, path)
     finally:
         discard(temporary)
+
+
+@contextlib.contextmanager
+def named(path):
+    """Name a file in an error of the operating system, because an error of writing names none."""
+    try:
+        yield
+    except Exception as error:
+        refusal = find_refusal(error)
+        if refusal:
+            refusal.filename = refusal.filename or str(path)
+        raise
+
+
+def make_folder(folder):
+    """Make a folder and those above it. UserError if one of them is a file."""
+    for place in (folder, *folder.parents):
+        if place.is_file():
+            raise UserError(f"{place} is a file: expected a folder")
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 @contextlib.contextmanager
@@ -57,16 +78,16 @@ def lock(folder, work, timeout=0):
     if not first_rank():
         yield
         return
-    folder = Path(folder).resolve()
-    for place in (folder, *folder.parents):
-        if place.is_file():
-            raise UserError(f"{place} is a file: expected a folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(os.path.realpath(folder))
+    make_folder(folder.parent)
+    file = folder.parent / f".lock_{folder.name}"
     try:
-        with filelock.FileLock(folder.with_name(f".lock_{folder.name}"), timeout):
-            yield
+        with named(file):  # a soft lock would outlive a process that is killed
+            held = filelock.FileLock(file, timeout, fallback_to_soft=False).acquire()
     except filelock.Timeout:
         raise UserError(f"{folder}: another process {work}: one at a time") from None
+    with held:
+        yield
 
 
 def load_file(path):
@@ -95,9 +116,11 @@ def null_to_nan(content):
 
 
 def read_json(path, object_hook=None):
-    """Read a JSON file; UserError if it is damaged."""
+    """Read a JSON file; UserError if it is damaged, or a text in it is not UTF-8."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"), object_hook=object_hook)
+        content = json.loads(Path(path).read_text(encoding="utf-8"), object_hook=object_hook)
+        json.dumps(content, ensure_ascii=False).encode()
+        return content
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not readable ({error})") from None
 

@@ -12,12 +12,14 @@ import re
 import runpy
 import subprocess
 import sys
+import traceback
 import types
 from pathlib import Path
 
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[1]  # where the scripts are
+sys.set_int_max_str_digits(0)  # so that a message can show any number
 
 
 class UserError(ValueError):
@@ -53,8 +55,8 @@ def at_least(lowest, kind=int):
     """Make a `type` for an option of Parser: a number that is at least `lowest`."""
     def number(text):
         value = kind(text)
-        if value < lowest:
-            raise argparse.ArgumentTypeError(f"{text}: expected {lowest} or more")
+        if not lowest <= value < 2**31:  # nan is neither
+            raise argparse.ArgumentTypeError(f"{text}: expected {lowest} to 2**31")
         return value
     return number
 
@@ -97,7 +99,7 @@ def load_settings(Settings, argv):
             near = difflib.get_close_matches(arg, map(str, Path("configs").glob("*.py")), n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise UserError(f"{arg}: no such config file, a .py{hint}")
-        for key, value in runpy.run_path(arg).items():
+        for key, value in run_config(arg).items():
             if not key.startswith("_") and not isinstance(value, types.ModuleType):
                 from_files[key] = as_typed(arg, key, value, defaults)
     settings = Settings(**from_files | given)
@@ -109,6 +111,24 @@ def load_settings(Settings, argv):
     return settings
 
 
+def run_config(path):
+    """Run a config file. Returns its variables by name. UserError for whatever fails in it."""
+    try:
+        return runpy.run_path(path)
+    except SyntaxError as error:
+        raise UserError(f"{path}: {error}, column {error.offset}") from None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a person's code raises anything
+        *_, last = traceback.extract_tb(error.__traceback__)
+        raise UserError(f"{last.filename}:{last.lineno}: {error!r}") from None
+
+
+def utf8(text):
+    """Return a text. UserError if it is not UTF-8, or has a NUL, which no file's name can have."""
+    if re.search("[\0\ud800-\udfff]", text):
+        raise UserError(f"{text!r}: expected UTF-8 text without NUL")
+    return text
+
+
 def as_typed(where, key, value, defaults):
     """Return a setting's value in the type of its default. "4,8", 4 and [4, 8] stand for tuples."""
     if key not in defaults:
@@ -116,18 +136,17 @@ def as_typed(where, key, value, defaults):
         hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
         raise UserError(f"{where}: unknown key '{key}' ({hint})")
     kind, typed = type(defaults[key]), value
-    if isinstance(value, str) and kind is not str:
-        with contextlib.suppress(ValueError, SyntaxError):
+    with contextlib.suppress(Exception):  # other text, and a number beyond all floats, stay
+        if isinstance(value, str) and kind is not str:
             typed = ast.literal_eval(value or "()")
-    if kind is float and type(typed) is int:
-        typed = float(typed)
-    if kind is tuple and type(typed) is int:
-        typed = (typed,)
-    if kind is tuple and type(typed) is list:
-        typed = tuple(typed)
-    if type(typed) is not kind:
-        raise UserError(f"{where}: {key} = {value!r}: expected {kind.__name__}")
-    return typed
+        if kind is float and type(typed) is int:
+            typed = float(typed)
+        if kind is tuple:
+            typed = (typed,) if type(typed) is int else tuple(typed)
+    if type(typed) is not kind or kind is tuple and {*map(type, typed)} - {int}:
+        expected = "whole numbers" if kind is tuple else kind.__name__
+        raise UserError(f"{where}: {key} = {value!r}: expected {expected}")
+    return utf8(typed) if kind is str else typed
 
 
 def check_number(name, value, may_be_zero=False, highest=2**63 - 1):
@@ -136,10 +155,8 @@ def check_number(name, value, may_be_zero=False, highest=2**63 - 1):
         if isinstance(number, bool | str):
             continue
         if not 0 <= number <= highest or number == 0 and not may_be_zero:
-            expected = "0 or more" if may_be_zero else "more than 0"
-            if highest == 1:
-                expected = "from 0 to 1"
-            raise UserError(f"{name} = {number}: expected {expected}")
+            lowest = "0" if may_be_zero else "more than 0,"
+            raise UserError(f"{name} = {number}: expected {lowest} up to {highest:g}")
 
 
 def check_choice(name, value, choices):
@@ -151,10 +168,15 @@ def check_choice(name, value, choices):
 def run_main(main):
     """Call main() and end the process with its exit status.
 
-    A UserError is one line on stderr and status 2. A Failure, a full disk and a lack of memory are
-    one line and status 1. Ctrl-C is status 130. Other errors keep their traceback.
+    A UserError is one line on stderr and status 2. A Failure, a lack of memory and what the
+    operating system refuses are one line and status 1. Ctrl-C is status 130. If nobody reads
+    stdout any more, the status is 141. Other errors keep their traceback.
     """
+    if sys.stdout:  # it may be closed
+        sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
+        for argument in sys.argv[1:]:
+            utf8(argument)
         sys.exit(main())
     except UserError as error:
         status, line = 2, f"error: {error}"
@@ -162,16 +184,25 @@ def run_main(main):
         status, line = 1, f"error: {error}"
     except KeyboardInterrupt:
         status, line = 130, "interrupted"
-    except (OSError, RuntimeError, MemoryError) as error:
-        text = str(error) or "out of memory"  # Python's own error has no text
+    except BrokenPipeError:
+        os._exit(141)  # else Python would flush stdout once more
+    except Exception as error:
+        text = str(find_refusal(error) or error) or "out of memory"  # Python's own has no text
         status, line = 1, f"error: {text.splitlines()[0]}"
-        if "out of memory" in text or "can't allocate memory" in text:
+        if re.search("out of memory|allocate|Storage size calculation overflowed", text):
             line += (" Take a smaller batch_size (and more accumulation), fewer tokens or a "
                      "smaller model")
-        elif "No space left" not in text:
+        elif not find_refusal(error):
             raise
-    print(line, file=sys.stderr)
+    print(line.replace("\n", " ")[:2000], file=sys.stderr)
     sys.exit(status)
+
+
+def find_refusal(error):
+    """Find what the operating system refused: an OSError among an error and its causes, or None."""
+    while error and not (isinstance(error, OSError) and error.errno):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def run_script(script, *args):

@@ -60,6 +60,8 @@ def prepare(model, settings, checkpoint=None):
     state = {"step": 0, "elapsed": 0.0, "seconds": 0.0, "losses": []}
     if checkpoint:
         state = restore(checkpoint, optimizers)
+        if state["step"] < settings.max_steps:
+            print(f"going on from {checkpoint}")
     return net, optimizers, state
 
 
@@ -281,7 +283,6 @@ def restore(checkpoint, optimizers):
     sparse.load_state_dict(moments["sparse"])
     state = read_state(checkpoint)
     scaler.load_state_dict(state.pop("scaler"))
-    print(f"going on from {checkpoint}")
     return state
 
 

@@ -10,7 +10,7 @@ begin() {  # SCALE WORD...: read the command line, and find the GPUs
         --list) list=yes ;;
         data | pretrain | finetune | table[124567] | figure[234] | causal | slots | page)
             wanted="$wanted $word" ;;
-        *) echo "$word: no such step"; exit 2 ;;
+        *) echo "$word: no such step (sh reproduce.sh names them)"; exit 2 ;;
         esac
     done
     gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi -L 2> /dev/null | sed -n 's/^GPU \([0-9]*\).*/\1/p')}

@@ -49,6 +49,7 @@ def trained(prepared, tmp_path_factory):
         Path("tune.py").write_text("task = 'own'\ninit_from = 'out/tiny'\nmax_len = 32\n"
                                    "warmup = 0.1\ndevice = 'cpu'\n")
         finetune.main(["tune.py", "--task=pairs", "--max_steps=1"])
+        Path("causal.py").write_text(Path("tiny.py").read_text() + "objective = 'causal'\n")
         Path("new.tsv").write_text("sentence\nthe cat\n")
         Path("short.txt").write_text("the cat\n")
         write_text(Path("data/own/notes.txt"), "mine")
@@ -74,12 +75,22 @@ MISTAKES = [  # (script, arguments, words of the line)
     ("pretrain", "tiny.py --out=out/new --init_from=out/tiny --dataset=other", "vocabulary"),
     ("pretrain", "tiny.py --out=out/new --init_from=out/tiny --topk=3", "topk = 4, not 3"),
     ("bench", "train --max_steps 9 tiny.py", "--max_steps=1000"),
+    ("bench", "train tiny.py --seq_len=5000", "seq_len = 5000"),
+    ("bench", "train tiny.py --n_head=5", "n_head = 5"),
+    ("bench", "train tiny.py --model= --init_from=out/causal", "causal"),
+    ("bench", "train tiny.py --model= --init_from=out/tiny --topk=3", "topk = 4, not 3"),
+    ("bench", "causal tiny.py --lengths 5000", "seq_len = 5000"),
+    ("bench", "causal tiny.py --objective=masked", "--objective=masked"),
+    ("bench", "causal causal.py --slots 2 --lengths 8", "topk = 4: expected 1 to n_keys = 2"),
+    ("bench", "layer --n_keys 4", "n_keys = 4"),
     ("finetune", "tune.py --init_from=", "init_from"),
     ("finetune", "tune.py --task=nothing", "'nothing'"),
     ("finetune", "tune.py --max_len=500", "max_len = 500"),
     ("finetune", "tune.py --init_from=out/causal", "causal"),
     ("finetune", "tune.py --task=classes", "classes/train.tsv:1"),
     ("measure", "browse out/tiny --out japanese/page", "japanese/page.html"),
+    ("measure", "browse out/tiny --out text.txt/a/page", "text.txt is a file"),
+    ("measure", "sample out/causal the --temperature nan", "--temperature: nan"),
     ("measure", "predict out/tiny_pairs new.tsv --out new", "new.tsv exists"),
     ("measure", "fill out/tiny 'no mask'", "[MASK]"),
     ("measure", f"fill out/tiny '{130 * 'the '}[MASK]'", "out/tiny"),

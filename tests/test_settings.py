@@ -2,6 +2,8 @@
 Read settings from config files and the command line, and end a script.
 """
 import dataclasses
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +56,10 @@ def test_load(tmp_path, monkeypatch, capsys, args, expected):
     (["--flag=yes"], "flag = 'yes'.* bool"),
     (["--flag"], "--flag has no value"), (["--flag", "c.py"], "flag = 'c.py'.* bool"),
     (["--steps=True"], "steps = 'True'.* int"),
-    (["--layers=4.5"], "layers = '4.5'.* tuple"),
+    (["--layers=4.5"], "layers = '4.5'.* whole"), (["--layers=4.5,"], "layers = '4.5,'.* whole"),
+    (["--layers=None,"], "layers = 'None,'"), (["--layers={[]}"], "layers = '{"),
+    ([f"--lr=1{400 * '0'}"], "lr = '10"), ([f"--steps=1{5000 * '0'}"], "steps = 10"),
+    (["--name=a\0"], "NUL"), (["--name=\udcff"], "UTF-8"),
     (["--layers=4,-8"], "layers = -8"), (["--steps=0"], "steps = 0"), (["--lr=0"], "lr = 0.0"),
     (["--lr=-1e-3"], "lr = -0.001"), (["--lr=1e999"], "lr = inf"), (["--seed=-1"], "seed = -1"),
     (["--clip=1.5"], "clip = 1.5"), (["c.json"], "c.json"),
@@ -64,6 +69,18 @@ def test_a_mistake_is_named(tmp_path, monkeypatch, args, words):
     Path("c.py").write_text("stepz = 2\n")
     with pytest.raises(UserError, match=words):
         load_settings(Settings, args)
+
+
+@pytest.mark.parametrize("text, words", [
+    ("lr = 1\nlr = = 2", "c.py, line 2.*, column 6"), ("lr = 1\n\nlr = a", "c.py:3: NameError"),
+    ("lr = 1 / 0", "c.py:1: ZeroDivisionError"), ("from math import a", "c.py:1: ImportError"),
+    ("raise SystemExit", "c.py:1: SystemExit"), ("steps = 10**5000", "steps = 10"),
+    ("lr = 10**5000", "c.py: lr = 10"), ("name = '\\0'", "NUL")])
+def test_a_config_that_fails_is_named(tmp_path, monkeypatch, text, words):
+    monkeypatch.chdir(tmp_path)
+    Path("c.py").write_text(text)
+    with pytest.raises(UserError, match=words):
+        load_settings(Settings, ["c.py"])
 
 
 def test_a_config_that_is_not_there(monkeypatch):
@@ -90,6 +107,13 @@ def fail(error):
     raise error
 
 
+def fail_later(error, cause):
+    try:
+        raise cause
+    finally:
+        raise error
+
+
 def end(capsys, main):
     """Run main() as a script does. Returns (exit status, stderr)."""
     with pytest.raises(SystemExit) as ended:
@@ -99,8 +123,11 @@ def end(capsys, main):
 
 @pytest.mark.parametrize("error, status, words", [
     (UserError("x"), 2, "error: x\n"), (Failure("x"), 1, "error: x\n"),
-    (OSError(28, "No space left on device"), 1, "No space left"),
+    (OSError(28, "No space left on device"), 1, "No space left"), (UserError("a\nb"), 2, "a b\n"),
+    (PermissionError(13, "Permission denied", "out/x"), 1, "Permission denied: 'out/x'"),
     (KeyboardInterrupt(), 130, "interrupted\n"), (MemoryError(), 1, "smaller batch_size"),
+    (MemoryError("Unable to allocate 1 TiB for an array"), 1, "smaller batch_size"),
+    (RuntimeError("Storage size calculation overflowed with sizes=[9]"), 1, "smaller batch_size"),
     (RuntimeError("CUDA error: out of memory\nCUDA kernel errors"), 1, "smaller batch_size"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 1, "smaller batch")])
 def test_an_error_is_one_line_and_a_status(capsys, error, status, words):
@@ -108,9 +135,30 @@ def test_an_error_is_one_line_and_a_status(capsys, error, status, words):
     assert code == status and said.count("\n") == 1 and words in said
 
 
+def test_an_error_over_that_of_the_system_does_not_hide_it(capsys):
+    error = OSError(122, "Disk quota exceeded", "out/x")
+    code, said = end(capsys, partial(fail_later, RuntimeError("unexpected pos"), error))
+    assert (code, said) == (1, "error: [Errno 122] Disk quota exceeded: 'out/x'\n")
+
+
+@pytest.mark.parametrize("code, arguments, status, out, error", [
+    ("print('a')", [], 141, None, b""),
+    ("print('\xe9')", [], 0, b"\\xe9\n", b""),
+    ("print('a')", [b"\xff"], 2, b"", b"error: '\\udcff': expected UTF-8 text without NUL\n")])
+def test_a_script_and_the_world_around_it(code, arguments, status, out, error):
+    """End quietly if nobody reads, print to any terminal, and take arguments that are UTF-8."""
+    code = f"from lib.settings import run_main\nrun_main(lambda: {code})"
+    script = subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=ROOT,
+                              env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"},
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    if out is None:
+        script.stdout.close()
+        script.stdout = None
+    assert script.communicate() == (out, error) and script.returncode == status
+
+
 @pytest.mark.parametrize("error", [
-    RuntimeError("x"), OSError(5, "Input/output error"), FileNotFoundError(2, "x"),
-    ModuleNotFoundError("No module named 'x'")])
+    RuntimeError("x"), OSError("x"), ValueError("x"), ModuleNotFoundError("No module named 'x'")])
 def test_an_error_that_nobody_expected_keeps_its_traceback(error):
     with pytest.raises(type(error)) as raised:
         run_main(partial(fail, error))
