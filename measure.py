@@ -12,6 +12,7 @@ $ python measure.py fill out/demo_resm_init "Return a new [MASK] of the given sh
 $ python measure.py sample out/demo_causal_memory "Returns a new"   # a causal language model
 $ python measure.py browse out/demo_resm_init --out memory      # memory.html: what a slot knows
 $ python measure.py predict out/base_sst2 new.tsv --out said    # a fine-tuned run on new text
+$ python measure.py predict out/base_sst2 "a fine film"
 
 --out NAME writes NAME.md and NAME.json, and for a figure NAME.png and NAME.svg, too. For browse it
 writes NAME.html, for predict NAME.tsv. python measure.py COMMAND --help lists a command's options.
@@ -75,9 +76,9 @@ def table_2(args, device):
         rows.append(facts | perplexities | usage_cells(results[longest]["layers"]))
         records.append({"checkpoint": str(checkpoint), **facts, "results": results})
     note = (f"Test splits, sequences of {seq_len}. Usage on data/{longest}, the longest "
-            f"({tokens[longest]:,} tokens; our reading). Steps: those of the initial model + the "
-            "run's own, which took so many seconds. Only rows with the same number of steps show "
-            "what the memory does.")
+            f"({tokens[longest]:,} tokens; our reading). Steps: those of the initial model (?: "
+            "weights from elsewhere, not known) + the run's own, which took so many seconds. Only "
+            "rows with the same number of steps show what the memory does.")
     write_table(args.out, rows, note, {"note": note, "runs": records})
 
 
@@ -211,16 +212,16 @@ def glue(args):
     if not systems:
         raise UserError(f"{', '.join(args.runs)}: no fine-tuned run that is done")
     rows = list(map(score_row, systems.values()))
-    note = ("Dev splits, median over the seeds of each seed's best epoch; (n): of n seeds. "
-            "squad: exact match/F1; mnli: matched/mismatched; cola: Matthews' correlation. "
-            "Avg: of the six numbers from mnli to cola, once all are there.")
+    note = ("Dev splits, median over the seeds of each seed's best epoch; (n): of n seeds, without "
+            "those whose score is nan. squad: exact match/F1; mnli: matched/mismatched; cola: "
+            "Matthews' correlation. Avg: of the six numbers from mnli to cola, once all are there.")
     write_table(args.out, rows, note, records)
 
 
 def score_record(path):
     """Read the scores of a fine-tuned run. Returns a record, and the SHA-256 of where it started.
 
-    "scores" are the medians in percent; "seeds" has the scores of each seed.
+    "scores" are the medians in percent; "seeds" has the scores of each seed in them.
     """
     run = Run(path)
     begun = [seed.settings() for seed in (*run.seed_runs(), run) if seed.settings()]
@@ -233,9 +234,10 @@ def score_record(path):
         return [percent * scores[f"eval_{metric}"] for metric in metrics]
 
     seeds = results.get("seeds", {"": results})  # the folder of one seed has no others
+    counted = weights.seed_scores(seeds)
     record = {"run": path, "initial": str(Path(settings["init_from"])),
               "update": settings["update_memory"], "task": task, "scores": pick(results),
-              "seeds": {seed: pick(scores) for seed, scores in seeds.items()}}
+              "seeds": {seed: pick(seeds[seed]) for seed in counted}}
     return record, settings["init_sha256"]
 
 
@@ -502,7 +504,7 @@ def predict(args):
     It has the columns of the file, or ids and questions. Then come the prediction, and a class's
     probability or an answer's score.
     """
-    file = Path("/dev/stdin" if args.file == "-" else args.file)
+    file = "/dev/stdin" if args.file == "-" else args.file
     out = args.out and new_file(args.out, ".tsv")
     folder, vocab, settings = find_tuned(args.run)
     print(f"weights of {folder}", file=sys.stderr)  # a run's median seed, for example
@@ -516,7 +518,7 @@ def predict(args):
         rows += [[question.id, question.text, text, f"{score:.3f}"]
                  for question, (text, score) in answers.items()]
     else:
-        given = read_table(file)
+        given = read_given(file, settings["texts"])
         texts = tasks.pick_texts(file, given, settings["texts"])
         examples = tasks.encode_examples(tokenizer, texts, [None] * len(texts), max_len)
         header, cells = tasks.prediction_table(tasks.predict_examples(model, examples),
@@ -527,6 +529,25 @@ def predict(args):
         write_text(out, tsv_text(rows))
     else:
         print(tsv_text(rows), end="")
+
+
+def read_given(file, columns):
+    """Read what to predict for: a file's rows, dicts by column, or one sentence as a row.
+
+    columns: the task's texts. Lines of a .txt file and of stdin need no header.
+    """
+    path, fields = Path(file), file.split("\t")
+    if " " in file and not os.path.exists(file):
+        if len(fields) != len(columns):
+            raise UserError(f"{file!r}: no such file, and as text it has {len(fields)} of "
+                            f"{len(columns)} parts with tabs between them")
+        return [dict(zip(columns, fields))]
+    rows = read_table(path, columns if path.suffix in ("", ".txt") else None)
+    taken = rows[0].keys() & {"prediction", "probability"}
+    if taken:
+        raise UserError(f"{file}:1: a column has the name {min(taken)}, as one of the output: "
+                        "rename it")
+    return rows
 
 
 COMMANDS = {  # the arguments of each, in the order of the docstring above
@@ -545,7 +566,8 @@ ARGUMENTS = {
     "runs": {"nargs": "+", "metavar": "out/RUN"},
     "run": {"help": "out/RUN, or one of its checkpoints or seeds"},
     "text": {"help": "in quotes; fill guesses each [MASK], sample goes on with it"},
-    "file": {"help": "TSV with a header, SQuAD's JSON, or - (stdin)"},
+    "file": {"help": "a sentence in quotes; a .txt file, a line each; a .tsv file with a header; "
+                     "SQuAD's JSON; or - (stdin)"},
     "--data...": {"nargs": "+", "metavar": "NAME", "help": "data/NAME: perplexity on it (Table 2)"},
     "--data": {"metavar": "NAME", "help": "data/NAME, not the run's corpus"},
     "--out": {"metavar": "NAME", "help": "write files of this name"},

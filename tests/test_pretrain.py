@@ -366,6 +366,7 @@ def test_settings_reach_the_model():
     expected = sizes | {"causal": False, "init_std": 0.04}  # 0.02 x (768 / 192)^0.5
     found = pretrain.bert_config(pretrain.Settings(model="base", **sizes), 99)
     assert found == BertConfig(vocab_size=99, **expected)
+    assert pretrain.bert_config(pretrain.Settings()) == BertConfig()
     named = pretrain.bert_config(pretrain.Settings(model="large", objective="causal"))
     assert named == BertConfig(n_layer=24, n_head=16, d_model=1024, d_ff=4096, causal=True)
 
