@@ -15,8 +15,7 @@ run left off.
 out/<run>/seed0/                 config.json, log.jsonl and vocab.txt as in a run of pretrain.py;
                                  the newest step_000500/ until the seed is done, then only best/
 out/<run>/seed0/eval_results.json, predictions_dev.tsv: of the weights in best/
-out/<run>/eval_results.json      the medians over the finished seeds, and the scores of each; a
-                                 seed whose score is nan is left out of the medians
+out/<run>/eval_results.json      the medians over the finished seeds, and the scores of each
 """
 import json
 import math

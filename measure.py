@@ -11,8 +11,7 @@ $ python measure.py slots out/demo_resm_init --layer 2          # what reads its
 $ python measure.py fill out/demo_resm_init "Return a new [MASK] of the given shape."
 $ python measure.py sample out/demo_causal_memory "Returns a new"   # a causal language model
 $ python measure.py browse out/demo_resm_init --out memory      # memory.html: what a slot knows
-$ python measure.py predict out/base_sst2 new.tsv --out said    # a fine-tuned run on new text
-$ python measure.py predict out/base_sst2 "a fine film"
+$ python measure.py predict out/base_sst2 new.tsv --out said    # or new.txt, or "a sentence"
 
 --out NAME writes NAME.md and NAME.json, and for a figure NAME.png and NAME.svg, too. For browse it
 writes NAME.html, for predict NAME.tsv. python measure.py COMMAND --help lists a command's options.
@@ -76,8 +75,8 @@ def table_2(args, device):
         rows.append(facts | perplexities | usage_cells(results[longest]["layers"]))
         records.append({"checkpoint": str(checkpoint), **facts, "results": results})
     note = (f"Test splits, sequences of {seq_len}. Usage on data/{longest}, the longest "
-            f"({tokens[longest]:,} tokens; our reading). Steps: those of the initial model (?: "
-            "weights from elsewhere, not known) + the run's own, which took so many seconds. Only "
+            f"({tokens[longest]:,} tokens; our reading). Steps: those of the initial model + the "
+            "run's own, which took so many seconds; ?: not known, of weights from elsewhere. Only "
             "rows with the same number of steps show what the memory does.")
     write_table(args.out, rows, note, {"note": note, "runs": records})
 
@@ -234,10 +233,9 @@ def score_record(path):
         return [percent * scores[f"eval_{metric}"] for metric in metrics]
 
     seeds = results.get("seeds", {"": results})  # the folder of one seed has no others
-    counted = weights.seed_scores(seeds)
     record = {"run": path, "initial": str(Path(settings["init_from"])),
               "update": settings["update_memory"], "task": task, "scores": pick(results),
-              "seeds": {seed: pick(seeds[seed]) for seed in counted}}
+              "seeds": {seed: pick(seeds[seed]) for seed in weights.seed_scores(seeds)}}
     return record, settings["init_sha256"]
 
 
@@ -502,9 +500,9 @@ def predict(args):
     """Predict for new texts with a fine-tuned model's median seed; print or write a TSV table.
 
     It has the columns of the file, or ids and questions. Then come the prediction, and a class's
-    probability or an answer's score.
+    probability or an answer's score; they replace columns of the file that have these names.
     """
-    file = "/dev/stdin" if args.file == "-" else args.file
+    file = Path("/dev/stdin" if args.file == "-" else args.file)
     out = args.out and new_file(args.out, ".tsv")
     folder, vocab, settings = find_tuned(args.run)
     print(f"weights of {folder}", file=sys.stderr)  # a run's median seed, for example
@@ -518,36 +516,21 @@ def predict(args):
         rows += [[question.id, question.text, text, f"{score:.3f}"]
                  for question, (text, score) in answers.items()]
     else:
-        given = read_given(file, settings["texts"])
-        texts = tasks.pick_texts(file, given, settings["texts"])
+        columns = settings["texts"]
+        if " " in args.file and not os.path.exists(file):  # a sentence, or two with a tab between
+            given = [dict(zip(columns, args.file.split("\t", len(columns) - 1)))]
+        else:  # lines of a .txt file and of stdin need no header
+            given = read_table(file, columns if file.suffix in ("", ".txt") else None)
+        texts = tasks.pick_texts(file, given, columns)
         examples = tasks.encode_examples(tokenizer, texts, [None] * len(texts), max_len)
         header, cells = tasks.prediction_table(tasks.predict_examples(model, examples),
                                                weights.read_weights(folder)["labels"])
-        rows = [[*given[0], *header]]
-        rows += [[*row.values(), *new] for row, new in zip(given, cells)]
+        given = [row | dict(zip(header, new)) for row, new in zip(given, cells)]
+        rows = [given[0].keys(), *map(dict.values, given)]
     if out:
         write_text(out, tsv_text(rows))
     else:
         print(tsv_text(rows), end="")
-
-
-def read_given(file, columns):
-    """Read what to predict for: a file's rows, dicts by column, or one sentence as a row.
-
-    columns: the task's texts. Lines of a .txt file and of stdin need no header.
-    """
-    path, fields = Path(file), file.split("\t")
-    if " " in file and not os.path.exists(file):
-        if len(fields) != len(columns):
-            raise UserError(f"{file!r}: no such file, and as text it has {len(fields)} of "
-                            f"{len(columns)} parts with tabs between them")
-        return [dict(zip(columns, fields))]
-    rows = read_table(path, columns if path.suffix in ("", ".txt") else None)
-    taken = rows[0].keys() & {"prediction", "probability"}
-    if taken:
-        raise UserError(f"{file}:1: a column has the name {min(taken)}, as one of the output: "
-                        "rename it")
-    return rows
 
 
 COMMANDS = {  # the arguments of each, in the order of the docstring above
@@ -566,8 +549,7 @@ ARGUMENTS = {
     "runs": {"nargs": "+", "metavar": "out/RUN"},
     "run": {"help": "out/RUN, or one of its checkpoints or seeds"},
     "text": {"help": "in quotes; fill guesses each [MASK], sample goes on with it"},
-    "file": {"help": "a sentence in quotes; a .txt file, a line each; a .tsv file with a header; "
-                     "SQuAD's JSON; or - (stdin)"},
+    "file": {"help": "a sentence, .txt (lines), .tsv (with a header), SQuAD's JSON, or - (stdin)"},
     "--data...": {"nargs": "+", "metavar": "NAME", "help": "data/NAME: perplexity on it (Table 2)"},
     "--data": {"metavar": "NAME", "help": "data/NAME, not the run's corpus"},
     "--out": {"metavar": "NAME", "help": "write files of this name"},

@@ -68,9 +68,8 @@ def median_seed(path):
     seeds = run.seed_runs()
     if run.newest_checkpoint() or not seeds:
         return run
-    for seed in seeds:
-        seed.settings()  # of this layout, or a UserError
-    scores = seed_scores({seed: seed.results() for seed in seeds})
+    # settings() is a UserError for another layout
+    scores = seed_scores({seed: seed.results() for seed in seeds if seed.settings()})
     if not scores:
         raise UserError(f"{path}: no seed is done: go on with it, or name one: {seeds[0].folder}")
     ranked = sorted(scores, key=scores.get)

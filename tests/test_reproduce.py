@@ -273,12 +273,14 @@ def test_fine_tuned_models_on_the_page(folder):
 def test_the_average_of_table_4(folder):
     """Of the medians of six numbers: MNLI has two, SQuAD does not count."""
     numbers = different_numbers()
-    records = [fine_tuned(numbers, "demo", task) for task in paper.TASKS if task != "docs_task"]
-    write(folder, "table4", records)
-    row = write_page(folder)["Table 4"][paper.A]
-    six = [score for record in records[1:] for score in record["seeds"]["2"]]
-    assert row["Avg"] == f"{sum(six) / 6:.1f} (83.8)"
-    assert row["MNLI"] == f"{middle(records[1])} (84.3/84.5)"
+    squad, *five = (fine_tuned(numbers, "demo", task) for task in paper.TASKS
+                    if task != "docs_task")
+    six = [score for record in five for score in record["seeds"]["2"]]
+    for records in ([squad, *five], five):
+        write(folder, "table4", records)
+        row = write_page(folder)["Table 4"][paper.A]
+        assert row["Avg"] == f"{sum(six) / 6:.1f} (83.8)"
+        assert row["MNLI"] == f"{middle(five[0])} (84.3/84.5)"
 
 
 def test_times_on_the_page(folder):
@@ -343,6 +345,13 @@ def test_claims_hold_on_the_papers_numbers_and_exchanged_they_do_not():
     worse = [claims.number(paper.TABLES["table2"], paper.E, column)
              for column in ("top-1 MU (%)", "KL_u")]
     assert worse == [95.7, 0.69]  # of the layers
+
+
+def test_a_seed_of_nan_decides_nothing():
+    [claim] = (claim for claim in claims.CLAIMS if claim.table == "figure4")
+    tables = [{paper.C: {"KL, after": [kl, 1]}, paper.F: {"KL, after": [2, 4]}}
+              for kl in (np.nan, 1)]
+    assert claims.sides(claim, tables) == [(0.5, 1)]
 
 
 def test_several_seeds_decide_by_twice_the_standard_error():
