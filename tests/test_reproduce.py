@@ -190,6 +190,8 @@ def test_language_models_on_the_page(folder):
         assert row["perplexity, end"] == f"{end['perplexity']:.2f}"
     e, f, _ = (curve[0]["perplexity"] for curve in curves.values())
     assert claimed(tables, "PKM starts far worse") == (f"{f / e:.4g}", "1")
+    assert [tables["Table 3"][name]["max_len"] for name in ("SQuAD 1.1", "GLUE")] == [
+        "384 (384)", "128 (128)"]
     assert (folder / "page.md").read_text().count("2 commands, 0.9 hours") == 1
     assert "sh reproduce.sh demo table4" in (folder / "page.md").read_text()
 
@@ -283,6 +285,17 @@ def test_the_average_of_table_4(folder):
         assert row["MNLI"] == f"{middle(five[0])} (84.3/84.5)"
 
 
+def test_runs_at_the_papers_size_are_its_systems():
+    runs = ["base", "base_500k_more", "base_pkm", "base_resm", "base_pkm_init", "base_resm_init",
+            "bert-base-uncased", "bert-large-uncased"]
+    assert [paper.system_of(f"out/{run}")[0][1] for run in runs] == list("abcdefgh")
+    small = ["distilbert-base-uncased", "distil_resm_init", "causal_12", "causal_24",
+             "causal_12_pkm", "causal_12_memory"]
+    assert [paper.system_of(run)[0] for run in small] == [
+        "DistilBERT*", "DistilBERT +Init +ResM", "n layers", "2n layers", "n layers, PKM",
+        "n layers, ResM"]
+
+
 def test_times_on_the_page(folder):
     """Medians of the rounds. A size, a length and a model have their own places."""
     numbers = different_numbers()
@@ -297,7 +310,7 @@ def test_times_on_the_page(folder):
               for length in (128, 512) for system in ("base", "base +ResM", "large")]
     bench(folder, "table1", table1)
     configs = "causal", "causal_8", "causal_pkm", "causal_memory"
-    times = [record(f"configs/demo_{config}.py", 128) for config in configs]
+    times = [record(f"configs/demo_{config}.py", 128, compiled=True) for config in configs]
     bench(folder, "causal_time", times)
     texts = {config: next(numbers) for config in configs}
     write(folder, "causal", {"runs": [{"run": f"out/demo_{config}", "results": {"docs":
@@ -318,7 +331,7 @@ def test_times_on_the_page(folder):
     resm, large = (found["batches/s"] for found in table1[4:])
     assert claimed(tables, "base +ResM is much faster") == (f"{large / resm:.4g} (0.7268)", "1")
     row = tables["Lample et al., layers"]["n layers, ResM"]
-    assert row["ms, inference, 1 x 128"] == f"{1000 * times[3]['seconds'][2]:.4g}"
+    assert row["ms, inference, 1 x 128, compiled"] == f"{1000 * times[3]['seconds'][2]:.4g}"
     assert row["perplexity, docs"] == f"{texts['causal_memory']:.2f}"
     assert claimed(tables, "and is twice as fast")[0] == (
         f"{times[2]['seconds'][2] / times[1]['seconds'][2]:.4g} (0.5)")
