@@ -148,10 +148,9 @@ def test_medians_are_no_means(tmp_path, capsys, accuracies, accuracy, epoch):
                                        "eval_epoch": seed})
     finetune.write_medians(TASKS["rte"], tmp_path)
     found = Run(tmp_path).results()
-    medians = [found["eval_accuracy"], found["eval_epoch"]]
-    assert medians == pytest.approx([accuracy, epoch], nan_ok=True)
-    each = [seed["eval_accuracy"] for seed in found["seeds"].values()]
-    assert each == pytest.approx(accuracies, nan_ok=True)
+    numbers = [found[name] for name in ("eval_accuracy", "eval_epoch")]
+    numbers += [seed["eval_accuracy"] for seed in found["seeds"].values()]
+    assert numbers == pytest.approx([accuracy, epoch, *accuracies], nan_ok=True)
     said, one_is_nan = capsys.readouterr().out, math.isnan(accuracies[0]) and accuracy > 0
     assert f"median of {len(accuracies) - one_is_nan}: accuracy {accuracy}" in said
     assert ("seed 0 is left out" in said) == one_is_nan

@@ -385,7 +385,7 @@ def test_a_sentence_and_lines_without_a_header_are_predicted(tuned, capsys, task
     run, header = f"out/tiny_{task}", Path(task, "test.tsv").read_text().split("\n")[0]
     Path("table.tsv").write_text(f"{header}\n{text}\n")
     Path("one.txt").write_text(f"{text}\n")
-    Path("two.txt").write_text(f"{text}\n{text}\n")
+    Path("two.txt").write_text(f"{text}\n{header}\n")  # no header there
     expected = predict(run, "table.tsv")
     assert predict(run, text) == predict(run, "one.txt") == expected
     assert len(predict(run, "two.txt")) == 2

@@ -62,10 +62,7 @@ def test_a_setting_that_an_old_model_lacks_is_its_default(tmp_path):
     ([math.nan, 1, 2, 3], 2), ([math.nan], 0), ([3], 0)])
 @pytest.mark.parametrize("metric, other", [("accuracy", "f1"), ("f1", "exact_match")])
 def test_the_median_seed(tmp_path, metric, other, scores, median):
-    """Take the lower of two in the middle, by the task's first metric.
-
-    Seeds that are not done do not count, nor those of nan among others.
-    """
+    """Take the lower of two in the middle. Seeds that are not done, or of nan, do not count."""
     for seed in range(5):
         run = Run(tmp_path / f"seed{seed}")
         write_settings(run.folder, task="own")
