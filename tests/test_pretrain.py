@@ -211,6 +211,7 @@ def test_a_run_leaves_what_it_promises(place):
                                                      "step_000012", "usage", "vocab.txt"]
     saved = json.loads((run / "config.json").read_text())
     assert saved["memory_layers"] == [2, 3] and saved["lr"] == 3e-3
+    assert saved["pooler_trained"] is False  # each seed of fine-tuning draws its own
     assert sorted(os.listdir(run / "usage")) == ["step_000006.npz", "step_000012.npz"]
     for name, counts in np.load(run / "usage" / "step_000012.npz").items():
         assert name in {f"layer{n}_{what}" for n in (2, 3) for what in ("read", "top1")}
