@@ -141,11 +141,9 @@ def load_task(settings):
     task = tasks.find_task(settings.task)
     _, vocab = weights.find_weights(settings.init_from)
     encoding = text_tokenizer(vocab), settings.max_len, settings.doc_stride
-    train = tasks.load_examples(task, "train", *encoding)
+    train = tasks.load_examples(task, "train", *encoding, settings.train_examples)
     dev = {suffix: tasks.load_examples(task, split, *encoding)
            for suffix, split in task.dev.items()}
-    order = np.random.default_rng(0).permutation(len(train))  # for all seeds
-    train = [train[n] for n in sorted(order[:settings.train_examples or None])]
     return task, train, dev
 
 
@@ -310,11 +308,13 @@ def write_predictions(folder, task, dev, predictions):
 def write_medians(task, out):
     """Write the medians over all seeds in `out` that are done, and print the main one."""
     seeds = {run.settings()["seed"]: run.results() for run in Run(out).seed_runs() if run.results()}
-    metric = task.metrics[0]
-    medians = {name: float(np.median([results[name] for results in seeds.values()]))
+    metric, counted = task.metrics[0], weights.seed_scores(seeds)
+    medians = {name: float(np.median([seeds[seed][name] for seed in counted]))
                for name in seeds[min(seeds)] if name != "metric"}
     Run(out).write_results({"metric": metric, **medians, "seeds": seeds})
-    print(f"median of {len(seeds)}: {metric} {medians[f'eval_{metric}']:.4f}; "
+    for seed in sorted(seeds.keys() - counted.keys()):
+        print(f"seed {seed} is left out of the median: its {metric} is nan")
+    print(f"median of {len(counted)}: {metric} {medians[f'eval_{metric}']:.4f}; "
           f"{out}/eval_results.json")
 
 

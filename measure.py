@@ -11,7 +11,7 @@ $ python measure.py slots out/demo_resm_init --layer 2          # what reads its
 $ python measure.py fill out/demo_resm_init "Return a new [MASK] of the given shape."
 $ python measure.py sample out/demo_causal_memory "Returns a new"   # a causal language model
 $ python measure.py browse out/demo_resm_init --out memory      # memory.html: what a slot knows
-$ python measure.py predict out/base_sst2 new.tsv --out said    # a fine-tuned run on new text
+$ python measure.py predict out/base_sst2 new.tsv --out said    # or new.txt, or "a sentence"
 
 --out NAME writes NAME.md and NAME.json, and for a figure NAME.png and NAME.svg, too. For browse it
 writes NAME.html, for predict NAME.tsv. python measure.py COMMAND --help lists a command's options.
@@ -81,10 +81,10 @@ def table_2(args, device):
         row["differs"] = " ".join(own)
     note = (f"Test splits, sequences of {seq_len}. Usage on data/{longest}, the longest "
             f"({tokens[longest]:,} tokens; our reading). Steps: those of the initial model + the "
-            "run's own, which took so many seconds. Only rows with the same number of steps show "
-            "what the memory does. Runs that differ in their seed alone share a row: the mean, "
-            "perplexity with its 95% interval (Student). Differs: settings that are not the same "
-            "in all rows.")
+            "run's own, which took so many seconds; ?: not known, of weights from elsewhere. Only "
+            "rows with the same number of steps show what the memory does. Runs that differ in "
+            "their seed alone share a row: the mean, perplexity with its 95% interval (Student). "
+            "Differs: settings that are not the same in all rows.")
     write_table(args.out, rows, note, {"note": note, "runs": records})
 
 
@@ -251,16 +251,16 @@ def glue(args):
     if not systems:
         raise UserError(f"{', '.join(args.runs)}: no fine-tuned run that is done")
     rows = list(map(score_row, systems.values()))
-    note = ("Dev splits, median over the seeds of each seed's best epoch; (n): of n seeds. "
-            "squad: exact match/F1; mnli: matched/mismatched; cola: Matthews' correlation. "
-            "Avg: of the six numbers from mnli to cola, once all are there.")
+    note = ("Dev splits, median over the seeds of each seed's best epoch; (n): of n seeds, without "
+            "those whose score is nan. squad: exact match/F1; mnli: matched/mismatched; cola: "
+            "Matthews' correlation. Avg: of the six numbers from mnli to cola, once all are there.")
     write_table(args.out, rows, note, records)
 
 
 def score_record(path):
     """Read the scores of a fine-tuned run. Returns a record, and the SHA-256 of where it started.
 
-    "scores" are the medians in percent; "seeds" has the scores of each seed.
+    "scores" are the medians in percent; "seeds" has the scores of each seed in them.
     """
     run = Run(path)
     begun = [seed.settings() for seed in (*run.seed_runs(), run) if seed.settings()]
@@ -275,7 +275,7 @@ def score_record(path):
     seeds = results.get("seeds", {"": results})  # the folder of one seed has no others
     record = {"run": path, "initial": str(Path(settings["init_from"])),
               "update": settings["update_memory"], "task": task, "scores": pick(results),
-              "seeds": {seed: pick(scores) for seed, scores in seeds.items()}}
+              "seeds": {seed: pick(seeds[seed]) for seed in weights.seed_scores(seeds)}}
     return record, settings["init_sha256"]
 
 
@@ -540,7 +540,7 @@ def predict(args):
     """Predict for new texts with a fine-tuned model's median seed; print or write a TSV table.
 
     It has the columns of the file, or ids and questions. Then come the prediction, and a class's
-    probability or an answer's score.
+    probability or an answer's score; they replace columns of the file that have these names.
     """
     file = Path("/dev/stdin" if args.file == "-" else args.file)
     out = args.out and new_file(args.out, ".tsv")
@@ -556,13 +556,17 @@ def predict(args):
         rows += [[question.id, question.text, text, f"{score:.3f}"]
                  for question, (text, score) in answers.items()]
     else:
-        given = read_table(file)
-        texts = tasks.pick_texts(file, given, settings["texts"])
+        columns = settings["texts"]
+        if " " in args.file and not os.path.exists(file):  # a sentence, or two with a tab between
+            given = [dict(zip(columns, args.file.split("\t", len(columns) - 1)))]
+        else:  # lines of a .txt file and of stdin need no header
+            given = read_table(file, columns if file.suffix in ("", ".txt") else None)
+        texts = tasks.pick_texts(file, given, columns)
         examples = tasks.encode_examples(tokenizer, texts, [None] * len(texts), max_len)
         header, cells = tasks.prediction_table(tasks.predict_examples(model, examples),
                                                weights.read_weights(folder)["labels"])
-        rows = [[*given[0], *header]]
-        rows += [[*row.values(), *new] for row, new in zip(given, cells)]
+        given = [row | dict(zip(header, new)) for row, new in zip(given, cells)]
+        rows = [given[0].keys(), *map(dict.values, given)]
     if out:
         write_text(out, tsv_text(rows))
     else:
@@ -585,7 +589,7 @@ ARGUMENTS = {
     "runs": {"nargs": "+", "metavar": "out/RUN"},
     "run": {"help": "out/RUN, or one of its checkpoints or seeds"},
     "text": {"help": "in quotes; fill guesses each [MASK], sample goes on with it"},
-    "file": {"help": "TSV with a header, SQuAD's JSON, or - (stdin)"},
+    "file": {"help": "a sentence, .txt (lines), .tsv (with a header), SQuAD's JSON, or - (stdin)"},
     "--data...": {"nargs": "+", "metavar": "NAME", "help": "data/NAME: perplexity on it (Table 2)"},
     "--data": {"metavar": "NAME", "help": "data/NAME, not the run's corpus"},
     "--out": {"metavar": "NAME", "help": "write files of this name"},

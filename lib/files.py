@@ -165,8 +165,8 @@ def markdown(header, rows):
 def read_table(path, columns=None, skip_broken=False):
     """Read a TSV file: its rows, dicts by column. Quotes are ordinary characters.
 
-    columns: their names if the file has no header. A row with more or fewer fields is a UserError;
-    skip_broken leaves it out, as QQP's files need it.
+    columns: their names if the file has no header. A first line that has them all is one. A row
+    with more or fewer fields is a UserError; skip_broken leaves it out, as QQP's files need it.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -175,7 +175,7 @@ def read_table(path, columns=None, skip_broken=False):
     rows = []
     for number, line in enumerate(text.rstrip("\r\n").split("\n"), 1):
         fields = line.rstrip("\r").split("\t")
-        if columns is None:
+        if number == 1 and set(columns or ()) <= set(fields):
             columns = fields
             if len(set(columns)) < len(columns):
                 raise UserError(f"{path}:1: columns {columns}: two have the same name")
@@ -184,7 +184,7 @@ def read_table(path, columns=None, skip_broken=False):
         elif not skip_broken:
             raise UserError(f"{path}:{number}: {len(fields)} fields, expected {len(columns)} with "
                             "tabs between them")
-    if not rows:
+    if not rows or not text.strip():
         raise UserError(f"{path}: no row below the first line, which names the columns")
     return rows
 

@@ -188,15 +188,22 @@ def encode_examples(tokenizer, texts, labels, max_len):
     return examples
 
 
-def load_examples(task, split, tokenizer, max_len, stride):
-    """Read and encode a split: a list of Examples, or of SQuAD's Windows. Print its size."""
+def load_examples(task, split, tokenizer, max_len, stride, most=0):
+    """Read and encode a split: a list of Examples, or of SQuAD's Windows. Print their number.
+
+    most: draw this many, the same ones each time, in the order of the file; 0: all.
+    """
     path = task.file(split)
     if task.reads_spans:
         examples = make_windows(tokenizer, read_squad(path, True), max_len, stride)
     else:
-        examples = encode_examples(tokenizer, *read_split(task, split), max_len)
-    print(f"{path}: {len(examples):,} examples")
-    return examples
+        examples = list(zip(*read_split(task, split)))
+    order = np.random.default_rng(0).permutation(len(examples))
+    chosen = [examples[n] for n in sorted(order[:most or None])]
+    if not task.reads_spans:
+        chosen = encode_examples(tokenizer, *zip(*chosen), max_len)
+    print(f"{path}: {len(chosen):,} examples")
+    return chosen
 
 
 def pad(examples):

@@ -167,7 +167,7 @@ def replay_statistics(batch_norms, before, parts):
 
 def is_due(step, every, settings):
     """Tell whether something is due after `step` updates: at the end, and every so often."""
-    return step == settings.max_steps or every > 0 and step % every == 0
+    return step == settings.max_steps or step % every == 0
 
 
 def learning_rate(settings, step):

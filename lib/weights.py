@@ -62,24 +62,29 @@ def find_weights(path):
 def median_seed(path):
     """Return the seed of a fine-tuned run that has the median score, else the run at `path`.
 
-    The score is the task's first metric, on dev. Where two are in the middle, it is the lower one.
-    UserError if no seed is done.
+    Where two are in the middle, it is the lower one. UserError if no seed is done.
     """
-    scores = []
     run = Run(path)
     seeds = run.seed_runs()
     if run.newest_checkpoint() or not seeds:
         return run
-    for seed in seeds:
-        seed.settings()  # of this layout, or a UserError
-        results = seed.results()
-        if results:
-            score = results[f"eval_{results['metric']}"]
-            scores.append((np.nan_to_num(score, nan=-2), seed))  # less than any number
+    # settings() is a UserError for another layout
+    scores = seed_scores({seed: seed.results() for seed in seeds if seed.settings()})
     if not scores:
         raise UserError(f"{path}: no seed is done: go on with it, or name one: {seeds[0].folder}")
-    scores.sort(key=lambda pair: pair[0])
-    return scores[(len(scores) - 1) // 2][1]
+    ranked = sorted(scores, key=scores.get)
+    return ranked[(len(ranked) - 1) // 2]
+
+
+def seed_scores(results):
+    """Return the scores that count in a median: {seed: its task's first metric on dev}.
+
+    results: {seed: Run.results()}. A seed that is not done has no score. One whose score is nan is
+    left out, unless all are.
+    """
+    scores = {seed: found[f"eval_{found['metric']}"] for seed, found in results.items() if found}
+    numbers = {seed: score for seed, score in scores.items() if not np.isnan(score)}
+    return numbers or scores
 
 
 def read_weights(path):

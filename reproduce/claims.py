@@ -145,13 +145,13 @@ def sides(claim, tables):
     for rows in tables:
         with contextlib.suppress(KeyError):
             pairs.append(claim.sides(partial(number, rows)))
-    return pairs
+    return [pair for pair in pairs if np.isfinite(pair).all()]
 
 
 def paper_sides(claim):
     """Compute a claim's sides from the paper's numbers. None: they are not there."""
     pairs = sides(claim, [tables.get(claim.table, {}) for tables in (paper.TABLES, paper.IN_WORDS)])
-    return pairs[0] if pairs and np.isfinite(pairs).all() else None
+    return pairs[0] if pairs else None
 
 
 def number(rows, system, column):

@@ -72,7 +72,7 @@ PRETRAINING = {
 GLUE = {
     "lr": 2e-5, "examples": 32, "epochs": 10, "max_steps": 0, "warmup": 0.06, "weight_decay": 0.1,
     "max_len": 128, "doc_stride": 128, "value_lr": 1e-3, "keys_lr": 1, "grad_clip": 1,
-    "dropout": 0.1, "seed": 0, "update_memory": True, "train_examples": 0}
+    "dropout": 0.1, "seed": 0, "seeds": 1, "update_memory": True, "train_examples": 0}
 SQUAD = {**GLUE, "task": "squad", "lr": 5e-5, "epochs": 3, "weight_decay": 0.01, "max_len": 384}
 
 

@@ -87,7 +87,8 @@ def test_masking():
     for share, expected in [(masked.mean(), 0.8), (kept.mean(), 0.1), (len(drawn) / n, 0.1)]:
         assert abs(share - expected) < 5 * math.sqrt(expected * (1 - expected) / n)
     small = types.SimpleNamespace(vocab_size=7, special_ids=Specials(0, 1, 2, 3, 4))
-    few = mask_tokens(np.full((200, 40), 5), np.random.default_rng(1), small)
+    few = mask_tokens(np.full((200, 512), 5), np.random.default_rng(1), small)
+    assert few["labels"].shape == (200, 77)  # 15% of 512 is 76.8
     assert set(few["ids"].flat) == {4, 5, 6}  # the last token is drawn too
     counts = np.bincount(positions[chosen], minlength=40)[np.r_[1:20, 21:39]]
     assert abs(counts / (n / 38) - 1).max() < 5 / math.sqrt(n / 38)  # every place alike

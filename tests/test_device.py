@@ -28,6 +28,15 @@ def test_a_card_is_chosen_before_all_else(capsys):
         assert (batch["ids"] @ batch["ids"].T).dtype == dtype
 
 
+@pytest.mark.parametrize("capability, dtype", [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+def test_cards_from_the_a100_on_compute_in_bfloat16(monkeypatch, capability, dtype):
+    monkeypatch.setattr(torch, "ones", lambda size, device: torch.zeros(size))
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", bool)
+    for name, value in ("get_device_name", "a card"), ("get_device_capability", capability):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert set_up_device("cuda")[1] == dtype
+
+
 @pytest.mark.parametrize("device, dtype, word", [
     ("gpu", "auto", "gpu"), ("meta", "auto", "meta"), ("cpu", "float8", "float8")])
 def test_a_device_or_dtype_that_cannot_be(device, dtype, word):

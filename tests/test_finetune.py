@@ -91,10 +91,9 @@ def test_the_best_epoch_counts(tuned):
             heads.append(heads[0] if heads else head.detach().clone())
             head.data = heads[0] * factors[len(heads) - 1]
 
-    handle = register_optimizer_step_post_hook(scale)
-    assert tune("--task=pairs", "--epochs=5", "--train_examples=8", "--lr=1e-30",
-                "--update_memory=False", "--out=out/run") == 0
-    handle.remove()
+    with register_optimizer_step_post_hook(scale):
+        assert tune("--task=pairs", "--epochs=5", "--train_examples=8", "--lr=1e-30",
+                    "--update_memory=False", "--out=out/run") == 0
     run = Path("out/run/seed0")
     nothing, low, *high, last = [r["pearson"] for r in log(run) if "pearson" in r]
     assert nothing is None and low == last < high[0] == high[1]
@@ -134,9 +133,13 @@ def test_the_first_metric_picks_the_epoch(tuned):
 
 
 @pytest.mark.parametrize("accuracies, accuracy, epoch", [
-    ([0.9, 0.1, 0.2], 0.2, 1), ([0.9, 0.1, 0.2, 0.3], 0.25, 1.5)])
+    ([0.9, 0.1, 0.2], 0.2, 1), ([0.9, 0.1, 0.2, 0.3], 0.25, 1.5),
+    ([math.nan, 0.1, 0.2, 0.9], 0.2, 2), ([math.nan, math.nan], math.nan, 0.5)])
 def test_medians_are_no_means(tmp_path, capsys, accuracies, accuracy, epoch):
-    """Each score has its own median. A seed that is not done does not count."""
+    """Each score has its own median. A seed that is not done does not count.
+
+    A seed of nan is left out of both medians, and said, unless all are.
+    """
     for seed in range(len(accuracies) + 1):
         folder = tmp_path / f"seed{seed}"
         write_settings(folder, task="rte", seed=seed)
@@ -144,10 +147,13 @@ def test_medians_are_no_means(tmp_path, capsys, accuracies, accuracy, epoch):
             Run(folder).write_results({"metric": "accuracy", "eval_accuracy": accuracies[seed],
                                        "eval_epoch": seed})
     finetune.write_medians(TASKS["rte"], tmp_path)
-    found = scores(tmp_path)
-    assert [found[name] for name in ("eval_accuracy", "eval_epoch")] == [accuracy, epoch]
-    assert [seed["eval_accuracy"] for seed in found["seeds"].values()] == accuracies
-    assert f"median of {len(accuracies)}: accuracy {accuracy}" in capsys.readouterr().out
+    found = Run(tmp_path).results()
+    numbers = [found[name] for name in ("eval_accuracy", "eval_epoch")]
+    numbers += [seed["eval_accuracy"] for seed in found["seeds"].values()]
+    assert numbers == pytest.approx([accuracy, epoch, *accuracies], nan_ok=True)
+    said, one_is_nan = capsys.readouterr().out, math.isnan(accuracies[0]) and accuracy > 0
+    assert f"median of {len(accuracies) - one_is_nan}: accuracy {accuracy}" in said
+    assert ("seed 0 is left out" in said) == one_is_nan
 
 
 def test_seeds_share_a_subset_and_draw_all_else(tuned, monkeypatch):
@@ -158,11 +164,10 @@ def test_seeds_share_a_subset_and_draw_all_else(tuned, monkeypatch):
 
     texts, drawn = [], []
     monkeypatch.setattr(torch, "manual_seed", drawn.append)
-    handle = register_module_forward_pre_hook(look)
-    for seed in (3, 4):
-        assert tune(f"--seed={seed}", "--train_examples=11", "--batch_size=2", "--epochs=2",
-                    "--accumulation=2") == 0
-    handle.remove()
+    with register_module_forward_pre_hook(look):
+        for seed in (3, 4):
+            assert tune(f"--seed={seed}", "--train_examples=11", "--batch_size=2", "--epochs=2",
+                        "--accumulation=2") == 0
     seeds, drawn[:] = drawn[:], []
     for seed in (3, 4):
         torch.manual_seed(seed)

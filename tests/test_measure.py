@@ -279,7 +279,7 @@ def finished(folder, task, scores, sha256="a", updated=False, seeds=1, metric=No
                    update_memory=updated)
     medians = {f"eval_{name}": score for name, score in scores.items()}
     results = {"eval_epoch": 2.0, "metric": metric or next(iter(scores)), **medians}
-    results["seeds"] = dict.fromkeys(range(seeds), medians)
+    results["seeds"] = dict.fromkeys(range(seeds), results.copy())
     Path(folder, "eval_results.json").write_text(json.dumps(results))
 
 
@@ -294,7 +294,10 @@ def test_the_table_of_scores(tmp_path, monkeypatch, capsys):
         metric = "matthews_correlation" if task == "CoLA" else None
         finished(f"fixed_{task}", task, scores, seeds=5, metric=metric)
     finished("sst2", "SST-2", {"accuracy": 0.95}, updated=True)
-    finished("own", "path/to/own", {"pearson": 0.25, "spearmanr": 0.5})
+    finished("own", "path/to/own", {"pearson": 0.25, "spearmanr": 0.5}, seeds=2)
+    own = read("own/eval_results.json")
+    own["seeds"]["0"] = {**own["seeds"]["0"], "eval_pearson": None}  # it does not count
+    Path("own/eval_results.json").write_text(json.dumps(own))
     Path("unfinished/seed0").mkdir(parents=True)
     paths = sorted(map(str, Path().iterdir()))
     measure.main(["glue", *paths, "--out", "table4"])
@@ -310,6 +313,8 @@ def test_the_table_of_scores(tmp_path, monkeypatch, capsys):
     measure.main(["glue", "own"])
     [row] = rows_of(capsys.readouterr().out)
     assert list(row) == ["initial model", "memory update", "own"]  # no empty column
+    measure.main(["glue", *(f"fixed_{task}" for task in ("MNLI", "QQP", "QNLI", "SST-2", "CoLA"))])
+    assert rows_of(capsys.readouterr().out)[0]["Avg"] == "65.0"  # without others
     finished("again", "SST-2", {"accuracy": 0.6})
     with pytest.raises(UserError, match="again: .*sst2 from L"):
         measure.main(["glue", *paths, "again"])
@@ -387,6 +392,26 @@ def test_predictions_read_the_columns_of_training(tuned):
         predict(run, "half.tsv")
     [row], expected = predict(run, "all.tsv"), say(run, "the cat", "the dog")
     assert float(row["prediction"]) == pytest.approx(expected.item(), abs=1e-3)
+
+
+@pytest.mark.parametrize("task, text", [("own", "no cat"), ("pairs", "the cat\tthe dog")])
+def test_a_sentence_and_lines_without_a_header_are_predicted(tuned, capsys, task, text):
+    """Texts of a pair have a tab between them. A column `prediction` is replaced."""
+    assert tune(f"--task={task}", "--max_steps=1") == 0
+    run, header = f"out/tiny_{task}", Path(task, "test.tsv").read_text().split("\n")[0]
+    Path("table.tsv").write_text(f"{header}\n{text}\n")
+    Path("one.txt").write_text(f"{text}\n")
+    Path("two.txt").write_text(f"{text}\n{header}\n")  # no header there
+    expected = predict(run, "table.tsv")
+    assert predict(run, text) == predict(run, "one.txt") == expected
+    assert len(predict(run, "two.txt")) == 2
+    Path("bare.tsv").write_text(f"{text}\n{text}\n")
+    Path("empty.txt").write_text("\n")
+    for wrong in ("bare.tsv", "empty.txt", "cat", *["no cat"] * (task == "pairs")):
+        with pytest.raises(UserError, match=f"^{wrong}:"):
+            measure.main(["predict", run, wrong])
+    Path("again.tsv").write_text(f"prediction\t{header}\nold\t{text}\n")
+    assert predict(run, "again.tsv") == expected
 
 
 def test_fill_says_what_is_longer_than_training(runs, capsys):

@@ -211,6 +211,7 @@ def test_a_run_leaves_what_it_promises(place):
                                                      "step_000012", "usage", "vocab.txt"]
     saved = json.loads((run / "config.json").read_text())
     assert saved["memory_layers"] == [2, 3] and saved["lr"] == 3e-3
+    assert saved["pooler_trained"] is False  # each seed of fine-tuning draws its own
     assert sorted(os.listdir(run / "usage")) == ["step_000006.npz", "step_000012.npz"]
     for name, counts in np.load(run / "usage" / "step_000012.npz").items():
         assert name in {f"layer{n}_{what}" for n in (2, 3) for what in ("read", "top1")}
@@ -366,6 +367,7 @@ def test_settings_reach_the_model():
     expected = sizes | {"causal": False, "init_std": 0.04}  # 0.02 x (768 / 192)^0.5
     found = pretrain.bert_config(pretrain.Settings(model="base", **sizes), 99)
     assert found == BertConfig(vocab_size=99, **expected)
+    assert pretrain.bert_config(pretrain.Settings()) == BertConfig()
     named = pretrain.bert_config(pretrain.Settings(model="large", objective="causal"))
     assert named == BertConfig(n_layer=24, n_head=16, d_model=1024, d_ff=4096, causal=True)
 

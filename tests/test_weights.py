@@ -58,10 +58,11 @@ def test_a_setting_that_an_old_model_lacks_is_its_default(tmp_path):
 
 
 @pytest.mark.parametrize("scores, median", [
-    ([5, 9, 7], 2), ([5, 9, 7, 6], 3), ([math.nan, 1, 2], 1), ([3], 0)])
+    ([5, 9, 7], 2), ([5, 9, 7, 6], 3),
+    ([math.nan, 1, 2, 3], 2), ([math.nan], 0), ([3], 0)])
 @pytest.mark.parametrize("metric, other", [("accuracy", "f1"), ("f1", "exact_match")])
 def test_the_median_seed(tmp_path, metric, other, scores, median):
-    """Take the lower of two in the middle, of seeds that are done, by the task's first metric."""
+    """Take the lower of two in the middle. Seeds that are not done, or of nan, do not count."""
     for seed in range(5):
         run = Run(tmp_path / f"seed{seed}")
         write_settings(run.folder, task="own")

@@ -118,12 +118,12 @@ def test_an_exported_memory_gets_all_settings_of_pkm(tmp_path):
     """A new argument of PKM gets the setting of its name, as an added one does here."""
     _, folder = exported(tmp_path, **RESM)
     for name, old, new in (
-            ("pkm.py", "self, d_model,", "self, d_model, gate=0,"),
-            ("pkm.py", "self.n_keys = n_keys", "self.n_keys, self.gate = n_keys, gate"),
-            ("config.json", '"n_keys"', '"gate": 7, "n_keys"')):
+            ("pkm.py", "self, d_model,", "self, d_model, added=0,"),
+            ("pkm.py", "self.n_keys = n_keys", "self.n_keys, self.added = n_keys, added"),
+            ("config.json", '"n_keys"', '"added": 7, "n_keys"')):
         text = (folder / name).read_text()
         (folder / name).write_text(text.replace(old, new, 1))
-    assert layers_of(load(folder))[2].memory.gate == 7
+    assert layers_of(load(folder))[2].memory.added == 7
 
 
 def test_an_exported_memory_needs_no_file_of_this_repository(tmp_path):
