@@ -18,6 +18,7 @@ import argparse
 import ast
 import collections
 import contextlib
+import fnmatch
 import hashlib
 import inspect
 import itertools
@@ -181,10 +182,10 @@ def fetch_text(name):
         return fetch(*FILES["bookcorpus.tar.bz2"])
     folder = DOWNLOADS / name
     if name == "wikipedia":  # 41 files, CC BY-SA 4.0
-        fetch_from_hub("wikimedia/wikipedia", ["20231101.en/*.parquet"], folder, "dataset")
+        fetch_from_hub("wikimedia/wikipedia", folder, "20231101.en/*.parquet", kind="dataset")
         return folder
     # PG-19 is 100 books (Apache-2.0), which a list on the hub names
-    fetch_from_hub("deepmind/pg19", ["data/test_files.txt"], folder, "dataset")
+    fetch_from_hub("deepmind/pg19", folder, "data/test_files.txt", kind="dataset")
     for book in (folder / "data/test_files.txt").read_text().split():
         fetch(f"https://storage.googleapis.com/deepmind-gutenberg/{book}", folder=folder / "test")
     return folder / "test"
@@ -195,8 +196,9 @@ def tokenizer_or_size(args, default):
     vocab = args.vocab or default
     if vocab in PRETRAINED:
         folder = Path("data/weights", vocab)
-        if not (folder / "vocab.txt").exists():
-            fetch_from_hub(PRETRAINED[vocab], ["vocab.txt"], folder)
+        if not folder.exists():  # it has more than the vocabulary
+            folder = DOWNLOADS / vocab
+        fetch_from_hub(PRETRAINED[vocab], folder, "vocab.txt")
         vocab = folder
     if not isinstance(vocab, int):
         if args.cased:
@@ -226,7 +228,8 @@ def fetch_task(task, source, force):
         files = [source / name if source else fetch(*FILES[name]) for name in task.archives]
         if files[0].suffix == ".zip":
             source = source or next(unpack(files[0]).rglob("train.tsv")).parent
-            files = find_files(source, ".tsv")
+            needed = {source / task.file(split).name for split in ("train", *task.dev.values())}
+            files = sorted(needed.union(source.glob("*.tsv")))
         for file in files:
             if not file.is_file():
                 raise UserError(f"{file}: no such file")
@@ -237,12 +240,11 @@ def fetch_task(task, source, force):
 
 def weights(args):
     """Fetch BERTs and DistilBERTs of the hub to data/weights/NAME/."""
-    files = ["config.json", "vocab.txt", "*token*.json", "model.safetensors"]
+    files = ("config.json", "vocab.txt tokenizer.json", "*token*.json vocab.txt",
+             "model.safetensors model*.safetensors* pytorch_model.bin pytorch_model*.bin*")
     for name in args.names:
-        repo, folder = PRETRAINED.get(name, name), Path("data/weights", name)
-        fetch_from_hub(repo, files, folder)
-        if not (folder / "model.safetensors").exists():
-            fetch_from_hub(repo, ["pytorch_model.bin"], folder)
+        folder = Path("data/weights", name)
+        fetch_from_hub(PRETRAINED.get(name, name), folder, *files)
         print(f"{folder}: fetched")
 
 
@@ -591,6 +593,9 @@ def fetch(url, sha256="", folder=DOWNLOADS):
     """
     path = folder / Path(url).name
     if path.exists():
+        if sha256 not in ("", file_sha256(path)):
+            raise UserError(f"{path}: truncated or replaced, its SHA-256 is not {sha256[:12]}...: "
+                            "move it away")
         return path
     with lock(path, "downloads it"), atomic(path) as temporary:
         try:
@@ -619,14 +624,51 @@ def download(url, path):
             file.writelines(chunks)
 
 
-def fetch_from_hub(repo, patterns, folder, kind="model"):
-    """Download a hub repository's files that match one of the patterns."""
+def fetch_from_hub(repo, folder, *files, kind="model"):
+    """Download files of a hub repository to a folder, unless they are there.
+
+    files: patterns, " " between alternatives: the first that fits takes all that it fits. Failure
+    if none does. The folder has its name only when it is whole. An interrupted download leaves a
+    folder of another name, where the next one goes on.
+    """
     import huggingface_hub as hub
 
-    try:
-        hub.snapshot_download(repo, repo_type=kind, allow_patterns=patterns, local_dir=folder)
-    except Exception as error:  # noqa: BLE001 - of the hub, of its HTTP library or of the disk
-        raise Failure(f"{repo} on the hub: {str(error).splitlines()[0]}: {OFFLINE}") from None
+    part = folder.with_name(f".part_{folder.name}")
+    with lock(folder, "downloads it"):
+        if folder.exists():
+            check_whole(folder)
+            return
+        try:
+            info = hub.HfApi().repo_info(repo, repo_type=kind, files_metadata=True)
+            listed = {file.rfilename: file.size for file in info.siblings}
+            sizes = {name: listed[name] for patterns in files
+                     for name in first_fit(listed, patterns)}
+            hub.snapshot_download(repo, repo_type=kind, revision=info.sha, local_dir=part,
+                                  allow_patterns=list(sizes))
+        except Exception as error:  # noqa: BLE001 - of the hub, of its HTTP library or of the disk
+            raise Failure(f"{repo} on the hub: {str(error).splitlines()[0]}: {OFFLINE}") from None
+        write_text(part / "files.json", json.dumps(sizes))
+        check_whole(part)
+        part.rename(folder)
+
+
+def first_fit(names, patterns):
+    """List the names that fit the first of the patterns that any fits."""
+    for pattern in patterns.split():
+        found = fnmatch.filter(names, pattern)
+        if found:
+            return found
+    raise FileNotFoundError(f"it has no {patterns}")
+
+
+def check_whole(folder):
+    """Raise UserError unless a folder has all files of its files.json, in their sizes."""
+    listing = folder / "files.json"
+    sizes = read_json(listing) if listing.is_file() else {listing.name: 0}
+    for name, size in sizes.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != size:
+            raise UserError(f"{file}: missing or not whole: move {folder} away and fetch it anew")
 
 
 def unpack(path):

@@ -23,7 +23,7 @@ from lib.device import set_up_device
 from lib.files import lock
 from lib.run import Run
 from lib.settings import UserError, check_choice, from_zero, load_settings, run_script, share
-from lib.weights import init_from, load_weights, open_corpus, read_weights
+from lib.weights import init_from, load_weights, memory_settings, open_corpus, read_weights
 from model import SIZES, BertConfig, LanguageModel, value_tables
 
 
@@ -34,7 +34,7 @@ class Settings:
     dataset: str = "wikibooks"  # data/<dataset>, made by prepare_data.py
     seed: int = from_zero(0)  # for weights, data order, masks and dropout
     objective: str = "masked"  # masked or causal: what to predict
-    # model
+    # model; settings of a memory that you do not give are init_from's
     model: str = ""  # demo, distil, base or large: its sizes; empty: init_from's, or base's
     n_layer: int = from_zero(0)  # number of layers; 0: the model's
     n_head: int = from_zero(0)  # attention heads; 0: the model's
@@ -90,9 +90,15 @@ def main(argv):
     run = Run(settings.out or f"out/{name}")
     with lock(run.folder, "trains there"):
         checkpoint = ranks.of_first_rank(run.newest_checkpoint())
-        initial = checkpoint or settings.init_from
-        config = bert_config(settings, initial=initial and read_weights(initial)["config"])
-        check_fit(settings, config)
+        path = checkpoint or settings.init_from
+        initial = read_weights(path)["config"] if path else None
+        memory = memory_settings(initial)
+        if checkpoint:
+            memory = run.settings().get("init_memory", {})
+        inherited = {name: memory[name] for name in memory.keys() - settings.given}
+        settings = replace(settings, **inherited)
+        config = bert_config(settings, initial=initial)
+        check_fit(settings, config, memory)
         device, dtype = set_up_device(settings.device, settings.dtype)
         dtype = str(dtype).removeprefix("torch.")
         settings = replace(settings, device=str(device), dtype=dtype)
@@ -123,7 +129,8 @@ def set_up(settings, config, run, checkpoint):
     if settings.init_values == "zero":
         for table in value_tables(model).values():
             torch.nn.init.zeros_(table.weight)
-    origin = {"init_checkpoint": "", "first_step": 0, "pooler_trained": False, "trained_on": []}
+    origin = {"init_checkpoint": "", "init_memory": {}, "first_step": 0, "pooler_trained": False,
+              "trained_on": []}
     if checkpoint:
         load_weights(model, read_weights(checkpoint)["weights"], checkpoint)
     elif settings.init_from:
@@ -310,9 +317,16 @@ def bert_config(settings, vocab_size=30522, initial=None):
     return config
 
 
-def check_fit(settings, config):
-    """Raise UserError for settings that do not fit together, or not the model's BertConfig."""
+def check_fit(settings, config, memory):
+    """Raise UserError for settings that do not fit together, or not the model's BertConfig.
+
+    memory: see memory_settings; of the initial model.
+    """
     check_choice("init_values", settings.init_values, ("random", "zero"))
+    trained = {*memory.get("memory_layers", ())}
+    if settings.init_values == "zero" and trained.issuperset(config.memory_layers):
+        raise UserError("init_values = zero is for a new memory, and there is none: leave it out "
+                        "(a memory of init_from keeps its values), or give memory_layers")
     if settings.reinit_ffn and not settings.init_from:
         raise UserError("reinit_ffn = True needs init_from: without it every FFN is new")
     if settings.warmup_steps > settings.max_steps:

@@ -4,15 +4,14 @@ Hugging Face's BERT and DistilBERT: their weights under our names, ours under th
 >>> saved = read_folder(Path("data/weights/bert-base-uncased"))   # {"config": ..., "weights": ...}
 """
 import re
-from collections import Counter
 from dataclasses import asdict
 
 import torch
 
 from lib.files import load_file, read_json
-from lib.settings import UserError
+from lib.settings import UserError, as_typed, check_number
 from lib.tokenizer import load_tokenizer
-from model import BertConfig, build_model
+from model import SIZES, BertConfig, build_model
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 PRETRAINED = {  # weights that prepare_data.py fetches from the hub, all Apache-2.0
@@ -36,6 +35,7 @@ BERT_NAMES = {  # BERT's names for DistilBERT's, and for those of TensorFlow's L
     "ffn.lin1": "intermediate.dense", "ffn.lin2": "output.dense",
     "output_layer_norm": "output.LayerNorm", "vocab_transform": NAMES["transform"],
     "vocab_layer_norm": NAMES["transform_norm"], "vocab_projector.bias": "cls.predictions.bias",
+    "vocab_projector.weight": "cls.predictions.decoder.weight",
     "LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 SETTINGS = {  # config.json's names for BertConfig's settings
     "bert": {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
@@ -44,20 +44,24 @@ SETTINGS = {  # config.json's names for BertConfig's settings
              "dropout": "hidden_dropout_prob", "init_std": "initializer_range",
              "causal": "is_decoder"},
 }
-SETTINGS["distilbert"] = SETTINGS["bert"] | {
+SETTINGS["distilbert"] = {  # it has no token types, and is never causal
     "n_layer": "n_layers", "n_head": "n_heads", "d_model": "dim", "d_ff": "hidden_dim",
-    "dropout": "dropout"}
+    "vocab_size": "vocab_size", "max_len": "max_position_embeddings", "dropout": "dropout",
+    "init_std": "initializer_range"}
 # an exported memory's settings keep their names
 SETTINGS["pkm-bert"] = {name: name for name in asdict(BertConfig())} | SETTINGS["bert"]
-DEFAULTS = {"model_type": "bert", "type_vocab_size": 0}  # DistilBERT has no token types
 # The hidden_act of a model with memory. transformers' own BERT would load the folder and leave the
 # memory out. It has no activation of this name, and its error shows the name.
 MEMORY_ACT = "gelu (this model has a memory: AutoModelFor..., trust_remote_code=True)"
-COPIES = re.compile("predictions.decoder|vocab_projector.weight|position_ids")  # tied or constant
+COPIES = {  # tensors that may be stored, and what they must equal
+    "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+    "embeddings.position_ids": "0, 1, 2, ..."}
 KINDS = {  # what a config.json may have in a setting, if it has it
     "model_type": ("bert", "distilbert", "pkm-bert"), "hidden_act": ("gelu", MEMORY_ACT),
     "activation": ("gelu",), "position_embedding_type": ("absolute",),
-    "layer_norm_eps": (1e-12,), "tie_word_embeddings": (True,),
+    "layer_norm_eps": (1e-12,), "tie_word_embeddings": (True,), "pruned_heads": ({}, None),
+    "quantization_config": (None,),
     "problem_type": (None, "single_label_classification", "regression")}
 HEAD_NAMES = {"classifier": "classifier", "span": "qa_outputs"}
 ARCHITECTURES = {None: "BertForMaskedLM", "classifier": "BertForSequenceClassification",
@@ -91,17 +95,20 @@ def from_huggingface(weights, config, head=None, source="the weights"):
     """Rename the tensors of Hugging Face's BERT or DistilBERT as ours.
 
     Their prefix, heads and pooler may be missing. UserError if another tensor is. Returns (weights,
-    dropped): {what our model has no place for: number of parameters}.
+    dropped): names of what our model has no place for.
     """
-    theirs = {}
+    theirs = {"0, 1, 2, ...": torch.arange(config.max_len)[None]}
     for name, w in weights.items():
         name = re.sub(r"^(distil)?bert\.", "", name)
         for other, bert in BERT_NAMES.items():
             name = name.replace(other, bert)
         theirs[name] = w
+    for copy, name in COPIES.items():
+        if copy in theirs and not torch.equal(theirs[copy], theirs.setdefault(name, theirs[copy])):
+            raise UserError(f"{source}: {copy} is not {name}: of another model?")
     with torch.device("meta"):  # only its names are needed
         ours = build_model(config, head).state_dict()
-    renamed, dropped = {}, Counter()
+    renamed, dropped = {}, set()
     for name in ours:
         names = their_names(name, head)
         parts = [theirs.pop(part) for part in names if part in theirs]
@@ -115,12 +122,10 @@ def from_huggingface(weights, config, head=None, source="the weights"):
                         f"{config.vocab_size:,} tokens: of another model?")
     for name in renamed.keys() & {"bert.words.weight", "bias"}:
         if padding:  # Google and NVIDIA pad to a multiple of 8 or 64
-            dropped[f"{padding} rows beyond the vocabulary"] += renamed[name][-padding:].numel()
+            dropped.add(f"{padding} rows beyond the vocabulary")
             renamed[name] = renamed[name][:-padding]
-    for name, w in theirs.items():
-        if not COPIES.search(name):
-            dropped[name.rpartition(".")[0]] += w.numel()
-    return renamed, dropped
+    rest = theirs.keys() - {*COPIES, *COPIES.values()}
+    return renamed, dropped | {name.rpartition(".")[0] for name in rest}
 
 
 def read_folder(folder):
@@ -130,33 +135,65 @@ def read_folder(folder):
     labels; and what was dropped, see from_huggingface(). UserError for a damaged folder or another
     kind of model.
     """
-    settings = read_json(folder / "config.json")
-    config = read_config(settings, folder / "config.json")
+    settings, config = read_config(folder / "config.json")
     if any((folder / name).is_file() for name in ("vocab.txt", "tokenizer.json")):
         config.vocab_size = load_tokenizer(folder).get_vocab_size()
-    file = next(folder / name for name in FILES if (folder / name).is_file())
-    theirs = load_file(file)
+    theirs = {}
+    for file in weight_files(folder):
+        theirs |= load_file(file)
     theirs = theirs.get("state_dict", theirs.get("model", theirs))
     theirs = {re.sub(r"^((_orig_mod|module|model)\.)+", "", name): w for name, w in theirs.items()}
     for name, w in theirs.items():
-        if w.isnan().any():
-            raise UserError(f"{file}: {name} has NaN in it")
+        if not w.isfinite().all():
+            raise UserError(f"{folder}: {name} has NaN or infinity in it")
     head = next((head for head, name in HEAD_NAMES.items() if f"{name}.weight" in theirs), None)
-    weights, dropped = from_huggingface(theirs, config, head, file)
+    weights, dropped = from_huggingface(theirs, config, head, folder)
     saved = {"config": config, "weights": weights, "head": head, "dropped": dropped}
     if head == "classifier":
-        names, count = settings.get("id2label", {}), len(weights["head.weight"])
+        names, count = settings.get("id2label") or {}, len(weights["head.weight"])
+        if not isinstance(names, dict) or len(names) not in (0, count):
+            raise UserError(f"{folder}/config.json: id2label = {names!r}: expected names of "
+                            f"{count} classes, which the weights have")
         labels = [names.get(str(n), f"LABEL_{n}") for n in range(count)]
         saved["labels"] = labels if count > 1 else []  # [] is a regression
     return saved
 
 
-def read_config(settings, file):
-    """Return the BertConfig of the settings in a config.json."""
-    settings = DEFAULTS | settings
+def weight_files(folder):
+    """List the files of a folder's weights: one, or the shards that an index names."""
+    for name in FILES:
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            return [folder / name]
+        if index.is_file():
+            return sorted({folder / shard for shard in read_json(index)["weight_map"].values()})
+    return []
+
+
+def read_config(file):
+    """Read a config.json. Returns its settings and the BertConfig.
+
+    A missing setting has the default of transformers. UserError for odd values.
+    """
+    settings = read_json(file)
+    if not isinstance(settings, dict):
+        raise UserError(f"{file}: expected settings by name")
+    settings.setdefault("model_type", "bert")
     for key, choices in KINDS.items():
         if settings.get(key, choices[0]) not in choices:
             raise UserError(f"{file}: {key} = {settings[key]!r}: expected {choices[0]!r}")
-    names = SETTINGS[settings["model_type"]]
-    return BertConfig(**{ours: settings[theirs] for ours, theirs in names.items()
-                         if theirs in settings})
+    kind = settings["model_type"]
+    given = dict(SIZES["distil" if kind == "distilbert" else "base"])
+    for ours, theirs in SETTINGS[kind].items():
+        if theirs in settings:
+            default, value = getattr(BertConfig, ours), settings[theirs]
+            if isinstance(value, str):
+                raise UserError(f"{file}: {theirs} = {value!r}: expected no text")
+            given[ours] = as_typed(file, theirs, value, {theirs: default})
+            may_be_zero = ours == "type_vocab" or isinstance(default, float)
+            highest = 1 if ours == "dropout" else 2**63 - 1
+            check_number(f"{file}: {theirs}", given[ours], may_be_zero, highest)
+    try:
+        return settings, BertConfig(**given)
+    except ValueError as error:
+        raise UserError(f"{file}: {error}") from None

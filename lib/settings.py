@@ -77,7 +77,8 @@ def load_settings(Settings, argv):
     "--key value" works, too. Prints the settings that are not the defaults. Settings is a
     dataclass. A setting has the type of its default: bool, int, float, str or tuple (of ints).
     Whole numbers are at least 1 and real ones above 0, but for those of from_zero() and share().
-    UserError for an unknown key, another type and a number out of range.
+    The attribute `given` has the names of those given. UserError for an unknown key, another type
+    and a number out of range.
     """
     if "--help" in argv or "-h" in argv:
         print(sys.modules[Settings.__module__].__doc__)
@@ -96,13 +97,13 @@ def load_settings(Settings, argv):
             given[key] = as_typed("command line", key, text, defaults)
             continue
         if not arg.endswith(".py") or not Path(arg).is_file():
-            near = difflib.get_close_matches(arg, map(str, Path("configs").glob("*.py")), n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
+            hint = near(arg, map(str, Path("configs").glob("*.py")))
             raise UserError(f"{arg}: no such config file, a .py{hint}")
         for key, value in run_config(arg).items():
             if not key.startswith("_") and not isinstance(value, types.ModuleType):
                 from_files[key] = as_typed(arg, key, value, defaults)
     settings = Settings(**from_files | given)
+    settings.given = {*from_files, *given}
     for field in dataclasses.fields(settings):
         check_number(field.name, getattr(settings, field.name), **field.metadata)
     changed = [f"{key}={value}" for key, value in dataclasses.asdict(settings).items()
@@ -129,12 +130,17 @@ def utf8(text):
     return text
 
 
+def near(name, names):
+    """Say which of `names` is like `name`: " (did you mean base?)", or ""."""
+    found = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
 def as_typed(where, key, value, defaults):
     """Return a setting's value in the type of its default. "4,8", 4 and [4, 8] stand for tuples."""
     if key not in defaults:
-        near = difflib.get_close_matches(key, defaults, n=1)
-        hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
-        raise UserError(f"{where}: unknown key '{key}' ({hint})")
+        hint = near(key, defaults) or " (--help lists the keys)"
+        raise UserError(f"{where}: unknown key '{key}'{hint}")
     kind, typed = type(defaults[key]), value
     with contextlib.suppress(Exception):  # other text, and a number beyond all floats, stay
         if isinstance(value, str) and kind is not str:

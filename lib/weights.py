@@ -12,10 +12,10 @@ import numpy as np
 
 from lib.corpus import Corpus
 from lib.files import file_sha256, load_file
-from lib.huggingface import FILES, read_folder
+from lib.huggingface import FILES, PRETRAINED, read_folder, weight_files
 from lib.ranks import first_rank
 from lib.run import Run, read_state
-from lib.settings import ROOT, UserError
+from lib.settings import ROOT, UserError, near
 from lib.tokenizer import load_tokenizer, vocab_hash
 from model import HEADS, BertConfig, Classifier, build_model
 
@@ -50,13 +50,21 @@ def find_weights(path):
         if folder and (folder / "model.pt").is_file():
             return folder, folder.parent / "vocab.txt"
     for folder in (Path(path), Path("data/weights", path)):
-        if (folder / "config.json").is_file() and any((folder / name).is_file() for name in FILES):
+        if weight_files(folder):
+            if not (folder / "config.json").is_file():
+                raise UserError(f"{folder} has weights, but no config.json")
             return folder, folder / "vocab.txt"
-    recipe = f"configs/{Path(path).name}.py"
-    way = f"prepare_data.py weights {path}"
+    path, recipe = Path(path), f"configs/{Path(path).name}.py"
     if (ROOT / recipe).is_file():
-        way = f"pretrain.py {recipe}"
-    raise UserError(f"{path}: no weights there: is the name right? If it is: python {way}")
+        way = f": python pretrain.py {recipe}"
+    elif path.exists():
+        way = ""
+    elif str(path) in PRETRAINED or re.fullmatch(r"(?!out/|data/)[\w-]+/[\w.-]+", str(path)):
+        way = f": of the hub? python prepare_data.py weights {path}"
+    else:
+        names = [folder.name for folder in Path("data/weights").glob("*")]
+        way = near(str(path), [*names, *PRETRAINED, *map(str, Path("out").glob("*"))])
+    raise UserError(f"{path} has no checkpoint, {' or '.join(FILES)}{way}")
 
 
 def median_seed(path):
@@ -103,7 +111,8 @@ def model_hash(folder):
     """Return the SHA-256 of the weights in a folder, or of a Hugging Face folder's file."""
     if (folder / "model.pt").is_file():
         return load_file(folder / "model.pt")["sha256"]
-    return next(file_sha256(folder / name) for name in FILES if (folder / name).is_file())
+    hashes = [file_sha256(file) for file in weight_files(folder)]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def run_settings(folder):
@@ -170,21 +179,28 @@ def check_objective(path, config, causal):
         raise UserError(f"{path} is a {found} language model, expected a {expected} one")
 
 
+def memory_settings(config):
+    """Return the settings of a memory in a BertConfig, {name: value}; {} without one."""
+    others = ("vocab_size", "n_layer", "n_head", "d_model", "d_ff", "max_len", "type_vocab",
+              "dropout", "init_std", "causal")
+    settings = asdict(config) if config and config.memory_layers else {}
+    return {name: value for name, value in settings.items() if name not in others}
+
+
 def check_sizes(path, initial, config):
     """Raise UserError if a model has other sizes than the initial one. Both are BertConfigs.
 
-    If both have memories, the sizes of these and all other settings of theirs must agree, too.
+    If both have memories, all settings of these but their places and weights must agree, too.
     """
     names = ["n_layer", "n_head", "d_model", "d_ff", "max_len", "type_vocab"]
-    free = ["vocab_size", "dropout", "init_std", "causal", "memory_layers", "alpha", "beta"]
-    if initial.memory_layers and config.memory_layers:
-        names += [name for name in asdict(config) if name not in names + free]
+    if config.memory_layers:
+        names += memory_settings(initial).keys() - {"memory_layers", "alpha", "beta"}
     different = [f"{name} = {getattr(initial, name)}, not {getattr(config, name)}"
                  for name in names if getattr(initial, name) != getattr(config, name)]
     if different:
         raise UserError(f"{path} has {'; '.join(different)}: it brings its sizes along, leave out "
                         "model, n_layer, n_head, d_model and d_ff (--model= --n_layer=0 ... undo "
-                        "a config file's); give a memory's as they are there")
+                        "a config file's); leave out a memory's, too, or give what it has")
 
 
 def load_weights(model, weights, source, strict=True, assign=False):
@@ -209,8 +225,8 @@ def init_from(model, path, reinit_ffn=False):
     Prints what was loaded, what is new, and what was dropped. A task's head keeps its random
     weights; with reinit_ffn (ResM'), memory layers' FFNs do, too. An untrained pooler is not
     copied into a Classifier: all seeds would share it. Returns the origin that the run keeps:
-    init_checkpoint (path of the weights), init_sha256 (model_hash), first_step (0 if unknown),
-    pooler_trained, trained_on (see trained_on).
+    init_checkpoint (path of the weights), init_sha256 (model_hash), init_memory (see
+    memory_settings), first_step (0 if unknown), pooler_trained, trained_on (see trained_on).
     """
     source, _ = find_weights(path)
     saved = read_weights(source)
@@ -240,5 +256,6 @@ def init_from(model, path, reinit_ffn=False):
                         ("new", set(map(module_name, own - loaded.keys()))), ("dropped", dropped)):
         print(f"  {what:8} {', '.join(sorted(parts)) or 'nothing'}")
     return {"init_checkpoint": str(source), "init_sha256": model_hash(source),
+            "init_memory": memory_settings(saved["config"]),
             "first_step": first_step, "pooler_trained": pooler_trained,
             "trained_on": trained_on(source)}

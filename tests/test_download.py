@@ -1,13 +1,13 @@
 """
 Downloads from a local server that breaks off, and from a stand-in for the hub.
 """
-import fnmatch
 import hashlib
 import http.server
 import io
 import json
 import os
 import random
+import re
 import shutil
 import tarfile
 import threading
@@ -19,9 +19,9 @@ import pytest
 import requests
 
 from lib.corpus import Corpus
-from lib.settings import Failure
+from lib.settings import Failure, UserError
 from lib.tasks import TASKS
-from prepare_data import fetch, fetch_from_hub, unpack
+from prepare_data import FILES, fetch, unpack
 from tests.helpers import prepare, texts_of, write_parquet
 
 
@@ -58,25 +58,57 @@ def server(workdir, monkeypatch):
         server.shutdown()
 
 
+class HubHandler(http.server.BaseHTTPRequestHandler):
+    """Serve server.repos, {"ORG/NAME" or "datasets/ORG/NAME": {file: bytes}}, as the hub does.
+
+    Lists, but does not have, the files of server.missing. With server.down it has nothing.
+    """
+
+    def do_GET(self):
+        found = re.fullmatch("/(api/)?(models/)?((datasets/)?[^/]+/[^/]+)(/tree|/resolve)?(/.*)?",
+                             urlsplit(self.path).path)
+        repo = self.server.repos.get(found[3])
+        name = (found[6] or "").removeprefix(f"/{'0' * 40}/")
+        if self.server.down or repo is None or name in self.server.missing:
+            return self.send_error(404)
+        if found[5] == "/resolve":
+            body = repo[name]
+        elif found[5]:
+            body = json.dumps([{"type": "file", "path": name, "size": len(body), "oid": "1" * 40}
+                               for name, body in repo.items()]).encode()
+        else:
+            body = json.dumps({"id": found[3], "sha": "0" * 40, "siblings": [
+                {"rfilename": name, "size": len(body)} for name, body in repo.items()]}).encode()
+        self.send_response(200)
+        for key, value in (("Content-Length", len(body)), ("X-Repo-Commit", "0" * 40),
+                           ("ETag", hashlib.sha1(body).hexdigest())):
+            self.send_header(key, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+    log_message = Handler.log_message
+
+
 @pytest.fixture
 def hub(workdir, monkeypatch):
-    """Put repositories in place of the hub's: {(kind, repo): {name: bytes}}."""
-    repos = {}
-
-    def snapshot_download(repo_id, *, repo_type, allow_patterns, local_dir):
-        for name, body in repos[repo_type, repo_id].items():
-            if any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns):
-                path = Path(local_dir, name)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(body)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    return repos
+    """Start a server in place of the hub; see HubHandler."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), HubHandler) as server:
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+                            address + "/{repo_id}/resolve/{revision}/{filename}")
+        server.repos, server.missing, server.down = {}, set(), False
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
 
 
 def left(folder="data"):
-    """List the names in a folder, but for locks."""
-    return sorted(name for name in os.listdir(folder) if not name.startswith(".lock"))
+    """List the names in a folder, but for locks and the hub's own notes."""
+    return sorted(name for name in os.listdir(folder) if not name.startswith((".lock", ".cache")))
 
 
 BODY = random.Random(0).randbytes(2**18)
@@ -91,6 +123,9 @@ def test_a_download_is_whole_and_checked(server):
     assert path.read_bytes() == BODY
     assert left() == ["a.zip"]
     assert len(server.seen) == 2
+    path.write_bytes(BODY[:-1])
+    with pytest.raises(UserError, match="^data/a.zip: truncated"):
+        fetch("https://host/a.zip", hashlib.sha256(BODY).hexdigest(), Path("data"))
 
 
 @pytest.mark.parametrize("name, broken, sha256, words", [
@@ -107,19 +142,60 @@ def test_no_hub(workdir, monkeypatch):
     """One line that names the way out."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(Failure, match="^a/b on the hub: .*--vocab FILE.*$"):
-        fetch_from_hub("a/b", ["x"], Path("x"))
-    assert left(".") == ["sample.txt", "vocab.txt"]
+        prepare("weights", "a/b")
+    assert left("data/weights/a") == []
 
 
-def test_weights(hub):
-    """Of any name of the hub; safetensors go before pytorch_model.bin."""
-    files = dict.fromkeys(("config.json", "vocab.txt", "pytorch_model.bin", "README.md"), b"1")
-    hub["model", "google-bert/bert-base-uncased"] = files | {"model.safetensors": b"2"}
-    hub["model", "org/old.bert"] = files
-    prepare("weights", "bert-base-uncased", "org/old.bert")
-    for name, file in (("bert-base-uncased", "model.safetensors"),
-                       ("org/old.bert", "pytorch_model.bin")):
-        assert left(f"data/weights/{name}") == ["config.json", file, "vocab.txt"]
+SHARDS = ["model-1-of-2.safetensors", "model-2-of-2.safetensors", "model.safetensors.index.json"]
+OLD = ["config.json", "pytorch_model.bin", "vocab.txt"]
+
+
+@pytest.mark.parametrize("there, fetched", [
+    ([*OLD, "README.md"], OLD),
+    ([*OLD, "model.safetensors", "tokenizer.json"],
+     ["config.json", "model.safetensors", "tokenizer.json", "vocab.txt"]),
+    ([*OLD, *SHARDS], ["config.json", *SHARDS, "vocab.txt"]),
+    (OLD[:2], "vocab.txt tokenizer.json"), (OLD[1:], "config.json"), ([], "config.json")])
+def test_weights(hub, there, fetched):
+    """Safetensors go before pytorch_model.bin. Other files stay there. Fetch all, or nothing."""
+    hub.repos["org/a.bert"] = dict.fromkeys(there, b"1")
+    if isinstance(fetched, str):
+        with pytest.raises(Failure, match=f"^org/a.bert on the hub: it has no {fetched}.*: "):
+            prepare("weights", "org/a.bert")
+        return
+    prepare("weights", "org/a.bert")
+    assert left("data/weights/org/a.bert") == sorted([*fetched, "files.json"])
+
+
+@pytest.mark.parametrize("command, folder, file", [
+    (["weights", "bert-base-uncased"], "data/weights/bert-base-uncased", "model.safetensors"),
+    (["wikipedia", "--force", "--vocab", "vocab.txt"], "data/downloads/wikipedia",
+     "20231101.en/1.parquet"),
+    (["text", "sample", "sample.txt", "--vocab", "bert-base-uncased", "--force"],
+     "data/downloads/bert-base-uncased", "vocab.txt")])
+def test_half_a_download_is_continued_or_refused(hub, command, folder, file):
+    """Break off at a file, go on later, lose the network, and lose a part of the file."""
+    write_parquet("0.parquet", ["cat", "sat"])
+    write_parquet("1.parquet", ["mat", "the mat"])
+    files = {name: Path("vocab.txt").read_bytes()
+             for name in ("config.json", "vocab.txt", "model.safetensors")}
+    hub.repos["google-bert/bert-base-uncased"] = files
+    hub.repos["datasets/wikimedia/wikipedia"] = {
+        f"20231101.en/{n}.parquet": Path(f"{n}.parquet").read_bytes() for n in range(2)}
+    hub.missing = {file}
+    for hub.down in (False, True):
+        with pytest.raises(Failure, match="on the hub: .*--from PATH"):
+            prepare(*command)
+        assert not Path(folder).exists()
+    hub.down, hub.missing = False, set()
+    prepare(*command)
+    hub.down = True
+    prepare(*command)
+    os.truncate(Path(folder, file), 9)
+    for _ in range(2):  # truncated, or another command's
+        with pytest.raises(UserError, match=f": missing or not whole: move {folder} away"):
+            prepare(*command)
+        Path(folder, "files.json").unlink(missing_ok=True)
 
 
 def zipped(files):
@@ -151,15 +227,15 @@ def test_corpora_of_the_paper(server, hub):
     """Wikipedia's files, and PG-19's books, which a list names."""
     write_parquet("a.parquet", ["cat", "sat", "mat", "the mat"])
     parquet = Path("a.parquet").read_bytes()
-    hub["dataset", "wikimedia/wikipedia"] = {
+    hub.repos["datasets/wikimedia/wikipedia"] = {
         "20231101.en/0.parquet": parquet, "20231101.en/1.parquet": parquet,
         "20231101.fr/0.parquet": b"other"}
-    hub["model", "google-bert/bert-base-uncased"] = {"vocab.txt": Path("vocab.txt").read_bytes()}
+    hub.repos["google-bert/bert-base-uncased"] = {"vocab.txt": Path("vocab.txt").read_bytes()}
     prepare("wikipedia")
     corpus = Corpus("wikipedia")
     assert corpus.meta["documents"] == {"train": 2, "val": 1, "test": 1}
     assert corpus.meta["duplicates"] == 4
-    hub["dataset", "deepmind/pg19"] = {"data/test_files.txt": b"test/7.txt\ntest/8.txt\n"}
+    hub.repos["datasets/deepmind/pg19"] = {"data/test_files.txt": b"test/7.txt\ntest/8.txt\n"}
     server.files = {"/deepmind-gutenberg/test/7.txt": b"cat\n\nsat\n",
                     "/deepmind-gutenberg/test/8.txt": b"mat\n"}
     prepare("pg19")
@@ -175,7 +251,7 @@ def found(folder):
     return files
 
 
-def test_a_task_from_a_zip(server):
+def test_a_task_from_a_zip(server, monkeypatch):
     """A downloaded one must be the official one. Of it and of a folder the *.tsv are taken."""
     files = {"SST-2/": "", "SST-2/train.tsv": "a\t1\n", "SST-2/dev.tsv": "b\t0\n",
              "SST-2/original/raw.txt": "c", "__MACOSX/SST-2/._train.tsv": "d"}
@@ -183,7 +259,7 @@ def test_a_task_from_a_zip(server):
     with pytest.raises(Failure, match="SST-2.zip"):
         prepare("glue", "SST-2")
     assert left("data/glue") == []
-    Path("data/downloads/SST-2.zip").write_bytes(zipped(files))  # as if it had been
+    monkeypatch.setitem(FILES, "SST-2.zip", (FILES["SST-2.zip"][0], ""))
     prepare("glue", "SST-2")
     expected = {"train.tsv": b"a\t1\n", "dev.tsv": b"b\t0\n"}
     assert found("data/glue/SST-2") == expected
@@ -191,13 +267,18 @@ def test_a_task_from_a_zip(server):
     shutil.copytree("data/glue", "mine")
     prepare("glue", "--from", "mine", "SST-2", "--force")
     assert found("data/glue/SST-2") == expected
+    Path("mine/SST-2/dev.tsv").unlink()
+    with pytest.raises(UserError, match="^mine/SST-2/dev.tsv: no such file"):
+        prepare("glue", "--from", "mine", "SST-2", "--force")
 
 
 @pytest.mark.parametrize("name, command", [("mrpc", ["glue", "MRPC"]), ("squad", ["squad"])])
-def test_a_task_of_single_files(workdir, name, command):
+def test_a_task_of_single_files(workdir, monkeypatch, name, command):
     """The files are in data/downloads/, or in a folder of one's own."""
     task = TASKS[name]
     expected = {file: file.encode() for file in task.archives}
+    for file in expected:
+        monkeypatch.setitem(FILES, file, (FILES[file][0], ""))
     for folder in ("data/downloads", "mine/MRPC"):
         Path(folder).mkdir(parents=True)
         for file, content in expected.items():

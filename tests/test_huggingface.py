@@ -14,7 +14,7 @@ import finetune
 import measure
 from lib.corpus import Corpus, masked_heldout
 from lib.device import to_device
-from lib.huggingface import from_huggingface, to_huggingface
+from lib.huggingface import SETTINGS, from_huggingface, read_config, to_huggingface
 from lib.settings import UserError
 from lib.tokenizer import SPECIALS, load_tokenizer
 from lib.weights import init_from, load_model, read_weights
@@ -64,7 +64,7 @@ def assert_same_logits(ours, theirs):
 
 
 @pytest.mark.parametrize("layout", [
-    "safetensors", "bin", "half", "old names", "no prefix", "wrapped"])
+    "safetensors", "shards", "bin", "bin shards", "half", "old names", "no prefix", "wrapped"])
 @pytest.mark.parametrize("kind", [
     "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification", "regression",
     "BertForQuestionAnswering", "DistilBertForMaskedLM", "DistilBertForQuestionAnswering"])
@@ -74,9 +74,9 @@ def test_hugging_face_folders_give_the_same_logits(tmp_path, kind, layout):
     else:  # names of classes are in the order of their numbers, not of the alphabet
         more = {"id2label": {0: "no", 1: "maybe", 2: "also"}} if "Sequence" in kind else {}
         theirs = hugging_face(kind, **more)
-    if layout == "safetensors":
+    if layout in ("safetensors", "shards"):
         pytest.importorskip("safetensors")
-        theirs.save_pretrained(tmp_path)
+        theirs.save_pretrained(tmp_path, max_shard_size="20KB" if layout == "shards" else "1GB")
     else:
         save(theirs, tmp_path)
         weights = theirs.state_dict()
@@ -93,6 +93,11 @@ def test_hugging_face_folders_give_the_same_logits(tmp_path, kind, layout):
             weights = {n: w.half() if w.is_floating_point() else w for n, w in weights.items()}
             theirs = theirs.half().float()
         torch.save(weights, tmp_path / "pytorch_model.bin")
+        if layout == "bin shards":
+            (tmp_path / "pytorch_model.bin").rename(tmp_path / "1.bin")
+            torch.save({"last": weights.pop(next(iter(weights)))}, tmp_path / "2.bin")
+            index = {"weight_map": {name: "1.bin" for name in weights} | {"last": "2.bin"}}
+            (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     ours = load_model(tmp_path).eval()
     assert type(ours) is {"S": Classifier, "r": Classifier, "Q": SpanReader}.get(
         kind.split("BertFor")[-1][0], LanguageModel)
@@ -108,7 +113,7 @@ def test_our_names_become_theirs_and_come_back(head):
     weights = models[head](config).state_dict()
     theirs = to_huggingface(weights, head)
     assert "bert.encoder.layer.0.attention.self.query.weight" in theirs
-    assert_same(from_huggingface(theirs, config, head), (dict(weights), {}))
+    assert_same(from_huggingface(theirs, config, head), (dict(weights), set()))
 
 
 @pytest.mark.parametrize("prefix", ["", "bert."])
@@ -149,7 +154,14 @@ def test_a_vocabulary_with_capitals_is_of_a_cased_bert(tmp_path):
     ("problem_type", "multi_label_classification", "multi_label_classification"),
     ("layer_norm_eps", 1e-5, "layer_norm_eps = 1e-05"),
     ("tie_word_embeddings", False, "tie_word_embeddings = False"),
-    ("num_hidden_layers", 4, r"pytorch_model.bin: .* encoder\.layer\.3")])
+    ("num_hidden_layers", 4, r"has no encoder\.layer\.3"),
+    ("num_attention_heads", 5, "config.json: n_head = 5: .* the width 32"),
+    ("hidden_size", "32", "config.json: hidden_size = '32'"),
+    ("hidden_size", 32.0, "hidden_size = 32.0: expected int"), ("vocab_size", [], r"= \[\]"),
+    ("hidden_size", True, "= True"), ("num_hidden_layers", None, "= None"),
+    ("max_position_embeddings", -1, "= -1"), ("num_attention_heads", 0, "= 0"),
+    ("hidden_dropout_prob", 1.5, "= 1.5: expected from 0 to 1"), ("is_decoder", 1, "= 1"),
+    ("quantization_config", {}, "quantization_config"), ("pruned_heads", {"0": [1]}, "pruned")])
 def test_a_folder_of_another_model_is_refused(tmp_path, key, value, words):
     theirs = hugging_face("BertForMaskedLM")
     save(theirs, tmp_path)
@@ -202,9 +214,51 @@ def test_weights_of_another_vocabulary_or_with_nan_are_refused(tmp_path):
         read_weights(tmp_path)
     (tmp_path / "vocab.txt").unlink()
     read_weights(tmp_path)
-    theirs.bert.embeddings.position_embeddings.weight.data[0, 0] = torch.nan
-    save(theirs, tmp_path)
-    with pytest.raises(UserError, match="position_embeddings.* NaN"):
+    for number in (torch.nan, torch.inf):
+        theirs.bert.embeddings.position_embeddings.weight.data[0, 0] = number
+        save(theirs, tmp_path)
+        with pytest.raises(UserError, match="position_embeddings.* NaN or infinity"):
+            read_weights(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="config.json: expected settings by name"):
+        read_weights(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert"])
+def test_a_missing_setting_is_the_models_own_default(tmp_path, kind):
+    theirs = pytest.importorskip("transformers").AutoConfig.for_model(kind)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    _, config = read_config(tmp_path / "config.json")
+    for ours, name in SETTINGS[kind].items():
+        assert getattr(config, ours) == getattr(theirs, name), name
+    assert config.type_vocab == getattr(theirs, "type_vocab_size", 0)
+
+
+@pytest.mark.parametrize("kind, copy, name", [
+    ("BertForMaskedLM", "cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+    ("BertForMaskedLM", "cls.predictions.decoder.bias", "cls.predictions.bias"),
+    ("BertForMaskedLM", "bert.embeddings.position_ids", ""),
+    ("DistilBertForMaskedLM", "vocab_projector.weight",
+     "distilbert.embeddings.word_embeddings.weight")])
+def test_a_stored_copy_is_one_or_the_only_one(tmp_path, kind, copy, name):
+    theirs = hugging_face(kind)
+    weights = theirs.state_dict() | {"bert.embeddings.position_ids": torch.arange(24)[None]}
+    for stored in (weights, {other: w for other, w in weights.items() if other != name}):
+        save(theirs, tmp_path)
+        torch.save(stored, tmp_path / "pytorch_model.bin")
+        assert_same_logits(load_model(tmp_path).eval(), theirs)
+    torch.save(weights | {copy: weights[copy] + 1}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=f"{copy.split('.')[-1]} is not .*: of another model"):
+        read_weights(tmp_path)
+
+
+@pytest.mark.parametrize("names", [[], ["a", "b"], {"0": "a"}, None])
+def test_names_of_classes(tmp_path, names):
+    save(hugging_face("BertForSequenceClassification", num_labels=2), tmp_path, id2label=names)
+    if not names:
+        assert read_weights(tmp_path)["labels"] == ["LABEL_0", "LABEL_1"]
+        return
+    with pytest.raises(UserError, match="id2label = .*: expected names of 2 classes"):
         read_weights(tmp_path)
 
 

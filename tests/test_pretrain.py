@@ -149,7 +149,8 @@ def test_init_from(tmp_path, capsys, alpha, reinit_ffn):
     fresh = {name: w.clone() for name, w in model.state_dict().items()}
     origin = init_from(model, initial, reinit_ffn)
     assert origin == {"init_checkpoint": str(initial), "init_sha256": model_hash(initial),
-                      "first_step": 3, "pooler_trained": False, "trained_on": trained_on(initial)}
+                      "init_memory": {}, "first_step": 3, "pooler_trained": False,
+                      "trained_on": trained_on(initial)}
     for name, w in model.state_dict().items():
         ffn = name.startswith(("bert.layers.1.up", "bert.layers.1.down"))
         is_fresh = "memory" in name or reinit_ffn and ffn
@@ -183,7 +184,7 @@ def test_seeds_share_no_random_pooler(tmp_path):
 
 def test_values_that_start_at_0_change_no_output(place):
     """Start a new memory at 0, but keep the values of one that was trained before."""
-    for initial, layers in (("plain", ""), ("with", "2,3")):
+    for initial, layers in (("plain", ""), ("with", "2")):
         out = f"out/{initial}"
         assert train(f"--out={out}", f"--memory_layers={layers}", "--max_steps=3") == 0
         for values in ("zero", "random"):
@@ -191,7 +192,7 @@ def test_values_that_start_at_0_change_no_output(place):
                          f"--init_values={values}") == 0
         last = [r["perplexity"] for r in log(out) if "perplexity" in r][-1]
         assert log(f"{out}_zero")[0]["perplexity"] == last
-        assert (log(f"{out}_random")[0]["perplexity"] == last) == (initial == "with")
+        assert log(f"{out}_random")[0]["perplexity"] != last
 
 
 def test_a_run_leaves_what_it_promises(place):

@@ -1,6 +1,7 @@
 """
 Find weights and load them.
 """
+import dataclasses
 import math
 from pathlib import Path
 
@@ -8,19 +9,33 @@ import pytest
 import torch
 
 import measure
+import pretrain
+from lib.corpus import Corpus
 from lib.run import Run
 from lib.settings import UserError
 from lib.slots import load_with_tokenizer
 from lib.weights import (
+    check_sizes,
     find_weights,
     init_from,
     load_model,
     median_seed,
+    memory_settings,
     model_file,
     read_weights,
 )
-from model import Classifier, SpanReader
-from tests.helpers import assert_same, save_model, tiny_bert, train, tune, write_settings
+from model import BertConfig, Classifier, SpanReader
+from tests.helpers import (
+    TINY,
+    assert_one_line,
+    assert_same,
+    prepare_sample,
+    save_model,
+    tiny_bert,
+    train,
+    tune,
+    write_settings,
+)
 
 
 @pytest.mark.parametrize("kind, labels", [("lm", ()), ("classifier", ("a", "b")),
@@ -112,10 +127,51 @@ def test_weights_of_other_sizes_are_no_start(tmp_path, change, words):
 
 @pytest.mark.parametrize("name, words", [
     ("out/demo", "pretrain.py configs/demo.py"),
-    ("bert-base-uncased", "prepare_data.py weights bert-base-uncased"),
-    ("out/none", "out/none"),
-    ("file", "file")])
+    ("bert-base-uncased", "prepare_data.py weights bert-base-uncased$"),
+    ("org/bert", "prepare_data.py weights org/bert$"),
+    ("bert-base-uncase", r"has no checkpoint.*\(did you mean bert-base-uncased\?\)$"),
+    ("out/runn", r"\(did you mean out/run\?\)$"), ("minilmm", r"\(did you mean minilm\?\)$"),
+    ("out/run", "has no checkpoint, model.safetensors or pytorch_model.bin$"),
+    ("minilm", "^data/weights/minilm has weights, but no config.json$"),
+    ("/nosuch/bert", "pytorch_model.bin$"), ("file", "file")])
 def test_weights_that_are_not_there(workdir, name, words):
+    """Say what is missing, and name what is like it, a recipe or a download."""
+    Path("out/run").mkdir(parents=True)
+    Path("data/weights/minilm").mkdir(parents=True)
+    Path("data/weights/minilm/pytorch_model.bin").touch()
     Path("file").touch()
     with pytest.raises(UserError, match=words):
         find_weights(name)
+    with pytest.raises(UserError, match=r"did you mean sample\?"):
+        prepare_sample()
+        Corpus("samples")
+
+
+def test_a_memory_keeps_its_settings(place, capsys):
+    """Inherit what is not given, refuse what differs, and go on as it began."""
+    memory = {key: TINY[key] for key in ("memory_layers", "n_keys", "memory_heads", "topk",
+                                         "key_dim")}
+    lines = [line for line in Path("tiny.py").read_text().splitlines()
+             if line.split()[0] not in memory]
+    Path("silent.py").write_text("\n".join(lines))
+    assert train("--max_steps=1", "--alpha=0") == 0
+    args = ["silent.py", "--init_from=out/tiny", "--out=out/more", "--max_steps=1", "--beta=0.5"]
+    for words in (["--key_dim=256", "key_dim = 16, not 256", "leave out"],  # the default
+                  ["--init_values=zero", "init_values = zero"]):
+        assert_one_line(capsys, *args, words[0], words=words[1:])
+    assert pretrain.main(args) == 0
+    expected = memory | {"memory_layers": [2, 3], "alpha": 0, "beta": 0.5}
+    settings = Run("out/more").settings()
+    assert {key: settings[key] for key in expected} == expected
+    assert load_model("out/more").bert.config.topk == 4
+    assert pretrain.main([*args, "--max_steps=2"]) == 0  # goes on
+    assert_one_line(capsys, *args[:-1], words=["was trained with beta = 0.5, not 1.0"])
+    assert_one_line(capsys, *args, "--topk=2", words=["was trained with topk = 4, not 2"])
+
+
+def test_a_new_setting_of_a_memory_is_compared():
+    kind = dataclasses.make_dataclass("Gated", [("gate", bool, False)], bases=(BertConfig,))
+    gated = kind(memory_layers=(4,), gate=True)
+    assert memory_settings(gated)["gate"]
+    with pytest.raises(UserError, match="x has gate = True, not False: "):
+        check_sizes("x", gated, kind(memory_layers=(4,)))
