@@ -109,6 +109,19 @@ def test_an_exported_memory_reads_other_slots_for_another_input():
         assert_near(exported(seeded(1, 4, 6, 6), ~MASK), memory(seeded(1, 4, 6, 6), ~MASK), 1e-12)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_onnxruntime_reads_the_same(tmp_path):
+    """For another number of tokens than that of the export."""
+    runtime = pytest.importorskip("onnxruntime")
+    memory, (x, mask) = small_memory(torch.float32).eval(), (seeded(0, 4, 6, 6).float(), MASK)
+    sizes = {0: "sequences", 1: "tokens"}
+    torch.onnx.export(memory, (torch.ones(2, 5, 6), torch.ones(2, 5, dtype=bool)), tmp_path / "memory.onnx",
+                      dynamic_shapes=(sizes, sizes), input_names=["x", "mask"])
+    [found] = runtime.InferenceSession(tmp_path / "memory.onnx").run(
+        None, {"x": x.numpy(), "mask": mask.numpy()})
+    assert_near(torch.from_numpy(found), memory(x, mask), 1e-6)
+
+
 def test_one_real_token_leaves_the_running_statistics():
     memory = small_memory()
     before = [buffer.clone() for buffer in memory.buffers()][:2]
