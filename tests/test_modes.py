@@ -114,8 +114,8 @@ def test_onnxruntime_reads_the_same(tmp_path):
     """For another number of tokens than that of the export."""
     runtime = pytest.importorskip("onnxruntime")
     memory, (x, mask) = small_memory(torch.float32).eval(), (seeded(0, 4, 6, 6).float(), MASK)
-    sizes = {0: "sequences", 1: "tokens"}
-    torch.onnx.export(memory, (torch.ones(2, 5, 6), torch.ones(2, 5, dtype=bool)), tmp_path / "memory.onnx",
+    sizes, real = {0: "sequences", 1: "tokens"}, torch.ones(2, 5, dtype=torch.bool)
+    torch.onnx.export(memory, (torch.ones(2, 5, 6), real), tmp_path / "memory.onnx",
                       dynamic_shapes=(sizes, sizes), input_names=["x", "mask"])
     [found] = runtime.InferenceSession(tmp_path / "memory.onnx").run(
         None, {"x": x.numpy(), "mask": mask.numpy()})

@@ -102,7 +102,7 @@ def test_onnxruntime_gives_the_same_logits(tmp_path):
     _, folder = exported(tmp_path, n_layer=1, **RESM | {"memory_layers": (1,)})
     theirs, names = load(folder).eval(), ("input_ids", "attention_mask")
     sizes = {0: "sentences", 1: "tokens"}
-    torch.onnx.export(theirs, kwargs=dict.fromkeys(names, torch.ones(2, 5, dtype=torch.long)),
+    torch.onnx.export(theirs, kwargs={name: torch.ones(2, 5, dtype=torch.long) for name in names},
                       f=tmp_path / "model.onnx", dynamic_shapes=dict.fromkeys(names, sizes))
     inputs = dict(zip(names, batch()))
     [found] = runtime.InferenceSession(tmp_path / "model.onnx").run(
