@@ -19,12 +19,13 @@ To use a memory in another model, copy this file. It needs nothing but torch:
 memory(x, mask) leaves padded tokens out. List the tables before you call torch.compile, because it
 puts "_orig_mod." before their names. If the rest of the model is trained already, let the values
 begin at 0: nn.init.zeros_(model.memory.values.weight).
-Values have no .grad, and other optimizers and clipping pass them by. LazyAdam updates the rows
-that were read, at a constant rate. Query and sub-keys need no weight decay:
+Values have no .grad, and other optimizers and clipping pass them by. They learn by a LazyAdam,
+which updates the rows that were read. Query and sub-keys need no weight decay:
 
 >>> dense = torch.optim.AdamW([{"params": model.ffn.parameters()},
 ...                            {"params": model.memory.parameters(), "weight_decay": 0.0}])
 >>> sparse = LazyAdam(tables.values(), lr=1e-3)
+>>> schedule = torch.optim.lr_scheduler.LambdaLR(sparse, lambda step: 1.0)  # none: constant, too
 >>> scaler = torch.amp.GradScaler("cpu")     # enabled=False: without float16
 >>> for step in range(2):
 ...     for x in torch.randn(4, 2, 16, 32):  # the gradients of 4 batches add up
@@ -35,24 +36,17 @@ that were read, at a constant rate. Query and sub-keys need no weight decay:
 ...     sparse.step_with(dense, scaler)      # without a scaler: dense.step() and sparse.step()
 ...     dense.zero_grad()
 ...     sparse.zero_grad()
+...     schedule.step()
 
-step_with() makes both steps and calls scaler.update(); after an overflow it makes no step. To save
-a training, keep the state_dict() of model, dense, sparse and scaler. A memory also trains under
-activation checkpointing, torch.compile (a graph breaks at the values) and DistributedDataParallel
-(LazyAdam adds up the gradients of all ranks). Values learn in float32 or float64.
+To save a training, keep the state_dict() of model, dense, sparse and scaler. Values are in float32
+or float64, and train under activation checkpointing and torch.compile, too (a graph breaks there).
+LazyAdam takes the mean of the ranks' gradients, under DistributedDataParallel or
+fully_shard(model, ignored_params={table.weight for table in tables.values()}).
 
 In training the batch norm of the queries sees the whole batch. Hence the output of a causal model
 depends a little on later tokens and on other sequences, and a batch of one token is an error. In
-evaluation a token's output depends on that token alone.
-
-lib/usage.py is the second file to copy. It shows which slots are in use, and which tokens read one:
-
->>> from lib.usage import record_reads, usage_metrics       # a copy: from usage
->>> with torch.no_grad(), record_reads(tables) as reads:
-...     out = model.eval()(torch.randn(4, 16, 32))          # then model.train()
->>> usage = usage_metrics(**reads["memory.values"].counts)  # usage["top1_mu"]: share in use
->>> for slot in reads["memory.values"].top_slots(10):
-...     found = reads["memory.values"].contexts(slot, 5)    # [(weight, token)], token < 4 * 16
+evaluation a token's output depends on it alone. lib/usage.py is the second file to copy: it shows
+which slots are in use, and which tokens read one.
 """
 import warnings
 
@@ -78,13 +72,15 @@ class PKM(nn.Module):
         self.n_keys = n_keys
         self.heads = heads
         self.topk = topk
-        self.query = nn.Linear(d_model, heads * key_dim)
-        nn.init.xavier_uniform_(self.query.weight)  # our reading; XLM leaves nn.Linear's default
+        self.query = Query(d_model, heads * key_dim)
         self.query_norm = MaskedBatchNorm(heads * key_dim)
-        half = key_dim // 2
-        self.keys = nn.Parameter(torch.empty(heads, 2, n_keys, half))
-        nn.init.uniform_(self.keys, -half**-0.5, half**-0.5)
+        self.keys = nn.Parameter(torch.empty(heads, 2, n_keys, key_dim // 2))
+        self.reset_parameters()
         self.values = ValueTable(n_keys**2, d_model)
+
+    def reset_parameters(self):
+        half = self.keys.shape[3]
+        nn.init.uniform_(self.keys, -half**-0.5, half**-0.5)
 
     def forward(self, x, mask=None):
         """Read the memory for every token.
@@ -128,6 +124,14 @@ class PKM(nn.Module):
         return slots.transpose(0, 1), score.softmax(2).transpose(0, 1)
 
 
+class Query(nn.Linear):
+    """Draws its weight Xavier-uniform, which is our reading. XLM leaves nn.Linear's default."""
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        nn.init.xavier_uniform_(self.weight)
+
+
 class MaskedBatchNorm(nn.BatchNorm1d):
     """Batch norm over tokens. In training the real tokens alone make its statistics."""
 
@@ -157,18 +161,18 @@ def candidates(topk, device):
     remain. Brute force takes O(|K| d) operations, this O((sqrt(|K|) + k^2) d) (Lample et al.).
     """
     count = sum(topk // (i + 1) for i in range(topk))  # nonzero() would wait for the device
-    rank = torch.arange(topk, device=device)
-    per_rank = topk // (rank + 1)
-    i = rank.repeat_interleave(per_rank, output_size=count)
-    j = torch.arange(count, device=device) - (per_rank.cumsum(0) - per_rank)[i]
-    return torch.stack([i, j])
+    rank = torch.arange(1, topk + 1, device=device)
+    per_rank = torch.full_like(rank, topk) // rank  # torch.onnx refuses topk // rank
+    ends = per_rank.cumsum(0)
+    pair = torch.arange(count, device=device)
+    i = torch.bucketize(pair, ends, right=True)
+    return torch.stack([i, pair - (ends - per_rank)[i]])
 
 
 class ValueTable(nn.Module):
     """The values of a memory: (n_slots, dim) rows, read as weighted sums.
 
-    The table has no .grad: optimizers, clipping and DistributedDataParallel pass it by. It learns
-    in three steps:
+    Optimizers, clipping and DistributedDataParallel pass it by, for it has no .grad. How it learns:
     1. forward() adds zeros to its output. They require a gradient (see recorder).
     2. loss.backward() gives them grad_out. A hook keeps (slots, weights, grad_out) in `pending`.
     3. LazyAdam.step() takes what is pending. The gradient of row r is the sum, over the reads of r,
@@ -179,9 +183,16 @@ class ValueTable(nn.Module):
     def __init__(self, n_slots, dim):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_slots, dim), requires_grad=False)
-        nn.init.normal_(self.weight, std=dim**-0.5)
+        self.reset_parameters()
         self.learns = True
         self.pending = []  # reads of the backward passes since the last update
+        self.optimized = self.warned = False  # whether a LazyAdam takes the reads
+
+    def reset_parameters(self):
+        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+
+    def __getstate__(self):
+        return {**self.__dict__, "pending": [], "optimized": False}  # a copy has no LazyAdam yet
 
     def forward(self, slots, weights, dtype=None):
         """Sum the rows at `slots`, weighted by `weights`.
@@ -191,7 +202,11 @@ class ValueTable(nn.Module):
         """
         slots, weights = slots.flatten(1), weights.flatten(1)
         rows = self.weight.detach()  # someone may have set requires_grad (from_pretrained does)
-        out = F.embedding_bag(slots, rows, mode="sum", per_sample_weights=weights.to(rows.dtype))
+        shares = weights.to(rows.dtype)
+        if torch.onnx.is_in_onnx_export():  # its embedding_bag is a loop, and refuses int32
+            out = (shares[:, None] @ rows[slots.long()]).squeeze(1)
+        else:
+            out = F.embedding_bag(slots, rows, mode="sum", per_sample_weights=shares)
         out = out.to(dtype or rows.dtype)
         if self.learns and torch.is_grad_enabled():
             out = out + self.recorder(out, slots, weights.detach())
@@ -201,97 +216,29 @@ class ValueTable(nn.Module):
     def recorder(self, out, slots, weights):
         """Make zeros that record the read when backward() reaches them. They take no memory."""
         def keep(zeros):
-            self.pending.append((slots, weights, zeros.grad))
+            if self.optimized:
+                self.pending.append((slots, weights, zeros.grad))
             zeros.grad = None
-            if len(self.pending) == 512:  # more than any config accumulates
-                warnings.warn("a ValueTable keeps the reads of 512 backward passes: call a "
-                              "LazyAdam's step() and zero_grad(), or set learns = False")
+            if not (self.warned or self.optimized and len(self.pending) < 512):  # no config has 512
+                self.warned = True
+                warnings.warn("values do not learn: make a LazyAdam of their ValueTables and call "
+                              "its step() and zero_grad(), or set learns = False to freeze a table")
 
         zeros = out.new_zeros(()).expand(out.shape).requires_grad_()
         zeros.register_post_accumulate_grad_hook(keep)
         return zeros
 
 
-class LazyAdam(torch.optim.Optimizer):
-    """Adam for ValueTables that updates only the rows read since the last step.
-
-    The other rows keep their values and moments, as in SparseAdam. There is no weight decay. A
-    step with a gradient that is not finite is left out. zero_grad() drops pending reads.
-    """
-
-    def __init__(self, tables, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
-        self.tables = list(dict.fromkeys(tables)) if hasattr(tables, "__iter__") else [tables]
-        for table in self.tables:
-            if not isinstance(table, ValueTable):
-                raise TypeError("LazyAdam takes a list of ValueTables, such as "
-                                f"[model.memory.values], not a {type(table).__name__}")
-            table.weight.requires_grad_(False)
-        weights = [table.weight for table in self.tables]
-        super().__init__([{"params": weights}], {"lr": lr, "betas": betas, "eps": eps})
-
-    @torch.no_grad()
-    def step(self, closure=None, grad_scale=1.0):
-        """Update once. grad_scale: what the loss was multiplied by."""
-        with torch.enable_grad():
-            loss = closure() if closure else None
-        parameters = self.param_groups[0]["params"]
-        for table, parameter in zip(self.tables, parameters, strict=True):  # before any moves
-            assert table.weight is parameter, "a table has a new weight: make a new LazyAdam"
-            assert table.weight.dtype in (torch.float32, torch.float64), (
-                f"values in {table.weight.dtype} lose small updates: keep them in float32, "
-                "under autocast")
-        reads = [take_reads(table) for table in self.tables]
-        finite = all(grad_out.isfinite().all() for *_, grad_out in filter(None, reads))
-        if several_ranks() and parameters:  # all update, or none
-            flag = torch.tensor(finite, dtype=torch.uint8, device=parameters[0].device)
-            dist.all_reduce(flag, dist.ReduceOp.MIN)
-            finite = flag.item()
-        if finite:
-            for parameter, read in zip(parameters, reads, strict=True):
-                sums = sum_rows(parameter, read, grad_scale)
-                if several_ranks():
-                    sums = mean_over_ranks(parameter, sums)
-                self.update(parameter, sums)
-        return loss
-
-    def step_with(self, dense, scaler, grad_scale=1.0):
-        """Step `dense`, the optimizer of all other weights, and this one under a GradScaler.
-
-        It also calls scaler.update(). If the scaler leaves out the dense step, because a gradient
-        is not finite, the values stay, too. grad_scale: what else the loss was multiplied by.
-        """
-        scale = scaler.get_scale()
-        scaler.step(dense)
-        scaler.update()
-        if scaler.get_scale() >= scale:  # it falls where a step was left out
-            self.step(grad_scale=scale * grad_scale)
-
-    def update(self, weight, sums):
-        """Apply Adam to the rows that were read. sums: see sum_rows."""
-        for number, (row, grad) in enumerate(sums):
-            state = self.state[weight]
-            if not state:
-                state["step"] = 0
-                state["exp_avg"] = torch.zeros_like(weight)
-                state["exp_avg_sq"] = torch.zeros_like(weight)
-            if number == 0:
-                state["step"] += 1
-            adam(weight, row, grad, state, self.param_groups[0])
-
-    def __getstate__(self):
-        """Keep the tables in a copy or a pickle. torch's optimizers keep no attribute of ours."""
-        return {**super().__getstate__(), "tables": self.tables}
-
-    def zero_grad(self, set_to_none=True):
-        """Drop the pending reads."""
-        for table in self.tables:
-            table.pending.clear()
-
-
 def adam(weight, row, grad, state, group):
-    """Apply Adam (Kingma and Ba, 2014) to some rows of a weight, given their gradient."""
+    """Apply Adam (Kingma and Ba, 2014) to some rows of a weight, given their gradient.
+
+    state: a dict of the weight's own, which has `step`. group: a dict of settings.
+    """
+    if "exp_avg" not in state:
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
     beta1, beta2 = group["betas"]
-    bias1, bias2 = 1 - beta1**state["step"], 1 - beta2**state["step"]
+    step = int(state["step"])
+    bias1, bias2 = 1 - beta1**step, 1 - beta2**step
     exp_avg = state["exp_avg"].index_select(0, row).lerp_(grad, 1 - beta1)
     exp_avg_sq = state["exp_avg_sq"].index_select(0, row).mul_(beta2)
     exp_avg_sq.addcmul_(grad, grad, value=1 - beta2)
@@ -301,11 +248,91 @@ def adam(weight, row, grad, state, group):
     weight.index_add_(0, row, exp_avg.div_(exp_avg_sq.sqrt_().add_(group["eps"])), alpha=-step_size)
 
 
-def take_reads(table):
-    """Take a table's pending reads: [slots, weights, grad_out], or [] without any."""
-    reads = [torch.cat(parts) for parts in zip(*table.pending, strict=True)]
-    table.pending.clear()
-    return reads
+class LazyAdam(torch.optim.Optimizer):
+    """Adam for ValueTables that updates only the rows read since the last step.
+
+    The other rows keep their values and moments, as in SparseAdam. There is no weight decay. A
+    step with a gradient that is not finite is left out. Another rule is a function like adam().
+    """
+
+    def __init__(self, tables, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, rule=adam):
+        self.tables, self.rule = [], rule
+        super().__init__([{"params": tables}], {"lr": lr, "betas": betas, "eps": eps})
+
+    def add_param_group(self, group):
+        """Add {"params": tables}, with settings of their own."""
+        tables = group["params"]
+        tables = list(dict.fromkeys(tables)) if hasattr(tables, "__iter__") else [tables]
+        for table in tables:
+            if not isinstance(table, ValueTable):
+                raise TypeError("LazyAdam takes a list of ValueTables, such as "
+                                f"[model.memory.values], not a {type(table).__name__}")
+            table.weight.requires_grad_(False)
+            table.optimized = True
+        super().add_param_group({**group, "params": [table.weight for table in tables]})
+        self.tables += tables
+
+    @torch.no_grad()
+    def step(self, closure=None, grad_scale=1.0):
+        """Update once. grad_scale: what the loss was multiplied by."""
+        with torch.enable_grad():
+            loss = closure() if closure else None
+        parameters = [(p, group) for group in self.param_groups for p in group["params"]]
+        for table, (parameter, _) in zip(self.tables, parameters, strict=True):  # before any moves
+            assert table.weight is parameter, "a table has a new weight: make a new LazyAdam"
+            dtype = table.weight.dtype
+            assert dtype in (torch.float32, torch.float64), f"keep values in float32, not {dtype}"
+        several_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        finite = all(grad_out.isfinite().all() for table in self.tables
+                     for *_, grad_out in table.pending)
+        if several_ranks and parameters:  # all update, or none
+            flag = torch.tensor(finite, dtype=torch.uint8, device=parameters[0][0].device)
+            dist.all_reduce(flag, dist.ReduceOp.MIN)
+            finite = flag.item()
+        if finite:
+            for table, (parameter, group) in zip(self.tables, parameters, strict=True):
+                sums = sum_rows(parameter, table.pending, grad_scale)
+                if several_ranks:
+                    sums = mean_over_ranks(parameter, sums)
+                for number, (row, grad) in enumerate(sums):
+                    state = self.state[parameter]
+                    if number == 0:  # a tensor, because torch.distributed.checkpoint loads no int
+                        state["step"] = state.get("step", torch.tensor(0)) + 1
+                    self.rule(parameter, row, grad, state, group)
+        self.zero_grad()
+        return loss
+
+    def step_with(self, dense, scaler, grad_scale=1.0):
+        """Step `dense`, the optimizer of all other weights, and this one under a GradScaler.
+
+        It also calls scaler.update(). After an overflow neither optimizer moves a weight.
+        grad_scale: what else the loss was multiplied by.
+        """
+        scale = scaler.get_scale()
+        scaler.step(dense)
+        scaler.update()
+        if scaler.get_scale() >= scale:  # it falls where a step was left out
+            self.step(grad_scale=scale * grad_scale)
+
+    def load_state_dict(self, state_dict):
+        names = {name for group in state_dict["param_groups"] for name in group["params"]}
+        if any(isinstance(name, str) for name in names - state_dict["state"].keys()):
+            raise ValueError("torch.distributed.checkpoint's set_state_dict leaves out the state "
+                             "of values: save and load LazyAdam's state_dict() itself")
+        super().load_state_dict(state_dict)
+
+    def __getstate__(self):
+        return {**super().__getstate__(), "tables": self.tables, "rule": self.rule}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        for table in self.tables:
+            table.optimized = True
+
+    def zero_grad(self, set_to_none=True):
+        """Drop the pending reads."""
+        for table in self.tables:
+            table.pending.clear()
 
 
 def chunk_rows(weight):
@@ -313,17 +340,16 @@ def chunk_rows(weight):
     return max(1, 2**18 // weight.shape[1]) if weight.is_cpu else 2**16
 
 
-def sum_rows(weight, read, grad_scale=1.0):
+def sum_rows(weight, pending, grad_scale=1.0):
     """Sum up the gradients of the rows that were read.
 
-    read: see take_reads; slots and weights (tokens, reads), grad_out (tokens, dim). Yields
+    pending: a list of (slots, weights, grad_out): two (tokens, reads), and (tokens, dim). Yields
     (row, grad), some rows at a time: their numbers (rows,) and gradients (rows, dim).
     """
-    if not read:
+    if not pending:
         return
-    slots, weights, grad_out = read
-    # padded tokens have weights of 0, and tokens that the loss does not see no gradient
-    live = grad_out.any(1) & weights.any(1)
+    slots, weights, grad_out = map(torch.cat, zip(*pending, strict=True))
+    live = grad_out.any(1) & weights.any(1)  # the loss sees the token, and it is no padding
     if not live.any():
         return
     grad_out = grad_out[live].to(weight.dtype)
@@ -342,16 +368,10 @@ def sum_rows(weight, read, grad_scale=1.0):
         begin = end
 
 
-def several_ranks():
-    """Tell whether this process shares the training with others."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def mean_over_ranks(weight, sums):
     """Take the mean of all ranks' gradients. All ranks must call it.
 
-    sums: see sum_rows. Yields (row, grad), too, for the rows that any rank has read. It needs as
-    much memory as the table.
+    sums: see sum_rows. Yields (row, grad) of the rows that any rank read. Takes a table's memory.
     """
     total = torch.zeros_like(weight)
     read = torch.zeros(len(weight), dtype=torch.uint8, device=weight.device)
@@ -360,7 +380,6 @@ def mean_over_ranks(weight, sums):
         read[row] = 1
     dist.all_reduce(total)
     dist.all_reduce(read, dist.ReduceOp.MAX)
-    rows, size = read.nonzero().squeeze(1), chunk_rows(weight)
-    for begin in range(0, len(rows), size):
-        row = rows[begin:begin + size]
+    rows = read.nonzero().squeeze(1)
+    for row in filter(len, rows.split(chunk_rows(weight))):  # without rows there is an empty part
         yield row, total[row] / dist.get_world_size()

@@ -55,12 +55,14 @@ def brute_force(query, keys, topk):
 
 # the example and the files
 
-def test_the_docstrings_example_runs():
-    examples = doctest.DocTestParser().get_doctest(pkm.__doc__, vars(pkm).copy(), "pkm", None, 0)
+def test_the_docstrings_examples_run():
+    text, names = pkm.__doc__ + usage.__doc__, vars(pkm) | vars(usage)
+    examples = doctest.DocTestParser().get_doctest(text, names, "pkm", None, 0)
     assert doctest.DocTestRunner().run(examples, clear_globs=False).failed == 0
     model, sparse = examples.globs["model"], examples.globs["sparse"]
     assert sparse.state[model.memory.values.weight]["step"] == 2
-    assert len(examples.globs["found"]) == 5 and 0 < examples.globs["usage"]["top1_mu"] < 1
+    assert examples.globs["schedule"].last_epoch == 2
+    assert len(examples.globs["found"]) == 5 and 0 < examples.globs["metrics"]["top1_mu"] < 1
 
 
 @pytest.mark.parametrize("module, needed", [(pkm, {"torch"}), (usage, {"numpy", "torch"})])
@@ -79,9 +81,16 @@ def test_candidates_of_32_are_119_of_1024():
     assert candidates(32, "cpu").T.tolist() == list(map(list, pairs)) and len(pairs) == 119
 
 
-def test_initialization():
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_initialization(device):
     """Draw sub-keys and values as XLM does, and Xavier-uniform queries (our reading)."""
-    memory = PKM(64, n_keys=64, heads=4, topk=8, key_dim=64)
+    with torch.device(device):
+        memory = PKM(64, n_keys=64, heads=4, topk=8, key_dim=64)
+    if device == "meta":  # then in torch's way
+        memory.to_empty(device="cpu")
+        for module in memory.modules():
+            module.reset_parameters()
+    assert torch.equal(memory.query_norm.running_var, torch.ones(256))
     bound = math.sqrt(6 / (64 + 4 * 64))
     assert 0.99 * bound < memory.query.weight.abs().max() <= bound
     assert 0.99 * 32**-0.5 < memory.keys.abs().max() <= 32**-0.5
@@ -219,6 +228,25 @@ def test_value_updates_equal_sparse_adam(dim):
             assert not torch.equal(tensor, old)
 
 
+def test_another_rule_updates_the_rows():
+    """Keep one number a row: the sum of squares by which Adagrad divides."""
+    def adagrad_of_rows(weight, row, grad, state, group):
+        if "sums" not in state:
+            state["sums"] = weight.new_zeros(len(weight), 1)
+        state["sums"].index_add_(0, row, grad.square().mean(1, keepdim=True))
+        weight.index_add_(0, row, grad / state["sums"][row].sqrt(), alpha=-group["lr"])
+
+    table, read = ValueTable(6, 4), (torch.tensor([[[1, 3]]]), torch.ones(1, 1, 2))
+    optimizer = LazyAdam([table], lr=0.1, rule=adagrad_of_rows)
+    expected = table.weight.detach().clone()
+    for step in (1, 2):
+        (table(*read) * torch.arange(4)).sum().backward()
+        optimizer.step()
+        expected[[1, 3]] -= 0.1 * torch.arange(4) / math.sqrt(step * 3.5)  # 14 / 4
+    torch.testing.assert_close(table.weight.detach(), expected)
+    assert optimizer.state[table.weight].keys() == {"step", "sums"}
+
+
 def test_statistics_are_those_of_the_real_tokens():
     ours, reference = MaskedBatchNorm(4).double(), nn.BatchNorm1d(4).double()
     for _ in range(2):
@@ -277,8 +305,9 @@ def test_values_learn_where_all_else_is_frozen(compiled):
     whole = small_memory()
     memory.requires_grad_(False)
     for m in (memory, whole):
+        optimizer = LazyAdam([m.values], lr=0.1)
         (torch.compile(m, backend="aot_eager") if compiled else m)(x).square().sum().backward()
-        LazyAdam([m.values], lr=0.1).step()
+        optimizer.step()
     assert not torch.equal(memory.values.weight, small_memory().values.weight)
     assert_near(memory.values.weight, whole.values.weight, 1e-12)
 

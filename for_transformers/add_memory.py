@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from pkm import PKM
 
@@ -129,9 +130,11 @@ def add_read(alpha, beta, last, args, y):
 def real_tokens(mask):
     """Tell from an attention's mask which tokens are real: (batch, time) bool.
 
-    mask: (batch, time) or (batch, heads, time or 1, time). It is bool, 0 and 1, or added to the
-    scores. A real token sees itself, and what is seen has the mask's largest value.
+    mask: (batch, time) or (batch, heads, time or 1, time). It is bool, 0 and 1, a BlockMask, or
+    added to the scores. A real token sees itself, and what is seen has the mask's largest value.
     """
+    if isinstance(mask, BlockMask):
+        mask = create_mask(mask.mask_mod, *mask.shape, device=mask.kv_num_blocks.device)
     if mask.dim() == 4:
         mask = mask[:, 0].expand(-1, mask.shape[3], -1).diagonal(dim1=1, dim2=2)
     return mask == mask.max()

@@ -4,8 +4,7 @@ Write a trained model as a folder that transformers' from_pretrained loads.
 $ python -m for_transformers.export out/demo my_folder        # a run, or one of its checkpoints
 $ python -m for_transformers.export out/demo_docs_task my_folder   # the median seed's best epoch
 
-A model with memory brings its code along: AutoModelForMaskedLM.from_pretrained("my_folder",
-trust_remote_code=True) loads it. Fine-tuned models load by the class that the model card names.
+The model card names the class that loads it. A memory's code needs trust_remote_code=True.
 """
 import inspect
 import json
@@ -18,8 +17,8 @@ from safetensors.torch import save as to_bytes
 from tokenizers import processors
 
 from lib.files import atomic
-from lib.huggingface import ARCHITECTURES, MEMORY_ACT, SETTINGS, to_huggingface
-from lib.run import Run
+from lib.huggingface import ARCHITECTURES, MEMORY_ACT, PRETRAINED, SETTINGS, to_huggingface
+from lib.run import Run, read_state
 from lib.settings import ROOT, Parser, UserError, run_main
 from lib.tokenizer import full_tokenizer, load_tokenizer, special_tokens, tokens_by_id
 from lib.weights import find_weights, read_weights, run_settings
@@ -29,18 +28,20 @@ from pkm import PKM
 CODE = "pkm.py", "for_transformers/add_memory.py", "for_transformers/modeling_pkm.py"
 USED = {*SETTINGS["bert"], "memory_layers", "alpha", "beta", "memory_heads",
         *inspect.signature(PKM).parameters}  # settings that CODE and transformers' BERT know
-TASKS = "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"
+TASKS = {"MaskedLM": "fill-mask", "SequenceClassification": "text-classification",
+         "TokenClassification": "token-classification", "QuestionAnswering": "question-answering"}
 
 
 def export(path, folder):
     """Write the model of `path` (see find_weights) as a new folder for transformers.
 
-    The folder has the weights, the tokenizer and a model card; a model with memory adds its code.
-    A pooler that was never trained is left out, and fine-tuning draws a new one.
+    A model with memory adds its code. A pooler that was never trained is left out.
     """
     if Path(folder).exists():
         raise UserError(f"{folder} exists already: name a new folder")
     source, vocab_file = find_weights(path)
+    if not (source / "model.pt").is_file():
+        raise UserError(f"{path} is in Hugging Face's layout already: export takes out/<run>")
     saved, vocab = read_weights(source), tokens_by_id(load_tokenizer(vocab_file))
     config, head, weights = saved["config"], saved.get("head"), saved["weights"]
     has_memory = bool(config.memory_layers and config.beta)
@@ -55,7 +56,7 @@ def export(path, folder):
     if not config.type_vocab:  # BERT has two token types: vectors of 0 have no effect
         config.type_vocab = 2
         weights["bert.token_types.weight"] = torch.zeros(2, config.d_model)
-    if head != "classifier" and not run_settings(source).get("pooler_trained", True):
+    if head != "classifier" and not run_settings(source)["pooler_trained"]:
         weights = {name: w for name, w in weights.items() if "pooler" not in name}
     weights = to_huggingface(weights, head)
     settings = their_settings(config, head, saved.get("labels"), vocab, has_memory)
@@ -114,9 +115,9 @@ def their_tokenizer(vocab_file, vocab, config):
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.max_len,
         "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        **{f"{use}_token": token for use, token in specials._asdict().items()},
     }
-    tokens = {f"{use}_token": token for use, token in specials._asdict().items()}
-    return tokenizer, settings | tokens
+    return tokenizer, settings
 
 
 def code_files():
@@ -130,21 +131,38 @@ def card(source, name, config, head, has_memory):
     """Write the model card, in Markdown, with settings and results of the checkpoint's run."""
     task = "CausalLM" if config.causal else ARCHITECTURES[head].removeprefix("BertFor")
     run = Run(source.parent)
-    results = run.results() if head else run.evaluations(source)[-1:]
+    records = [record for record in run.records() if record["kind"] in ("eval", "dev")]
+    if (source / "state.pt").is_file():
+        step = read_state(source)["step"]
+    else:  # the best epoch of fine-tuning
+        results = run.results() or read_state(run.newest_checkpoint())["results"]
+        step = next(r["step"] for r in records if r.get("epoch") == results["eval_epoch"])
+    measured = [record for record in records if record["step"] <= step][-1:]
+    told = json.dumps({"step": step, "measured": measured, "settings": run.settings()}, indent=1)
     return CARD.format(
-        name=name,
-        config=config,
+        name=name, config=config,
         memory=MEMORY.format(config=config) if has_memory else "",
         auto=f"AutoModelFor{task}",
+        pipeline=TASKS.get(task, "text-generation"), base=base_model(run),
         code=", trust_remote_code=True" if has_memory else "",
-        settings=json.dumps(run.settings(), indent=1),
-        results=json.dumps(results, indent=1),
+        told=re.sub(r'"[^"\n]*/([^"/\n]+)/*"', r'"\1"', told),  # paths are of this machine
     )
+
+
+def base_model(run):
+    """Write the line of the weights on the hub that a run began from, also through others."""
+    start = Path(run.settings().get("init_checkpoint", ""))
+    if (start / "model.pt").is_file():
+        return base_model(Run(start.parent))
+    return f"base_model: {PRETRAINED[start.name]}\n" if start.name in PRETRAINED else ""
 
 
 CARD = """---
 library_name: transformers
----
+pipeline_tag: {pipeline}
+tags: [bert, product-key-memory]
+license: unknown  # fill in one of https://huggingface.co/docs/hub/repositories-licenses
+{base}---
 # {name}
 
 BERT with {config.n_layer} layers of width {config.d_model}.{memory}
@@ -154,22 +172,17 @@ BERT with {config.n_layer} layers of width {config.d_model}.{memory}
 ```python
 from transformers import AutoTokenizer, {auto}
 
-tokenizer = AutoTokenizer.from_pretrained("{name}"{code})
-model = {auto}.from_pretrained("{name}"{code})
+name = "YOU/{name}"  # on the hub, after `hf upload YOU/{name} FOLDER`; or the folder's path
+tokenizer = AutoTokenizer.from_pretrained(name{code})
+model = {auto}.from_pretrained(name{code})
 ```
 
 ## training
 
-```
-{settings}
-```
-
-## measured
-
-Scores of the dev split after the best epoch, or of held-out text after `step` steps.
+The weights are those after `step` steps of this run. What was measured has a step of its own.
 
 ```
-{results}
+{told}
 ```
 
 ## licence
@@ -180,8 +193,7 @@ weights that they were made from have their own licences.
 MEMORY = """ Layers {config.memory_layers}, counted from 1, have a product-key memory of
 {config.n_keys} x {config.n_keys} slots, {config.memory_heads} heads and top-{config.topk}
 ([Kim & Jung, 2020](https://aclanthology.org/2020.findings-emnlp.362/)):
-x' = LN(x + {config.alpha:g} FFN(x) + {config.beta:g} PKM(x)).
-transformers' Trainer does not train the memory's values: `modeling_pkm.py` shows what does."""
+x' = LN(x + {config.alpha:g} FFN(x) + {config.beta:g} PKM(x)). `modeling_pkm.py` trains it."""
 
 
 def main(argv=None):

@@ -2,14 +2,13 @@
 See which slots memories read, and which tokens read a slot. Copy it beside pkm.py.
 
 tables: {name: ValueTable}, with any model around them. It needs numpy and torch alone.
+count_reads() is for texts of any length: it keeps the counts, and not the reads.
 
 >>> with torch.no_grad(), record_reads(tables) as reads:
-...     model.eval()(ids)
->>> usage_metrics(**reads[4].counts)        # of the table named 4: MU, top-1 MU, KL_u, KL_w
->>> for slot in reads[4].top_slots(10):
-...     reads[4].contexts(slot, 5)          # [(weight, token)]: ids.flatten()[token] read it
-
-count_reads() is for texts of any length: it keeps the counts, and not the reads.
+...     out = model.eval()(x)               # then model.train()
+>>> metrics = usage_metrics(**reads["memory.values"].counts)   # MU, top-1 MU, KL_u, KL_w
+>>> for slot in reads["memory.values"].top_slots(10):
+...     found = reads["memory.values"].contexts(slot, 5)   # [(weight, place of token)]
 """
 import contextlib
 import math
@@ -63,12 +62,12 @@ def count_reads(tables, sum_over_ranks=lambda counts: counts):
 @contextlib.contextmanager
 def record_reads(tables):
     """Record what every memory reads inside the block: {name: Reads}, filled when it ends."""
-    found = {name: [] for name in tables}
-    reads = {}
+    nothing = torch.zeros(0, 1, 1, dtype=torch.int), torch.zeros(0, 1, 1)
+    found, reads = {name: [] for name in tables}, {}
     with watch_reads(tables, lambda name, *read: found[name].append(read)):
         yield reads
     for name, parts in found.items():
-        slots, weights = map(torch.cat, zip(*parts))
+        slots, weights = map(torch.cat, zip(*parts or [nothing]))
         reads[name] = Reads(slots, weights, len(tables[name].weight))
 
 
@@ -131,21 +130,22 @@ def usage_metrics(read, top1, weight, effective_k):
 
     mu and top1_mu are shares of the slots, kl_u and kl_w are in nats. accesses: real tokens x
     heads. mu_uniform and top1_mu_uniform are the shares that the same number of accesses would
-    reach, on average, if they went to random slots.
+    reach, on average, if they went to random slots. Without an access all but the shares are nan.
     """
     n_slots = len(read)
     accesses = int(top1.sum())
-    topk = int(read.sum()) / accesses
+    topk = int(read.sum()) / max(accesses, 1)
 
     def kl_to_uniform(counts):
         share = counts[counts > 0] / counts.sum()  # 0 log 0 = 0
-        return float(math.log(n_slots) + (share * np.log(share)).sum())
+        kl = math.log(n_slots) + (share * np.log(share)).sum()
+        return float(kl) if accesses else math.nan
 
     return {"mu": float((read > 0).mean()),
             "top1_mu": float((top1 > 0).mean()),
             "kl_u": kl_to_uniform(read),
             "kl_w": kl_to_uniform(weight),
-            "effective_k": effective_k / accesses,
+            "effective_k": effective_k / accesses if accesses else math.nan,
             "accesses": accesses,
             "mu_uniform": 1 - (1 - topk / n_slots) ** accesses,
             "top1_mu_uniform": 1 - (1 - 1 / n_slots) ** accesses}

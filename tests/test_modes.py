@@ -2,21 +2,31 @@
 Train the memory in the modes that people use, beside eager mode in one process.
 
 The modes are masks, torch.compile, export, half precision, autocast, a GradScaler, activation
-checkpointing, saved states and DistributedDataParallel.
+checkpointing, saved states, DistributedDataParallel and FSDP.
 """
 import copy
+import inspect
 import pickle
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import pkm
 from pkm import PKM, LazyAdam, MaskedBatchNorm, ValueTable
 from test_pkm import assert_near, small_memory
+from tests.helpers import assert_same
 from tests.on_ranks import finish, start
 
 MASK = torch.arange(6) < torch.tensor([[6], [2], [4], [1]])
@@ -99,6 +109,19 @@ def test_an_exported_memory_reads_other_slots_for_another_input():
         assert_near(exported(seeded(1, 4, 6, 6), ~MASK), memory(seeded(1, 4, 6, 6), ~MASK), 1e-12)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_onnxruntime_reads_the_same(tmp_path):
+    """For another number of tokens than that of the export."""
+    runtime = pytest.importorskip("onnxruntime")
+    memory, (x, mask) = small_memory(torch.float32).eval(), (seeded(0, 4, 6, 6).float(), MASK)
+    sizes, real = {0: "sequences", 1: "tokens"}, torch.ones(2, 5, dtype=torch.bool)
+    torch.onnx.export(memory, (torch.ones(2, 5, 6), real), tmp_path / "memory.onnx",
+                      dynamic_shapes=(sizes, sizes), input_names=["x", "mask"])
+    [found] = runtime.InferenceSession(tmp_path / "memory.onnx").run(
+        None, {"x": x.numpy(), "mask": mask.numpy()})
+    assert_near(torch.from_numpy(found), memory(x, mask), 1e-6)
+
+
 def test_one_real_token_leaves_the_running_statistics():
     memory = small_memory()
     before = [buffer.clone() for buffer in memory.buffers()][:2]
@@ -150,6 +173,7 @@ def test_statistics_of_a_half_precision_memory_are_float32s(dtype):
 def test_autocast():
     """Keep grad_out in autocast's dtype, and scores and softmax in float32."""
     memory, x = PKM(8, n_keys=16, heads=2, topk=4, key_dim=8).eval(), torch.randn(9, 8)
+    LazyAdam([memory.values])
     with torch.autocast("cpu", torch.bfloat16):
         query = memory.query(x)
         memory(x).sum().backward()
@@ -205,6 +229,7 @@ def test_activation_checkpointing(use_reentrant):
     results = []
     for recompute in (False, True):
         memory, loss = small_memory(), 0.0
+        optimizer = LazyAdam([memory.values], lr=0.1)
         for step, mask in enumerate((MASK, MASK.flip(0))):
             x = seeded(step, 4, 6, 6).requires_grad_()
             out = (checkpoint(memory, x, mask, use_reentrant=use_reentrant) if recompute
@@ -212,7 +237,7 @@ def test_activation_checkpointing(use_reentrant):
             loss = loss + (out * seeded(7, 4, 6, 6)).sum()
         loss.backward()
         assert len(memory.values.pending) == 2
-        LazyAdam([memory.values], lr=0.1).step()
+        optimizer.step()
         grads = [p.grad for p in memory.parameters() if p.requires_grad]
         results.append([loss, *grads, memory.values.weight])
     assert_all_near(*results)
@@ -220,6 +245,7 @@ def test_activation_checkpointing(use_reentrant):
 
 def test_only_backward_keeps_reads_and_zero_grad_drops_them():
     memory, x = small_memory(), seeded(0, 5, 6).requires_grad_()
+    optimizer, before = LazyAdam([memory.values]), memory.values.weight.clone()
     memory(x)
     with torch.no_grad():
         memory(x)
@@ -230,7 +256,6 @@ def test_only_backward_keeps_reads_and_zero_grad_drops_them():
     memory(x).sum().backward()
     memory(x).sum().backward()
     assert len(memory.values.pending) == 2
-    optimizer, before = LazyAdam([memory.values]), memory.values.weight.clone()
     optimizer.zero_grad()
     optimizer.step()
     assert torch.equal(memory.values.weight, before)
@@ -240,6 +265,7 @@ def test_only_backward_keeps_reads_and_zero_grad_drops_them():
 def test_gradients_of_inputs_or_of_named_weights_keep_no_read(compiled):
     """Take gradients as a saliency map or adversarial training does."""
     memory, x = small_memory(), seeded(0, 5, 6).requires_grad_()
+    LazyAdam([memory.values])
     call = torch.compile(memory, backend="aot_eager") if compiled else memory
     [expected] = torch.autograd.grad(call(x).square().sum(), x)
     assert not memory.values.pending
@@ -256,23 +282,37 @@ def test_two_backward_passes_of_a_graph_count_twice():
     updated = []
     for weights in ((1.0, 2.0), (3.0,)):
         memory = small_memory()
+        optimizer = LazyAdam([memory.values], lr=0.1)
         loss = memory(seeded(0, 5, 6)).square().sum()
         for weight in weights:
             (weight * loss).backward(retain_graph=True)
-        LazyAdam([memory.values], lr=0.1).step()
+        optimizer.step()
         updated.append(memory.values.weight)
     assert_near(*updated, 1e-12)
+    assert not torch.equal(updated[0], small_memory().values.weight)
 
 
-def test_reads_that_nobody_takes_warn():
+@pytest.mark.parametrize("optimizer", ["none", "never steps", "of the original", "of both", "late"])
+def test_values_that_do_not_learn_say_so_once(optimizer):
+    """Without a LazyAdam nothing is kept. A copy of the model alone has none."""
     memory = small_memory()
-    for _ in range(511):
-        memory(seeded(0, 2, 6)).sum().backward()
-    with pytest.warns(UserWarning, match="learns = False"):
-        memory(seeded(0, 2, 6)).sum().backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        memory(seeded(0, 2, 6)).sum().backward()  # once is enough
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        memory.eval()(seeded(0, 5, 6).requires_grad_())  # an evaluation with gradients
+        memory.train()
+        if optimizer == "of both":
+            memory, _ = copy.deepcopy((memory, LazyAdam([memory.values])))
+        elif optimizer == "of the original":
+            LazyAdam([memory.values])
+            memory = copy.deepcopy(memory)
+        for step in range(600 if optimizer == "never steps" else 3):
+            if (step, optimizer) in [(0, "never steps"), (2, "late")]:
+                LazyAdam([memory.values])
+            memory(seeded(0, 2, 6)).sum().backward()
+    kept = {"never steps": 600, "of both": 3, "late": 1}
+    assert len(memory.values.pending) == kept.get(optimizer, 0)
+    assert [str(warning.message)[:19] for warning in said] == ["values do not learn"] * (
+        optimizer != "of both")
 
 
 def test_other_optimizers_and_requires_grad_do_not_reach_the_values():
@@ -291,16 +331,38 @@ def test_other_optimizers_and_requires_grad_do_not_reach_the_values():
     assert not any(table.weight.requires_grad for table in tables)
 
 
-def test_a_saved_state_goes_on_as_the_first():
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_saved_state_goes_on_as_the_first(stepped, tmp_path):
+    """An optimizer that has stepped is also filled in place, by torch.distributed.checkpoint."""
     model, optimizers, _ = deep()
     train(model, optimizers, range(2))
     other, their_optimizers, _ = deep()
+    train(other, their_optimizers, range(5, 6) if stepped else ())
     other.load_state_dict(copy.deepcopy(model.state_dict()))
     for mine, theirs in zip(their_optimizers, optimizers, strict=True):
-        mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        state = copy.deepcopy(theirs.state_dict())
+        if stepped:
+            folder = tmp_path / type(mine).__name__
+            dcp.save({"mine": state}, checkpoint_id=folder)
+            state = mine.state_dict()
+            dcp.load({"mine": state}, checkpoint_id=folder)
+        mine.load_state_dict(state)
     steps = range(2, 5)
     for a, b in zip(train(other, their_optimizers, steps), train(model, optimizers, steps)):
         assert torch.equal(a, b)
+
+
+def test_a_state_that_set_state_dict_leaves_out_is_refused():
+    """torch leaves out what requires no gradient. get_optimizer_state_dict has it all."""
+    model, optimizers, _ = deep()
+    train(model, optimizers, range(2))
+    state = get_optimizer_state_dict(model, optimizers[1])
+    other, (_, sparse), _ = deep()
+    with pytest.raises(ValueError, match="set_state_dict leaves out the state of values"):
+        set_optimizer_state_dict(other, sparse, state)
+    sparse.load_state_dict(state)
+    assert_same(sparse.state_dict()["state"], optimizers[1].state_dict()["state"])
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
@@ -346,16 +408,21 @@ def test_a_closure_makes_the_gradient_and_the_step_returns_its_loss():
 
 
 def test_tables_of_one_optimizer_move_as_alone():
-    """Use the settings of the group, which a scheduler may change."""
+    """Use the settings of each group, which a scheduler may change."""
     results = []
     for together in (True, False):
         model, _, tables = deep()
-        optimizers = [LazyAdam(tables, lr=0.01)] if together else [
+        optimizers = [LazyAdam(tables[:2], lr=0.01)] if together else [
             LazyAdam([table], lr=9.0) for table in tables]
+        if together:
+            optimizers[0].add_param_group({"params": tables[2:], "eps": 1e-3})
+        else:
+            optimizers[2].param_groups[0]["eps"] = 1e-3
         for step in range(3):
             model(seeded(step, 5, 8))[:, 0].sum().backward()
             for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = 0.01 * (step + 1)
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.01 * (step + 1)
                 optimizer.step()
                 optimizer.zero_grad()
         model(seeded(3, 5, 8)).sum().backward()
@@ -383,19 +450,30 @@ def train_ranks(model, tables, wrap, world, ranks):
             each.zero_grad()
 
 
-def ddp(expected):
+def on_each_rank(expected, sharded):
     model, _, tables = deep()
-    for p in model.parameters():
-        p.data += dist.get_rank()  # DistributedDataParallel broadcasts rank 0's weights
-    train_ranks(model, tables, DistributedDataParallel(model), 2, [dist.get_rank()])
+    tables = dict(enumerate(tables))
+    if sharded:
+        wrap = fully_shard(model, ignored_params={table.weight for table in tables.values()})
+    else:
+        for p in model.parameters():
+            p.data += dist.get_rank()  # DistributedDataParallel broadcasts rank 0's weights
+        wrap = DistributedDataParallel(model)
+    train_ranks(model, tables.values(), wrap, 2, [dist.get_rank()])
     for name, p in model.named_parameters():
-        torch.testing.assert_close(p, expected[name], rtol=1e-12, atol=1e-12)
+        whole = p.full_tensor() if isinstance(p, DTensor) else p
+        assert isinstance(p, DTensor) == (sharded and "values" not in name)
+        torch.testing.assert_close(whole, expected[name], rtol=1e-12, atol=1e-12)
 
 
-def test_distributed_data_parallel_trains_as_one_process():
+@pytest.mark.parametrize("sharded", [False, True], ids=["DistributedDataParallel", "FSDP"])
+def test_two_ranks_train_as_one_process(sharded):
+    line = "fully_shard(model, ignored_params={table.weight for table in tables.values()})"
+    assert line in pkm.__doc__ and line in inspect.getsource(on_each_rank)
     model, _, tables = deep()
     train_ranks(model, tables, model, 2, range(2))
-    finish(start(2, ddp, {name: p.detach() for name, p in model.named_parameters()}))
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    finish(start(2, on_each_rank, expected, sharded))
 
 
 def unread():

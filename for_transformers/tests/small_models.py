@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from for_transformers.add_memory import add_memory, find_layers
-from pkm import PKM
+from pkm import PKM, LazyAdam, ValueTable
 
 transformers = pytest.importorskip("transformers")
 
@@ -98,9 +98,10 @@ def logits(model, ids, mask):
 def gradients(model, *batches):
     """Run all batches, then go backward. Returns {name: gradient}, the values' by their reads."""
     model.zero_grad()
+    LazyAdam([module for module in model.modules() if isinstance(module, ValueTable)])
     sum(logits(model, *b).square().mean() for b in batches).backward()
     for module in model.modules():
-        if hasattr(module, "pending"):
+        if isinstance(module, ValueTable):
             module.weight.grad = grad = torch.zeros_like(module.weight)
             for slots, weights, grad_out in module.pending:
                 products = weights[..., None] * grad_out[:, None]

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
 
 from for_transformers.adapter import load_memory, save_memory
 from for_transformers.add_memory import MODELS as KNOWN
@@ -149,7 +150,9 @@ def test_masks(padding):
     seen = seen[:, None].expand(-1, 2, -1, -1)
     added = [torch.zeros(seen.shape).masked_fill(~seen, lowest)
              for lowest in (-3.4e38, -torch.inf, -1e4)]
-    for mask in (*added, seen, seen.long(), seen.float(), real.long(), real[:, None, None]):
+    block = create_block_mask(lambda b, h, query, key: real[b, key] & (key <= query), 3, None, 6, 6,
+                              device="cpu")
+    for mask in (*added, seen, seen.long(), seen.float(), real.long(), real[:, None, None], block):
         assert torch.equal(real_tokens(mask), real)
 
 

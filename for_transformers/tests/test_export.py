@@ -1,18 +1,22 @@
 """
 Exported folders: transformers and this project load them.
 """
+import json
 import re
 import sys
 
+import huggingface_hub
 import pytest
 import torch
 from torch import nn
 
 from for_transformers.export import USED, export, main
 from for_transformers.tests.small_models import batch, layers_of, transformers
+from lib.run import Run
 from lib.settings import UserError
 from lib.slots import load_with_tokenizer
 from lib.tokenizer import SPECIALS
+from lib.weights import model_file
 from model import BertConfig, build_model, value_tables
 from pkm import LazyAdam
 from tests.helpers import assert_near, save_model, write_settings
@@ -33,8 +37,8 @@ def modules(tmp_path_factory):
         yield
 
 
-def exported(tmp_path, head=None, **settings):
-    """Save a model as a run and export it to out/. All its weights show in its outputs."""
+def exported(tmp_path, head=None, init_checkpoint="", task="RTE", **settings):
+    """Save a model as a run and export it. All its weights show in its outputs."""
     torch.manual_seed(0)
     labels = ("no", "maybe", "yes") if head == "classifier" else ()
     model = build_model(BertConfig(**{**SIZES, **settings}), head, labels)
@@ -45,13 +49,13 @@ def exported(tmp_path, head=None, **settings):
     run = tmp_path / "run"
     run.mkdir()
     (run / "vocab.txt").write_text("\n".join([*SPECIALS, *(f"w{n}" for n in range(35))]) + "\n")
-    more = {"task": "RTE"} if head else {}
-    write_settings(run, first_step=0, pooler_trained=False, **more)
+    write_settings(run, first_step=0, pooler_trained=False, task=task,
+                   init_checkpoint=init_checkpoint)
     (run / "log.jsonl").write_text("".join(
         f'{{"kind": "eval", "step": {step}, "perplexity": {step}.5}}\n' for step in (2, 4)))
     save_model(run, model.eval(), labels)
-    main([str(run), str(tmp_path / "out")])
-    return model, tmp_path / "out"
+    main([str(run), str(tmp_path / "exported")])
+    return model, tmp_path / "exported"
 
 
 def load(folder, head=None):
@@ -91,6 +95,22 @@ def test_logits_are_the_same(tmp_path, head, settings):
         model.float()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_onnxruntime_gives_the_same_logits(tmp_path):
+    """For sentences of other numbers and lengths than the one of the export."""
+    runtime = pytest.importorskip("onnxruntime")
+    _, folder = exported(tmp_path, n_layer=1, **RESM | {"memory_layers": (1,)})
+    theirs, names = load(folder).eval(), ("input_ids", "attention_mask")
+    sizes = {0: "sentences", 1: "tokens"}
+    torch.onnx.export(theirs, kwargs={name: torch.ones(2, 5, dtype=torch.long) for name in names},
+                      f=tmp_path / "model.onnx", dynamic_shapes=dict.fromkeys(names, sizes))
+    inputs = dict(zip(names, batch()))
+    [found] = runtime.InferenceSession(tmp_path / "model.onnx").run(
+        None, {name: x.numpy() for name, x in inputs.items()})
+    with torch.no_grad():
+        assert_near(torch.from_numpy(found), theirs(**inputs).logits, 1e-6)
+
+
 @pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForTokenClassification"])
 def test_hidden_states_are_the_same(tmp_path, auto):
     model, folder = exported(tmp_path, **RESM)
@@ -106,10 +126,11 @@ def test_an_exported_memory_trains(tmp_path):
     model, folder = exported(tmp_path, "classifier", **RESM)
     theirs, (ids, mask) = load(folder, "classifier").train(), batch()
     labels = torch.tensor([0, 2, 1])
+    optimizers = LazyAdam(value_tables(model).values(), lr=0.1), theirs.value_optimizer(lr=0.1)
     model.train()(ids, mask, labels=labels).backward()
     theirs(ids, mask, labels=labels).loss.backward()
-    LazyAdam(value_tables(model).values(), lr=0.1).step()
-    theirs.value_optimizer(lr=0.1).step()
+    for optimizer in optimizers:
+        optimizer.step()
     ours = model.bert.layers[2].memory.values.weight
     assert_near(layers_of(theirs)[2].memory.values.weight, ours, 1e-5)
 
@@ -159,12 +180,44 @@ def test_tokenizer_and_classes_are_the_models(tmp_path):
     assert tokenizer.model_max_length == 24
 
 
-def test_the_card_has_settings_and_results(tmp_path):
-    _, folder = exported(tmp_path, **RESM)
+def test_the_card_has_settings_and_results(tmp_path, monkeypatch):
+    """The weights are of step 3 and were measured at step 2. No path of this machine is told."""
+    monkeypatch.chdir(tmp_path)
+    save_model("out/first", build_model(BertConfig(**SIZES)))
+    write_settings("out/first", init_checkpoint="/home/me/data/weights/bert-base-uncased")
+    _, folder = exported(tmp_path, init_checkpoint="out/first/step_000003", task="/home/me/RTE/",
+                         **RESM)
     card = (folder / "README.md").read_text()
-    assert '"first_step": 0' in card and "(1, 3)" in card and "4 x 4 slots" in card
-    assert 'AutoModelForMaskedLM.from_pretrained("out", trust_remote_code=True)' in card
-    assert '"perplexity": 2.5' in card and "4.5" not in card  # the checkpoint is of step 3
+    assert "(1, 3)" in card and "4 x 4 slots" in card
+    [code, told] = re.findall(r"```(?:python)?\n(.*?)```", card, re.DOTALL)
+    assert 'name = "YOU/exported"' in code
+    assert "AutoModelForMaskedLM.from_pretrained(name, trust_remote_code=True)" in code
+    told = json.loads(told)
+    assert told["step"] == 3 and told["settings"]["first_step"] == 0
+    assert told["measured"] == [{"kind": "eval", "step": 2, "perplexity": 2.5}]
+    assert told["settings"]["task"] == "RTE" and "/" not in json.dumps(told)
+    assert huggingface_hub.ModelCard(card).data.to_dict() == {
+        "library_name": "transformers", "pipeline_tag": "fill-mask", "license": "unknown",
+        "tags": ["bert", "product-key-memory"], "base_model": "google-bert/bert-base-uncased"}
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_the_card_of_a_best_epoch_quotes_that_epoch(tmp_path, done):
+    model, _ = exported(tmp_path, "classifier")
+    run = Run(tmp_path / "run")
+    run.save_best(model_file(model, ("no", "maybe", "yes")))
+    write_settings(run.folder, first_step=0, pooler_trained=False)
+    (run.folder / "log.jsonl").write_text("".join(
+        f'{{"kind": "dev", "step": {2 * epoch}, "f1": 0.{9 - epoch}, "epoch": {epoch}.0}}\n'
+        for epoch in (1, 2)))
+    results = {"metric": "f1", "eval_f1": 0.8, "eval_epoch": 1.0}
+    if done:
+        run.write_results(results)
+    else:
+        torch.save({"step": 3, "results": results}, run.newest_checkpoint() / "state.pt")
+    export(run.folder / "best", tmp_path / "best")
+    card = (tmp_path / "best/README.md").read_text()
+    assert '"step": 2,\n "measured"' in card and '"f1": 0.8' in card and "0.7" not in card
 
 
 @pytest.mark.parametrize("settings, words", [
@@ -175,6 +228,12 @@ def test_what_cannot_be_exported_is_refused(tmp_path, monkeypatch, settings, wor
     monkeypatch.setattr("for_transformers.export.USED", USED - {"init_std"})  # as if it were new
     with pytest.raises(UserError, match=words):
         exported(tmp_path, memory_layers=(2,), **settings)
-    (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="out exists already"):
-        export(tmp_path / "run", tmp_path / "out")
+    (tmp_path / "exported").mkdir()
+    with pytest.raises(UserError, match="exported exists already"):
+        export(tmp_path / "run", tmp_path / "exported")
+
+
+def test_what_is_exported_already_is_refused(tmp_path):
+    _, folder = exported(tmp_path)
+    with pytest.raises(UserError, match="exported is in Hugging Face's layout already: export"):
+        export(folder, tmp_path / "again")
