@@ -45,10 +45,10 @@ from lib.corpus import MASKED, Corpus
 from lib.device import autocast, set_up_device, wants_compile
 from lib.files import markdown
 from lib.settings import Parser, Progress, at_least, load_settings
-from lib.weights import check_objective, check_sizes, read_weights
+from lib.weights import check_objective, check_sizes, memory_settings, read_weights
 from model import build_model
 from pkm import LazyAdam
-from pretrain import Settings, bert_config, check_fit
+from pretrain import Settings, bert_config, check_fit, inherit
 
 TRAINED = ["configs/base.py", "configs/base_pkm.py", "configs/base_resm.py"]
 CAUSAL = ["configs/causal_12.py", "configs/causal_24.py", "configs/causal_12_pkm.py",
@@ -192,18 +192,20 @@ def train(args):
 
 def time_config(args, path):
     """Time a training step of a config, as pretrain.py and finetune.py make it."""
-    settings = load_settings(Settings, [path, *args.settings])
+    settings, initial = load_settings(Settings, [path, *args.settings]), None
+    if settings.init_from and not settings.model:
+        initial = read_weights(settings.init_from)["config"]
+    memory = memory_settings(initial)
+    settings = inherit(settings, memory)
     own_batch = settings.accumulation * settings.batch_size
     settings = replace(settings, accumulation=args.accumulation or settings.accumulation,
                        batch_size=args.batch_size or settings.batch_size, device=str(args.device),
                        dtype=str(args.dtype)[6:], compile="on" if args.compile else "off")
-    vocab_size, initial = 30522, None
+    vocab_size = 30522
     if Path("data", settings.dataset).exists():
         vocab_size = Corpus(settings.dataset).vocab_size
-    if settings.init_from and not settings.model:
-        initial = read_weights(settings.init_from)["config"]
     config = bert_config(settings, vocab_size, initial)
-    check_fit(settings, config)
+    check_fit(settings, config, memory)
     if initial:
         check_objective(settings.init_from, initial, config.causal)
         check_sizes(settings.init_from, initial, config)

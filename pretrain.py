@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -95,8 +96,7 @@ def main(argv):
         memory = memory_settings(initial)
         if checkpoint:
             memory = run.settings().get("init_memory", {})
-        inherited = {name: memory[name] for name in memory.keys() - settings.given}
-        settings = replace(settings, **inherited)
+        settings = inherit(settings, memory)
         config = bert_config(settings, initial=initial)
         check_fit(settings, config, memory)
         device, dtype = set_up_device(settings.device, settings.dtype)
@@ -317,7 +317,12 @@ def bert_config(settings, vocab_size=30522, initial=None):
     return config
 
 
-def check_fit(settings, config, memory):
+def inherit(settings, memory):
+    """Take from a trained memory what was not given. memory: see memory_settings."""
+    return replace(settings, **{name: memory[name] for name in memory.keys() - settings.given})
+
+
+def check_fit(settings, config, memory=MappingProxyType({})):
     """Raise UserError for settings that do not fit together, or not the model's BertConfig.
 
     memory: see memory_settings; of the initial model.
