@@ -16,9 +16,7 @@ unusual settings it comes with a tokenizer.json. lib.corpus.Corpus reads all fil
 """
 import argparse
 import ast
-import collections
 import contextlib
-import fnmatch
 import hashlib
 import inspect
 import itertools
@@ -26,7 +24,6 @@ import json
 import platform
 import re
 import shutil
-import unicodedata
 import zlib
 from functools import partial
 from pathlib import Path
@@ -34,7 +31,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers
 
 from lib.corpus import SPLITS
 from lib.files import atomic, discard, file_sha256, lock, read_json, tsv_text, write_text
@@ -42,14 +39,14 @@ from lib.huggingface import PRETRAINED
 from lib.settings import Failure, Parser, Progress, UserError, at_least, run_main
 from lib.tasks import GLUE, SQUAD
 from lib.tokenizer import (
-    SPECIALS,
+    count_marks,
     load_tokenizer,
     special_ids,
-    tokens_by_id,
+    train_tokenizer,
     vocab_hash,
-    wordpiece_tokenizer,
     write_vocab,
 )
+from lib.weights import find_weights
 
 ENDS = {"wikipedia": "blank", "bookcorpus": "sentences", "pg19": "file"}  # of documents
 GLUE_TASKS = {Path(task.folder).name: task for task in GLUE}
@@ -63,7 +60,7 @@ def docs(args):
     tokenizer = tokenizer_or_size(args, 4096)
     origin, files = docstrings()
     documents = [[f"{text}\n" for text in texts] for _, texts in files]
-    write_corpus(args, origin, [("docs", lambda: documents, None)], tokenizer, val_every=20)
+    write_corpus(args, origin, [(lambda: documents, None)], tokenizer, val_every=20)
 
 
 def docs_task(args):
@@ -141,7 +138,7 @@ def text(args):
     """Prepare text of your own, from files and folders of *.txt."""
     tokenizer = tokenizer_or_size(args, 8192)
     files = dict.fromkeys(file for path in args.paths for file in find_files(path, ".txt"))
-    sources = [(file, partial(read_documents, file, args.split), None) for file in files]
+    sources = [(partial(read_documents, file, args.split), None) for file in files]
     origin = f"{len(sources)} text files: {' '.join(map(str, args.paths))}"
     write_corpus(args, origin, sources, tokenizer, val_every=100)
 
@@ -157,7 +154,7 @@ def wikitext(args):
         file = find_files(path, f"wiki.{stem}.{ending}", f"{stem}.txt")[0]
         if file == path:
             raise UserError(f"{path}: expected WikiText's .zip or a folder with its three splits")
-        sources.append((file, partial(read_documents, file, "wikitext"), split))
+        sources.append((partial(read_documents, file, "wikitext"), split))
     args.name = args.name or args.command + "_raw" * args.raw
     write_corpus(args, str(path), sources, tokenizer)
 
@@ -171,7 +168,7 @@ def articles_and_books(args):
     sources, origins = [], []
     for name, path in zip(names, args.path or map(fetch_text, names)):
         for file in find_files(path, ".parquet", ".txt"):
-            sources.append((file, partial(read_documents, file, ENDS[name]), split))
+            sources.append((partial(read_documents, file, ENDS[name]), split))
         origins.append(f"{name}: {path}")
     write_corpus(args, "; ".join(origins), sources, tokenizer, val_every=1000)
 
@@ -182,7 +179,7 @@ def fetch_text(name):
         return fetch(*FILES["bookcorpus.tar.bz2"])
     folder = DOWNLOADS / name
     if name == "wikipedia":  # 41 files, CC BY-SA 4.0
-        fetch_from_hub("wikimedia/wikipedia", folder, "20231101.en/*.parquet", kind="dataset")
+        fetch_from_hub("wikimedia/wikipedia", folder, "20231101.en/.*", kind="dataset")
         return folder
     # PG-19 is 100 books (Apache-2.0), which a list on the hub names
     fetch_from_hub("deepmind/pg19", folder, "data/test_files.txt", kind="dataset")
@@ -202,8 +199,7 @@ def tokenizer_or_size(args, default):
         vocab = folder
     if not isinstance(vocab, int):
         if args.cased:
-            raise UserError(f"--cased is for a vocabulary that is learned (--vocab_size), not for "
-                            f"{vocab}, which has its own rule")
+            raise UserError(f"--cased: {vocab} has its own rule, --vocab_size learns one")
         vocab = gpt2_tokenizer() if vocab == "gpt2" else load_tokenizer(vocab)
     size = vocab if isinstance(vocab, int) else vocab.get_vocab_size()
     if size > 2**16:
@@ -228,8 +224,7 @@ def fetch_task(task, source, force):
         files = [source / name if source else fetch(*FILES[name]) for name in task.archives]
         if files[0].suffix == ".zip":
             source = source or next(unpack(files[0]).rglob("train.tsv")).parent
-            needed = {source / task.file(split).name for split in ("train", *task.dev.values())}
-            files = sorted(needed.union(source.glob("*.tsv")))
+            files = find_files(source, ".tsv")
         for file in files:
             if not file.is_file():
                 raise UserError(f"{file}: no such file")
@@ -240,11 +235,12 @@ def fetch_task(task, source, force):
 
 def weights(args):
     """Fetch BERTs and DistilBERTs of the hub to data/weights/NAME/."""
-    files = ("config.json", "vocab.txt tokenizer.json", "*token*.json vocab.txt",
-             "model.safetensors model*.safetensors* pytorch_model.bin pytorch_model*.bin*")
+    files = (r"config\.json|vocab\.txt|[^/]*token[^/]*\.json|"
+             r"(pytorch_)?model[^/]*\.(safetensors|bin).*")
     for name in args.names:
         folder = Path("data/weights", name)
-        fetch_from_hub(PRETRAINED.get(name, name), folder, *files)
+        fetch_from_hub(PRETRAINED.get(name, name), folder, files)
+        find_weights(folder)  # a UserError if they are of no kind that can be read
         print(f"{folder}: fetched")
 
 
@@ -253,11 +249,6 @@ def weights(args):
 SENTENCES = 1000  # mean length of a BookCorpus document, in lines
 BATCH = 4096  # lines that are encoded at once
 TITLE = re.compile(r" = (?!= ).* = $")  # " = Title = ", but not " = = Section = = "
-NOT_TEXT = re.compile(rb"""(?xs)  # how files of other kinds begin
-    (?P<gzip>\x1f\x8b) | (?P<bzip2>BZh\d1AY) | (?P<xz>\xfd7zXZ) | (?P<zstd>\x28\xb5\x2f\xfd) |
-    (?P<zip>PK\x03\x04) | (?P<tar>.{257}ustar) | (?P<PDF>%PDF-) | (?P<Parquet>PAR1) |
-    (?P<SQLite>SQLite\ format) | (?P<UTF_16>\xff\xfe|\xfe\xff) |
-    (?P<UTF_16_or_binary>([^\0]{,99}\0){9})""")
 TRAIN, VAL, TEST, DUPLICATE = 0, 1, 2, -1  # the first three are places in SPLITS
 
 
@@ -266,7 +257,7 @@ def find_files(path, *endings):
 
     Hidden files and folders are left out.
     """
-    if re.search(r"\.(zip|tar|tgz|tbz2|txz|tar\.(gz|bz2|xz))$", path.name):
+    if re.search(r"\.(zip|tgz|tbz2|txz|tar(\.\w+)?)$", path.name):
         try:
             path = unpack(path)
         except Exception as error:  # noqa: BLE001 - each kind of archive has its own
@@ -276,14 +267,10 @@ def find_files(path, *endings):
     files, folders = [], [path]
     for folder in folders:  # it grows
         for entry in folder.iterdir():
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir() and not entry.is_symlink():
+            hidden = entry.name.startswith(".")
+            if entry.is_dir() and not hidden:
                 folders.append(entry)
-            elif entry.is_dir() or entry.name.lower().endswith(endings):
-                if not entry.is_file():
-                    raise UserError(f"{entry}: no file, but a pipe, or a link to a folder or to "
-                                    "nothing: give its target, or move it away")
+            elif entry.name.lower().endswith(endings) and not hidden:
                 files.append(entry)
     if not files:
         raise UserError(f"{path}: no *{' or *'.join(endings)} in it")
@@ -331,16 +318,15 @@ def read_documents(path, ends):
 
 def read_lines(path):
     """Yield the lines of a text file, each with a line break at its end."""
-    with open(path, encoding="utf-8") as file:
-        other = NOT_TEXT.match(file.buffer.peek())
-        if other:
-            raise UserError(f"{path}: {other.lastgroup}, not UTF-8 text: unpack or convert it")
-        try:
+    try:
+        with open(path, encoding="utf-8") as file:
+            if b"\0" in file.buffer.peek():  # UTF-8, too, but no text
+                raise ValueError
             for line in file:
                 yield line.removesuffix("\n") + "\n"
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: not UTF-8 text ({error.reason}): convert it, for example "
-                            f"with iconv -f WINDOWS-1252 -t UTF-8 {path} > new.txt") from None
+    except ValueError:
+        raise UserError(f"{path}: not UTF-8 text: unpack it, or convert it, for example with "
+                        f"iconv -f WINDOWS-1252 -t UTF-8 {path} > new.txt") from None
 
 
 def read_rows(path):
@@ -357,49 +343,11 @@ def read_rows(path):
         raise UserError(f"{path}: expected Parquet with strings in `text`: {error}") from None
 
 
-def train_tokenizer(read, size, vocab_size, cased=False):
-    """Learn WordPieces; return their tokenizer. The special tokens come first.
-
-    It keeps accents and marks, and capitals if it is cased. Like BERT's it removes zero-width
-    joiners and other control characters. A text without marks needs no setting that says so.
-    read: returns an iterator over the lines of the text, whose number is `size`; called twice.
-    `tokenizers` numbers "##x" pieces in random order, which changes ties. Declared as special, they
-    keep their order.
-    """
-    text = collections.Counter(itertools.chain.from_iterable(read()))
-    marks = "Mn" in map(unicodedata.category, unicodedata.normalize("NFD", "".join(text)))
-    settings = {"lowercase": not cased, "strip_accents": False if marks else None}
-    tokenizer = wordpiece_tokenizer(SPECIALS, **settings)
-    normalize = tokenizer.normalizer.normalize_str
-    split = tokenizer.pre_tokenizer.pre_tokenize_str
-    characters = collections.Counter()
-    for character, count in text.items():
-        for normal in normalize(character).strip():
-            characters[normal] += count
-    # a character costs two tokens, "a" and "##a": rare ones would fill a small vocabulary
-    by_count = sorted(sorted(characters), key=characters.get, reverse=True)
-    common = sum(count > 1 + characters.total() / 10**6 for count in characters.values())
-    alphabet = by_count[:max(vocab_size // 16, min(common, vocab_size * 3 // 8))]
-    inside = [f"##{c}" for c in sorted(alphabet) if len(split(normalize(f"a{c}"))) == 1]
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=[*SPECIALS, *inside],
-        initial_alphabet=alphabet, limit_alphabet=len(alphabet), show_progress=False)
-    lines = Progress(read(), desc=f"learning {vocab_size:,} WordPieces", total=size, unit=" lines")
-    tokenizer.train_from_iterator(lines, trainer)
-    return wordpiece_tokenizer(tokens_by_id(tokenizer), **settings)
-
-
-def count_letters(text):
-    """Count the letters and marks of a text. "É" has one of each, and "é", too."""
-    parts = unicodedata.normalize("NFD", text.lower())
-    return sum(unicodedata.category(part)[0] in "LM" for part in parts)
-
-
 def write_corpus(args, origin, sources, tokenizer, val_every=None):
     """Write data/<name>/, whole or not at all, and print its sizes.
 
     origin: where the text is from, in words.
-    sources: a list of (file, read, split). read() returns an iterator over documents and is called
+    sources: a list of (read, split). read() returns an iterator over documents and is called
     several times. split is the official one, or None where documents are to be held out.
     tokenizer: a tokenizers.Tokenizer, or how many WordPieces to learn from the training documents.
     val_every: one document of this many is for val and one for test, if args has no other number.
@@ -408,16 +356,14 @@ def write_corpus(args, origin, sources, tokenizer, val_every=None):
     """
     name = args.name or args.command
     with new_folder(f"data/{name}", args.force) as folder:
-        hashes = {}  # of the files' documents, which must stay the same from reading to reading
-        splits, n_lines, documents = assign_splits(sources, hashes, args.val_every or val_every)
-        read = partial(read_kept, sources, hashes, splits)
+        splits, n_lines, documents = assign_splits(sources, args.val_every or val_every)
+        read = partial(read_kept, sources, splits, documents)
         if isinstance(tokenizer, int):
             def read_train():
                 return (line for line, split in read() if split == TRAIN)
             tokenizer = train_tokenizer(read_train, n_lines, tokenizer, args.cased)
         write_vocab(folder, tokenizer)
-        lines = Progress(read(), total=n_lines, desc="encoding")
-        counts, letters = encode(folder, tokenizer, lines)
+        counts = encode(folder, tokenizer, Progress(read(), total=n_lines, desc="encoding"))
 
         ids = special_ids(tokenizer)
         sizes = {"documents": counts[:, ids.sep], "tokens": counts.sum(axis=1),
@@ -433,43 +379,45 @@ def write_corpus(args, origin, sources, tokenizer, val_every=None):
             "unigram_perplexity": unigram_perplexity(counts[TRAIN], counts[VAL], no_words),
             **{what: dict(zip(SPLITS, n.tolist())) for what, n in sizes.items()},
             "sha256": {split: file_sha256(folder / f"{split}.bin") for split in SPLITS},
-            "documents_sha256": documents}
+            "documents_sha256": f"{documents:064x}"}
         write_text(folder / "meta.json", json.dumps(meta, indent=1) + "\n")
     for what in sizes:
         print(f"data/{name}: {what} {meta[what]}")
     held = meta["documents"]["val"]
-    if sources[0][2] is None and held < 10:
+    if sources[0][1] is None and held < 10:
         print(f"documents for val: only {held} (blank lines end documents, or files with --split "
               "file); --val_every=N takes one of N, and one for test")
     unknown = sizes["unknown"].sum() / counts.sum()
-    before, after = letters
-    if after < 0.99 * before:
-        print(f"WARNING: the tokenizer removes {1 - after / before:.1%} of the letters and marks "
-              "(accents, vowel signs, tones): --vocab_size learns one that keeps them")
+    sample = "".join(line for line, _ in itertools.islice(read(), 10_000))
+    normalize = getattr(tokenizer.normalizer, "normalize_str", str)  # GPT-2's is None
+    removed = count_marks(sample) - count_marks(normalize(sample))
+    if removed > 0.01 * len(sample):
+        print(f"WARNING: of {len(sample):,} characters the tokenizer removes {removed:,} accents, "
+              "vowel signs and tones: --vocab_size learns one that keeps them")
     if unknown > 0.01:
         print(f"WARNING: {unknown:.1%} of the tokens are unknown: give a larger --vocab_size, or "
               "the --vocab of a model of this language")
 
 
-def assign_splits(sources, hashes, val_every):
+def assign_splits(sources, val_every):
     """Read the text once; return the split of each document, the number of lines, and a hash.
 
     The hash is the sum of the documents' SHA-256, whatever their order and split. 64 bits tell
     documents apart. Two of 10 million collide with probability 3e-6.
     """
     splits, seen, n_lines, total = [], set(), 0, 0
-    documents = Progress(read_all(sources, hashes), desc="reading", unit=" documents")
-    for document, digest, split in documents:
+    documents = Progress(read_all(sources), desc="reading", unit=" documents")
+    for document, number, split in documents:
         n_lines += len(document)
         if split is None:
-            key = digest[:8]
+            key = number % 2**64
             split = DUPLICATE if key in seen else TRAIN
             seen.add(key)
         if split != DUPLICATE:
-            total += int.from_bytes(digest)
+            total += number
         splits.append(split)
     splits = np.array(splits)
-    if sources[0][2] is None:
+    if sources[0][1] is None:
         period = min(len(seen), val_every)
         if period < 3:
             raise UserError(f"{len(seen)} different documents, --val_every={val_every}: it takes "
@@ -477,52 +425,45 @@ def assign_splits(sources, hashes, val_every):
         kept = np.flatnonzero(splits == TRAIN)
         splits[kept[period - 2::period]] = VAL
         splits[kept[period - 1::period]] = TEST
-    return splits, n_lines, f"{total % 2**256:064x}"
+    return splits, n_lines, total % 2**256
 
 
-def read_all(sources, hashes):
-    """Yield (document, its SHA-256, official split) for all documents of all sources.
-
-    hashes: {file: the hash of its documents}, filled by the first reading. Failure if a later one
-    finds other documents.
-    """
-    for file, read, split in sources:
-        whole = hashlib.sha256()
+def read_all(sources):
+    """Yield (document, its SHA-256 as a number, official split) for all documents."""
+    for read, split in sources:
         for document in read():
             digest = hashlib.sha256("".join(document).encode()).digest()
-            whole.update(digest)
-            yield document, digest, split
-        if hashes.setdefault(file, whole.digest()) != whole.digest():
-            raise Failure(f"{file}: it changed while it was read: run this again")
+            yield document, int.from_bytes(digest), split
 
 
-def read_kept(sources, hashes, splits):
-    """Yield (line, split) for the text that is kept; the line "" ends a document."""
-    splits = itertools.chain(splits, itertools.repeat(DUPLICATE))  # read_all refuses more text
-    for (document, *_), split in zip(read_all(sources, hashes), splits):
+def read_kept(sources, splits, expected):
+    """Yield (line, split) for the text that is kept; the line "" ends a document.
+
+    expected: the hash of its documents (see assign_splits). Failure at the end if it has another.
+    """
+    total = 0
+    for (document, number, _), split in zip(read_all(sources), splits):
         if split != DUPLICATE:
+            total += number
             for line in document:
                 yield line, split
             yield "", split
+    if total % 2**256 != expected:
+        raise Failure("the text changed while it was read: run this again")
 
 
 def encode(folder, tokenizer, lines):
     """Write the ids of (line, split) to train.bin, val.bin and test.bin in a folder.
 
-    Returns how often each id occurs in each split, int64 (3, vocab_size), and how many letters and
-    marks a sample of the lines has before and after the tokenizer's rules: int64 (2,).
+    Returns how often each id occurs in each split: int64 (3, vocab_size).
     """
     tokenizer.encode_special_tokens = True  # a "[SEP]" in a text is text
     sep = special_ids(tokenizer).sep
     size = tokenizer.get_vocab_size()
     counts = np.zeros((len(SPLITS), size), np.int64)
-    normalize = getattr(tokenizer.normalizer, "normalize_str", str)  # GPT-2's is None
-    letters = np.zeros(2, np.int64)
     lines = iter(lines)
     while batch := list(itertools.islice(lines, BATCH)):
         texts = [line for line, _ in batch]
-        sample = "".join(texts[::1 + len(texts) // 64])
-        letters += count_letters(sample), count_letters(normalize(sample))
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ids = [[], [], []]  # of train, val and test
         for (line, split), encoding in zip(batch, encodings):
@@ -531,7 +472,7 @@ def encode(folder, tokenizer, lines):
             counts[split] += np.bincount(ids[split], minlength=size)
             with open(folder / f"{name}.bin", "ab") as file:
                 file.write(np.array(ids[split], "<u2").tobytes())
-    return counts, letters
+    return counts
 
 
 def unigram_perplexity(train, heldout, special_ids):
@@ -547,7 +488,7 @@ def unigram_perplexity(train, heldout, special_ids):
     return float(np.exp(-(heldout @ np.log(train / train.sum())) / heldout.sum()))
 
 
-# ---- 3. downloads: a file is there only when it is whole and checked
+# ---- 3. downloads: a file is there only when it is whole, and read only when it is checked
 
 FILES_BY_SERVER = """
 https://wikitext.smerity.com/  CC BY-SA 3.0
@@ -592,22 +533,18 @@ def fetch(url, sha256="", folder=DOWNLOADS):
     After an error it tries once more. Failure if the file cannot be had or has another SHA-256.
     """
     path = folder / Path(url).name
-    if path.exists():
-        if sha256 not in ("", file_sha256(path)):
-            raise UserError(f"{path}: truncated or replaced, its SHA-256 is not {sha256[:12]}...: "
-                            "move it away")
-        return path
-    with lock(path, "downloads it"), atomic(path) as temporary:
-        try:
+    if not path.exists():
+        with lock(path, "downloads it"):
             try:
-                download(url, temporary)
-            except OSError:
-                download(url, temporary)
-        except OSError as error:
-            raise Failure(f"{url}: {error}: {OFFLINE}") from None
-        if sha256 not in ("", file_sha256(temporary)):
-            raise Failure(f"{url}: its SHA-256 is not {sha256[:12]}...: it was replaced, or "
-                          "damaged on its way")
+                try:
+                    download(url, path)
+                except OSError:
+                    download(url, path)
+            except OSError as error:
+                raise Failure(f"{url}: {error}: {OFFLINE}") from None
+    if sha256 not in ("", file_sha256(path)):
+        raise Failure(f"{path}: its SHA-256 is not {sha256[:12]}...: it was damaged, or replaced "
+                      "where it is from: move it away")
     return path
 
 
@@ -620,55 +557,38 @@ def download(url, path):
         reply.raise_for_status()
         size = int(reply.headers.get("Content-Length", 0))
         chunks = Progress(reply.iter_content(2**20), url, size / 2**20, unit=" MB")
-        with open(path, "wb") as file:
+        with atomic(path) as temporary, open(temporary, "wb") as file:
             file.writelines(chunks)
 
 
-def fetch_from_hub(repo, folder, *files, kind="model"):
-    """Download files of a hub repository to a folder, unless they are there.
+def fetch_from_hub(repo, folder, pattern, kind="model"):
+    """Download a hub repository's files that fit a regular expression, unless they are there.
 
-    files: patterns, " " between alternatives: the first that fits takes all that it fits. Failure
-    if none does. The folder has its name only when it is whole. An interrupted download leaves a
-    folder of another name, where the next one goes on.
+    A pytorch_model.bin is left out beside safetensors. The folder has its name only when it is
+    whole; an interrupted download goes on in another. files.json has the sizes of its files.
     """
     import huggingface_hub as hub
 
     part = folder.with_name(f".part_{folder.name}")
-    with lock(folder, "downloads it"):
-        if folder.exists():
-            check_whole(folder)
-            return
-        try:
-            info = hub.HfApi().repo_info(repo, repo_type=kind, files_metadata=True)
-            listed = {file.rfilename: file.size for file in info.siblings}
-            sizes = {name: listed[name] for patterns in files
-                     for name in first_fit(listed, patterns)}
-            hub.snapshot_download(repo, repo_type=kind, revision=info.sha, local_dir=part,
-                                  allow_patterns=list(sizes))
-        except Exception as error:  # noqa: BLE001 - of the hub, of its HTTP library or of the disk
-            raise Failure(f"{repo} on the hub: {str(error).splitlines()[0]}: {OFFLINE}") from None
-        write_text(part / "files.json", json.dumps(sizes))
-        check_whole(part)
-        part.rename(folder)
-
-
-def first_fit(names, patterns):
-    """List the names that fit the first of the patterns that any fits."""
-    for pattern in patterns.split():
-        found = fnmatch.filter(names, pattern)
-        if found:
-            return found
-    raise FileNotFoundError(f"it has no {patterns}")
-
-
-def check_whole(folder):
-    """Raise UserError unless a folder has all files of its files.json, in their sizes."""
-    listing = folder / "files.json"
-    sizes = read_json(listing) if listing.is_file() else {listing.name: 0}
-    for name, size in sizes.items():
-        file = folder / name
-        if not file.is_file() or file.stat().st_size != size:
-            raise UserError(f"{file}: missing or not whole: move {folder} away and fetch it anew")
+    if not folder.exists():
+        with lock(folder, "downloads it"):
+            try:
+                info = hub.HfApi().repo_info(repo, repo_type=kind, files_metadata=True)
+                sizes = {file.rfilename: file.size for file in info.siblings
+                         if re.fullmatch(pattern, file.rfilename)}
+                if any("safetensors" in name for name in sizes):
+                    sizes = {name: size for name, size in sizes.items() if ".bin" not in name}
+                for name in sizes:
+                    hub.hf_hub_download(repo, name, repo_type=kind, revision=info.sha,
+                                        local_dir=part)
+            except Exception as error:  # noqa: BLE001 - of the hub, its HTTP library or the disk
+                reason = str(error).splitlines()[0]
+                raise Failure(f"{repo} on the hub: {reason}: {OFFLINE}") from None
+            write_text(part / "files.json", json.dumps(sizes))
+            part.rename(folder)
+    for name, size in read_json(folder / "files.json").items():
+        if (folder / name).stat().st_size != size:
+            raise UserError(f"{folder / name}: not whole: move {folder} away and fetch it anew")
 
 
 def unpack(path):
@@ -698,10 +618,8 @@ def new_folder(folder, force):
         replaces = folder.exists()
         if replaces and not force:
             raise UserError(f"{folder} exists already (--force replaces it)")
-        meta = folder / "meta.json"
-        if replaces and not (meta.is_file() and "source" in read_json(meta)):
-            raise UserError(f"{folder} has no meta.json of prepare_data.py: move it away, or give "
-                            "another name")
+        if replaces and "source" not in read_json(folder / "meta.json"):
+            raise UserError(f"{folder}/meta.json is not of prepare_data.py: move it away")
         with atomic(folder) as temporary:
             temporary.mkdir()
             yield temporary
@@ -712,18 +630,9 @@ def new_folder(folder, force):
 
 
 def gpt2_tokenizer():
-    """Make GPT-2's tokenizers.Tokenizer, with RoBERTa's special tokens.
-
-    tiktoken downloads its two files, or finds them in TIKTOKEN_CACHE_DIR.
-    """
-    from tiktoken.load import read_file_cached as read
-
-    try:
-        ids = json.loads(read(*FILES["encoder.json"]))
-        lines = read(*FILES["vocab.bpe"]).decode().splitlines()
-    except OSError as error:
-        raise Failure(f"GPT-2's vocabulary: {error}: without a network copy tiktoken's cache from "
-                      "another machine, and name it in TIKTOKEN_CACHE_DIR") from None
+    """Make GPT-2's tokenizers.Tokenizer, with RoBERTa's special tokens."""
+    ids = read_json(fetch(*FILES["encoder.json"]))
+    lines = fetch(*FILES["vocab.bpe"]).read_text("utf-8").splitlines()
     merges = [tuple(line.split()) for line in lines[1:]]
     tokenizer = tokenizers.Tokenizer(models.BPE(ids, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -13,7 +13,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -322,13 +321,13 @@ def inherit(settings, memory):
     return replace(settings, **{name: memory[name] for name in memory.keys() - settings.given})
 
 
-def check_fit(settings, config, memory=MappingProxyType({})):
+def check_fit(settings, config, memory=None):
     """Raise UserError for settings that do not fit together, or not the model's BertConfig.
 
     memory: see memory_settings; of the initial model.
     """
     check_choice("init_values", settings.init_values, ("random", "zero"))
-    trained = {*memory.get("memory_layers", ())}
+    trained = set(memory["memory_layers"]) if memory else set()
     if settings.init_values == "zero" and trained.issuperset(config.memory_layers):
         raise UserError("init_values = zero is for a new memory, and there is none: leave it out "
                         "(a memory of init_from keeps its values), or give memory_layers")

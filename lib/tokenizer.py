@@ -1,5 +1,5 @@
 """
-Save and load vocabularies and their tokenizers.
+Learn, save and load vocabularies and their tokenizers.
 
 A vocabulary is a list of tokens, by id. It is BERT's (WordPiece) or GPT-2's (byte-level BPE).
 
@@ -8,13 +8,15 @@ A vocabulary is a list of tokens, by id. It is BERT's (WordPiece) or GPT-2's (by
 >>> full_tokenizer("data/docs").encode("a", "b")       # [CLS] a [SEP] b [SEP]
 """
 import hashlib
+import itertools
 import json
 import re
-from collections import namedtuple
+import unicodedata
+from collections import Counter, namedtuple
 from pathlib import Path
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from lib.files import discard, read_json, write_text
 from lib.settings import Progress, UserError
@@ -81,12 +83,10 @@ def load_tokenizer(path):
     try:
         tokenizer = make_tokenizer(path, files)
         add_tokens(tokenizer, files)
-    except UserError:
-        raise
+        if None in special_ids(tokenizer):
+            raise ValueError("a special token like [PAD] is missing")
     except Exception as error:  # noqa: BLE001 - tokenizers has no class of its own
         raise UserError(f"{path}: not a vocabulary of BERT: {error}") from None
-    if None in special_ids(tokenizer):
-        raise UserError(f"{path}: not a vocabulary of BERT: a special token like [PAD] is missing")
     return tokenizer
 
 
@@ -101,8 +101,8 @@ def make_tokenizer(path, files):
     kind = model.get("tokenizer_class") or "BertTokenizer"
     as_saved = saved and kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
     if not as_saved and not re.fullmatch("(Distil)?BertTokenizer(Fast)?", kind):
-        raise UserError(f"{path}: tokenizer_class = {kind!r}: expected BertTokenizer, or "
-                        "PreTrainedTokenizerFast with a tokenizer.json")
+        raise ValueError(f"tokenizer_class = {kind!r}: expected BertTokenizer, or "
+                         "PreTrainedTokenizerFast with a tokenizer.json")
     if saved:
         bare = saved | {"truncation": None, "padding": None, "post_processor": None,
                         "added_tokens": []}
@@ -113,7 +113,7 @@ def make_tokenizer(path, files):
         tokenizer = wordpiece_tokenizer(lines)
     vocab = tokens_by_id(tokenizer)
     if tokenizer.token_to_id(vocab[-1]) >= len(vocab):
-        raise UserError(f"{path}: a token is in it twice: sort FILE | uniq -d shows which")
+        raise ValueError("a token is in it twice: sort FILE | uniq -d shows which")
 
     of_berts = "tokenizer_config.json" in files or saved and "model_type" in model
     if of_berts and not as_saved:
@@ -133,7 +133,7 @@ def add_tokens(tokenizer, files):
         added[token.pop("id")] = token
     added |= files.get("tokenizer_config.json", {}).get("added_tokens_decoder", {})
     for token_id in sorted(added, key=int):
-        token = AddedToken(**added[token_id])
+        token = tokenizers.AddedToken(**added[token_id])
         token.special = token.content in SPECIALS + GPT2_SPECIALS  # others are tokens in any text
         tokenizer.add_tokens([token])
 
@@ -177,3 +177,41 @@ def wordpiece_tokenizer(vocab, **settings):
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens([token for token in SPECIALS if token in ids])
     return tokenizer
+
+
+def train_tokenizer(read, size, vocab_size, cased=False):
+    """Learn WordPieces; return their tokenizer. The special tokens come first.
+
+    It keeps accents and marks, and capitals if it is cased. Like BERT's it removes zero-width
+    joiners and other control characters. A text without marks needs no setting that says so.
+    read: returns an iterator over the lines of the text, whose number is `size`; called twice.
+    `tokenizers` numbers "##x" pieces in random order, which changes ties. Declared as special, they
+    keep their order.
+    """
+    text = Counter(itertools.chain.from_iterable(read()))
+    marks = count_marks("".join(text))
+    settings = {"lowercase": not cased, "strip_accents": False if marks else None}
+    tokenizer = wordpiece_tokenizer(SPECIALS, **settings)
+    normalize = tokenizer.normalizer.normalize_str
+    split = tokenizer.pre_tokenizer.pre_tokenize_str
+    characters = Counter()
+    for character, count in text.items():
+        for normal in normalize(character).strip():
+            characters[normal] += count
+    # a character costs two tokens, "a" and "##a": rare ones would fill a small vocabulary
+    by_count = sorted(sorted(characters), key=characters.get, reverse=True)
+    common = sum(count > 1 + characters.total() / 10**6 for count in characters.values())
+    alphabet = by_count[:max(vocab_size // 16, min(common, vocab_size * 3 // 8))]
+    inside = [f"##{c}" for c in sorted(alphabet) if len(split(normalize(f"a{c}"))) == 1]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=[*SPECIALS, *inside],
+        initial_alphabet=alphabet, limit_alphabet=len(alphabet), show_progress=False)
+    lines = Progress(read(), desc=f"learning {vocab_size:,} WordPieces", total=size, unit=" lines")
+    tokenizer.train_from_iterator(lines, trainer)
+    return wordpiece_tokenizer(tokens_by_id(tokenizer), **settings)
+
+
+def count_marks(text):
+    """Count the accents, vowel signs and tones of a text."""
+    parts = unicodedata.normalize("NFD", text)
+    return [unicodedata.category(part) for part in parts].count("Mn")

@@ -15,7 +15,7 @@ from lib.files import file_sha256, load_file
 from lib.huggingface import FILES, PRETRAINED, read_folder, weight_files
 from lib.ranks import first_rank
 from lib.run import Run, read_state
-from lib.settings import ROOT, UserError, near
+from lib.settings import UserError, near
 from lib.tokenizer import load_tokenizer, vocab_hash
 from model import HEADS, BertConfig, Classifier, build_model
 
@@ -51,20 +51,11 @@ def find_weights(path):
             return folder, folder.parent / "vocab.txt"
     for folder in (Path(path), Path("data/weights", path)):
         if weight_files(folder):
-            if not (folder / "config.json").is_file():
-                raise UserError(f"{folder} has weights, but no config.json")
             return folder, folder / "vocab.txt"
-    path, recipe = Path(path), f"configs/{Path(path).name}.py"
-    if (ROOT / recipe).is_file():
-        way = f": python pretrain.py {recipe}"
-    elif path.exists():
-        way = ""
-    elif str(path) in PRETRAINED or re.fullmatch(r"(?!out/|data/)[\w-]+/[\w.-]+", str(path)):
-        way = f": of the hub? python prepare_data.py weights {path}"
-    else:
-        names = [folder.name for folder in Path("data/weights").glob("*")]
-        way = near(str(path), [*names, *PRETRAINED, *map(str, Path("out").glob("*"))])
-    raise UserError(f"{path} has no checkpoint, {' or '.join(FILES)}{way}")
+    names = {folder.name for folder in Path("data/weights").glob("*")}
+    known = {*names, *PRETRAINED, *map(str, Path("out").glob("*"))} - {str(path)}
+    raise UserError(f"{path} has no checkpoint, {' or '.join(FILES)}{near(str(path), known)}: "
+                    "pretrain.py trains one, prepare_data.py weights NAME fetches one of the hub")
 
 
 def median_seed(path):
@@ -108,11 +99,10 @@ def read_weights(path):
 
 
 def model_hash(folder):
-    """Return the SHA-256 of the weights in a folder, or of a Hugging Face folder's file."""
+    """Return the SHA-256 of the weights in a folder, or of a Hugging Face folder's files."""
     if (folder / "model.pt").is_file():
         return load_file(folder / "model.pt")["sha256"]
-    hashes = [file_sha256(file) for file in weight_files(folder)]
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return "".join(map(file_sha256, weight_files(folder)))
 
 
 def run_settings(folder):

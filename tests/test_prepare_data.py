@@ -2,10 +2,8 @@
 Commands of prepare_data.py, from files on disk to token files, by hand.
 """
 import ast
-import bz2
 import gzip
 import hashlib
-import lzma
 import os
 import random
 import re
@@ -107,35 +105,29 @@ def test_one_document_in_val_every_is_held_out(workdir, capsys):
 TEXT = "cat\n\nmat\n\nsat\n" * 9
 
 
-@pytest.mark.parametrize("content, word", [
-    ("caf\u00e9".encode("cp1252"), "iconv"), (gzip.compress(b"cat"), "gzip"),
-    (bz2.compress(b"cat"), "bzip2"), (lzma.compress(b"cat"), "xz"), (b"%PDF-1.4\ncat", "PDF"),
-    (b"PK\x03\x04cat", "zip"), (b"PAR1cat", "Parquet"), (b"SQLite format 3\0", "SQLite"),
-    (TEXT.encode("utf-16"), "UTF_16,"), (TEXT.encode("utf-16-be"), "UTF_16_or_binary")])
-def test_text_that_is_not_utf8_is_named(workdir, content, word):
+@pytest.mark.parametrize("content", [
+    "caf\u00e9".encode("cp1252"), gzip.compress(b"cat"), b"PK\x03\x04\x14\0cat",
+    TEXT.encode("utf-16"), TEXT.encode("utf-16-be")])
+def test_text_that_is_not_utf8_is_named(workdir, content):
     Path("books").mkdir()
     Path("books/1.txt").write_text("cat\n\nmat\n\nsat\n")
     Path("books/2.txt").write_bytes(content)
-    with pytest.raises(UserError, match=f"^books/2.txt.* {word}"):
+    with pytest.raises(UserError, match="^books/2.txt: .* unpack .* iconv"):
         prepare("text", "new", "books", "--vocab", "vocab.txt")
     assert not Path("data/new").exists()
 
 
 def test_a_folder_is_read_whole(workdir):
-    """Whatever its folders are called. What is hidden is left out, and what is no file refused."""
+    """Whatever its folders are called, also those that a link leads to, but nothing hidden."""
     for name in ("b/x.txt/1.txt", "b/a.txt", ".git/a.txt", "b/._a.txt"):
         Path("books", name).parent.mkdir(parents=True, exist_ok=True)
         Path("books", name).write_text("cat")
+    Path("books/c").symlink_to("b/x.txt")
     found = find_files(Path("books"), ".txt")
-    assert [str(file) for file in found] == ["books/b/a.txt", "books/b/x.txt/1.txt"]
-    for target in ("nowhere", "c.txt", ".."):  # c.txt is the link
-        Path("books/c.txt").symlink_to(target)
-        with pytest.raises(UserError, match="^books/c.txt"):
-            find_files(Path("books"), ".txt")
-        Path("books/c.txt").unlink()
-    os.mkfifo("books/pipe.txt")
-    with pytest.raises(UserError, match="^books/pipe.txt"):
-        find_files(Path("books"), ".txt")
+    assert list(map(str, found)) == ["books/b/a.txt", "books/b/x.txt/1.txt", "books/c/1.txt"]
+    Path("books/d.txt").symlink_to("nowhere")
+    with pytest.raises(FileNotFoundError, match="books/d.txt"):
+        prepare("text", "new", "books", "--vocab", "vocab.txt")
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.tgz", "a.tar.xz", "a.zip", "a.parquet"])
@@ -162,10 +154,10 @@ def test_parquet_without_text_is_named(workdir, column, texts):
 
 
 @pytest.mark.parametrize("text", ["cat\n\nmat\n", TEXT + "\nthe\n", "", TEXT.replace("m", "c")])
-def test_a_file_that_changes_between_readings_is_named(workdir, monkeypatch, text):
+def test_a_text_that_changes_between_readings_is_refused(workdir, monkeypatch, text):
     Path("a.txt").write_text(TEXT)
     monkeypatch.setattr("prepare_data.write_vocab", lambda *args: Path("a.txt").write_text(text))
-    with pytest.raises(Failure, match="^a.txt"):
+    with pytest.raises(Failure, match="^the text changed"):
         prepare("text", "new", "a.txt", "sample.txt", "--vocab", "vocab.txt")
     assert not Path("data/new").exists()
 
@@ -175,13 +167,13 @@ def test_a_vocabulary_that_is_too_large(workdir):
         prepare("text", "new", "sample.txt", "--vocab_size=70000")
 
 
-@pytest.mark.parametrize("marks, said", [(2, False), (4, True)])
+@pytest.mark.parametrize("marks, said", [(6, False), (8, True)])
 def test_a_vocabulary_that_removes_a_hundredth_is_named(workdir, capsys, marks, said):
-    """The text has about 300 letters."""
+    """The text has 690 characters and line breaks."""
     documents = [f"the {n}" for n in range(100 - marks)] + [f"th\u00e9 {n}" for n in range(marks)]
     Path("text.txt").write_text("\n\n".join(documents))
     prepare("text", "new", "text.txt", "--vocab", "vocab.txt")
-    assert ("letters and marks" in capsys.readouterr().out) == said
+    assert (f"removes {marks} accents" in capsys.readouterr().out) == said
 
 
 def test_capitals_are_a_learned_vocabularys(workdir, capsys):

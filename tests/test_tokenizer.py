@@ -23,10 +23,11 @@ from lib.tokenizer import (
     special_ids,
     text_tokenizer,
     tokens_by_id,
+    train_tokenizer,
     wordpiece_tokenizer,
     write_vocab,
 )
-from prepare_data import gpt2_tokenizer, train_tokenizer
+from prepare_data import gpt2_tokenizer
 from tests.helpers import PIECES, SHARED, prepare
 
 TRICKY = ["Café déjà-vu, naïve!", "北京 is 中文 and かな", "don't  e.g. U.S.A.\t(x_1) <unk> @-@",
