@@ -177,6 +177,9 @@ def test_seeds_share_a_subset_and_draw_all_else(tuned, monkeypatch):
     epochs = [texts[n:n + 11] for n in range(0, 44, 11)]
     assert len(texts) == 44 and all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
     assert len(set(map(str, epochs))) == 4
+    examples = load_examples(find_task("own"), "train", text_tokenizer("tiny.txt"), 32, 128)
+    subset = np.random.default_rng(0).permutation(200)[:11]  # of all, not the first ones
+    assert sorted(epochs[0]) == sorted(examples[n].ids.tolist() for n in subset)
     found = [(r["step"], r["epoch"]) for r in log("out/tiny_own/seed4") if "accuracy" in r]
     assert found == [(3, 1), (6, 2)]
 
