@@ -119,7 +119,7 @@ def read_json(path, object_hook=None):
     """Read a JSON file; UserError if it is damaged, or a text in it is not UTF-8."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"), object_hook=object_hook)
-        json.dumps(content, ensure_ascii=False).encode()
+        json.JSONEncoder(ensure_ascii=False).encode(content).encode()
         return content
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not readable ({error})") from None

@@ -2,6 +2,8 @@
 Recipes: the paper's numbers, typed by hand, and what sets each system apart from its control.
 """
 import ast
+import runpy
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -123,3 +125,10 @@ def test_a_recipe_stands_alone_or_starts_from_one_that_does(monkeypatch):
     for name, modules in found.items():
         assert modules == [] if name in ALONE else modules in (
             ["configs.base"], ["configs.causal_12"], ["configs.demo"]), name
+
+
+@pytest.mark.parametrize("script", ["prepare_data", "pretrain", "finetune", "measure", "bench"])
+def test_a_script_runs(monkeypatch, script):
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")

@@ -79,9 +79,9 @@ def test_a_fine_tuned_run_leaves_what_it_promises(tuned):
 def test_the_best_epoch_counts(tuned):
     """Take the first of equal epochs, and a nan as worse than any number.
 
-    The weights in best/ are those that were scored, and so are the predictions. An epoch is one
-    update of no size, after which the head is a multiple of what it was: twice as large predictions
-    have the same correlation, those of 0 have none.
+    The weights in best/ are those that were scored, and so are the predictions, in the run's dtype.
+    An epoch is one update of no size, after which the head is a multiple of what it was: twice as
+    large predictions have the same correlation, those of 0 have none.
     """
     factors, heads = [0.0, -1.0, 1.0, 2.0, -1.0], []
 
@@ -93,7 +93,7 @@ def test_the_best_epoch_counts(tuned):
 
     with register_optimizer_step_post_hook(scale):
         assert tune("--task=pairs", "--epochs=5", "--train_examples=8", "--lr=1e-30",
-                    "--update_memory=False", "--out=out/run") == 0
+                    "--update_memory=False", "--out=out/run", "--dtype=bfloat16") == 0
     run = Path("out/run/seed0")
     nothing, low, *high, last = [r["pearson"] for r in log(run) if "pearson" in r]
     assert nothing is None and low == last < high[0] == high[1]
@@ -101,7 +101,7 @@ def test_the_best_epoch_counts(tuned):
     best = load_model(run)
     assert torch.equal(best.head.weight, heads[0])
     dev = load_examples(find_task("pairs"), "dev", text_tokenizer("tiny.txt"), 32, 128)
-    expected = [f"{score:.3f}" for [score] in predict_examples(best.eval(), dev)]
+    expected = [f"{score:.3f}" for [score] in predict_examples(best, dev, 8, torch.bfloat16)]
     assert [row[-1] for row in table(run / "predictions_dev.tsv")[1:]] == expected
 
 
@@ -177,6 +177,9 @@ def test_seeds_share_a_subset_and_draw_all_else(tuned, monkeypatch):
     epochs = [texts[n:n + 11] for n in range(0, 44, 11)]
     assert len(texts) == 44 and all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
     assert len(set(map(str, epochs))) == 4
+    examples = load_examples(find_task("own"), "train", text_tokenizer("tiny.txt"), 32, 128)
+    subset = np.random.default_rng(0).permutation(200)[:11]  # of all, not the first ones
+    assert sorted(epochs[0]) == sorted(examples[n].ids.tolist() for n in subset)
     found = [(r["step"], r["epoch"]) for r in log("out/tiny_own/seed4") if "accuracy" in r]
     assert found == [(3, 1), (6, 2)]
 

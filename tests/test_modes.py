@@ -14,10 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -357,10 +354,10 @@ def test_a_state_that_set_state_dict_leaves_out_is_refused():
     """torch leaves out what requires no gradient. get_optimizer_state_dict has it all."""
     model, optimizers, _ = deep()
     train(model, optimizers, range(2))
-    state = get_optimizer_state_dict(model, optimizers[1])
+    state = state_dict.get_optimizer_state_dict(model, optimizers[1])
     other, (_, sparse), _ = deep()
     with pytest.raises(ValueError, match="set_state_dict leaves out the state of values"):
-        set_optimizer_state_dict(other, sparse, state)
+        state_dict.set_optimizer_state_dict(other, sparse, state)
     sparse.load_state_dict(state)
     assert_same(sparse.state_dict()["state"], optimizers[1].state_dict()["state"])
 

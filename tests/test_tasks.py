@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from finetune import TrainingBatches
 from lib import tasks
@@ -237,6 +238,8 @@ def test_padding_changes_no_prediction_and_dropout_none():
     assert (together == again).all()
     assert model.training and not memory.training
     np.testing.assert_allclose(together, alone, atol=1e-6)
+    rounded = tasks.predict_examples(model, examples, dtype=torch.bfloat16)
+    assert 0 < abs(rounded - together).max() < 0.01
 
 
 def test_students_interval():

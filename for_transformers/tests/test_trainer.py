@@ -1,7 +1,6 @@
 """
 Memories trained by transformers' Trainer, in one process and in two, and as the guide does.
 """
-import copy
 import os
 import re
 import runpy
@@ -107,16 +106,6 @@ def test_the_best_checkpoint_of_an_adapter_comes_back_with_its_memory(tmp_path):
     assert best.name == "checkpoint-2"
     load_memory(again := base(), best)
     assert_same(dict(find_memories(again).state_dict()), dict(find_memories(model).state_dict()))
-
-
-def test_a_training_without_step_values_says_so(tmp_path):
-    model, sparse = model_with_memory()
-    model = copy.deepcopy(model)  # without a LazyAdam
-    work = trainer(tmp_path, model, sparse, save_strategy="no")
-    work.remove_callback(StepValues)
-    with pytest.warns(UserWarning, match="values do not learn: make a LazyAdam"):
-        work.train()
-    assert not any(memory.values.pending for memory in find_memories(model).values())
 
 
 def test_wrong_tables_and_checkpoints_are_refused(tmp_path):
