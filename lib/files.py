@@ -32,39 +32,23 @@ def atomic(path):
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder, path.name)
         return
-    make_folder(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".tmp_{path.name}")
     discard(temporary)  # a killed process may have left it
     try:
-        with named(path):
-            yield temporary
-            for written in (temporary, *temporary.rglob("*")):
-                if written.is_file():
-                    with open(written, "rb+") as file:
-                        os.fsync(file.fileno())
-            os.replace(temporary, path)
-    finally:
-        discard(temporary)
-
-
-@contextlib.contextmanager
-def named(path):
-    """Name a file in an error of the operating system, because an error of writing names none."""
-    try:
-        yield
+        yield temporary
+        for written in (temporary, *temporary.rglob("*")):
+            if written.is_file():
+                with open(written, "rb+") as file:
+                    os.fsync(file.fileno())
+        os.replace(temporary, path)
     except Exception as error:
         refusal = find_refusal(error)
-        if refusal:
-            refusal.filename = refusal.filename or str(path)
+        if refusal and not refusal.filename:  # an error of writing names no file
+            refusal.filename = str(path)
         raise
-
-
-def make_folder(folder):
-    """Make a folder and those above it. UserError if one of them is a file."""
-    for place in (folder, *folder.parents):
-        if place.is_file():
-            raise UserError(f"{place} is a file: expected a folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    finally:
+        discard(temporary)
 
 
 @contextlib.contextmanager
@@ -78,16 +62,14 @@ def lock(folder, work, timeout=0):
     if not first_rank():
         yield
         return
-    folder = Path(os.path.realpath(folder))
-    make_folder(folder.parent)
-    file = folder.parent / f".lock_{folder.name}"
-    try:
-        with named(file):  # a soft lock would outlive a process that is killed
-            held = filelock.FileLock(file, timeout, fallback_to_soft=False).acquire()
+    folder = Path(folder).resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    file = folder.with_name(f".lock_{folder.name}")
+    try:  # a soft lock would outlive a process that is killed
+        with filelock.FileLock(file, timeout, fallback_to_soft=False):
+            yield
     except filelock.Timeout:
         raise UserError(f"{folder}: another process {work}: one at a time") from None
-    with held:
-        yield
 
 
 def load_file(path):
@@ -116,11 +98,9 @@ def null_to_nan(content):
 
 
 def read_json(path, object_hook=None):
-    """Read a JSON file; UserError if it is damaged, or a text in it is not UTF-8."""
+    """Read a JSON file; UserError if it is damaged."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"), object_hook=object_hook)
-        json.dumps(content, ensure_ascii=False).encode()
-        return content
+        return json.loads(Path(path).read_text(encoding="utf-8"), object_hook=object_hook)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not readable ({error})") from None
 
@@ -162,7 +142,7 @@ def markdown(header, rows):
     return "".join(f"| {' | '.join(map(str.ljust, row, widths))} |\n" for row in rows)
 
 
-def read_table(path, columns=None, skip_broken=False):
+def read_table(path, columns=(), skip_broken=False):
     """Read a TSV file: its rows, dicts by column. Quotes are ordinary characters.
 
     columns: their names if the file has no header. A first line that has them all is one. A row
@@ -175,7 +155,7 @@ def read_table(path, columns=None, skip_broken=False):
     rows = []
     for number, line in enumerate(text.rstrip("\r\n").split("\n"), 1):
         fields = line.rstrip("\r").split("\t")
-        if number == 1 and set(columns or ()) <= set(fields):
+        if number == 1 and set(columns) <= set(fields):
             columns = fields
             if len(set(columns)) < len(columns):
                 raise UserError(f"{path}:1: columns {columns}: two have the same name")
@@ -184,7 +164,7 @@ def read_table(path, columns=None, skip_broken=False):
         elif not skip_broken:
             raise UserError(f"{path}:{number}: {len(fields)} fields, expected {len(columns)} with "
                             "tabs between them")
-    if not rows or not text.strip():
+    if not rows:
         raise UserError(f"{path}: no row below the first line, which names the columns")
     return rows
 

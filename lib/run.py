@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.files import atomic, discard, load_file, named, null_to_nan, read_json, to_json, write_text
+from lib.files import atomic, discard, load_file, null_to_nan, read_json, to_json, write_text
 from lib.ranks import barrier, first_rank, get_world_size
 from lib.settings import ROOT, UserError
 from lib.tokenizer import load_tokenizer, vocab_hash, write_vocab
@@ -74,7 +74,7 @@ class Run:
         if not first_rank():
             return
         before = self.settings()
-        if not before and any(self.folder.glob("[!.]*")):
+        if not before and (self.folder.is_file() or any(self.folder.glob("[!.]*"))):
             raise UserError(f"{self.folder} has files, but is not a run: --out=out/NAME")
         tokenizer = load_tokenizer(vocab)
         content = {"layout": LAYOUT, **(before if step else origin), **asdict(settings),
@@ -102,8 +102,7 @@ class Run:
         "dev" of a task.
         """
         if self.log_file:  # only the first rank writes
-            with named(self.log_file.name):
-                print(to_json(record), file=self.log_file)
+            print(to_json(record), file=self.log_file)
         if self.curves:
             layers = {f"layer {n}": usage for n, usage in record.get("layers", {}).items()}
             for group, numbers in {record["kind"]: record, **layers}.items():

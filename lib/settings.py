@@ -12,14 +12,12 @@ import re
 import runpy
 import subprocess
 import sys
-import traceback
 import types
 from pathlib import Path
 
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[1]  # where the scripts are
-sys.set_int_max_str_digits(0)  # so that a message can show any number
 
 
 class UserError(ValueError):
@@ -99,7 +97,11 @@ def load_settings(Settings, argv):
         if not arg.endswith(".py") or not Path(arg).is_file():
             hint = near(arg, map(str, Path("configs").glob("*.py")))
             raise UserError(f"{arg}: no such config file, a .py{hint}")
-        for key, value in run_config(arg).items():
+        try:
+            variables = runpy.run_path(arg)
+        except Exception as error:  # noqa: BLE001 - a person's code raises anything
+            raise UserError(f"{arg}: {error!r}") from None
+        for key, value in variables.items():
             if not key.startswith("_") and not isinstance(value, types.ModuleType):
                 from_files[key] = as_typed(arg, key, value, defaults)
     settings = Settings(**from_files | given)
@@ -110,24 +112,6 @@ def load_settings(Settings, argv):
                if value != defaults[key]]
     print("settings:", ", ".join(changed) or "the defaults")
     return settings
-
-
-def run_config(path):
-    """Run a config file. Returns its variables by name. UserError for whatever fails in it."""
-    try:
-        return runpy.run_path(path)
-    except SyntaxError as error:
-        raise UserError(f"{path}: {error}, column {error.offset}") from None
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a person's code raises anything
-        *_, last = traceback.extract_tb(error.__traceback__)
-        raise UserError(f"{last.filename}:{last.lineno}: {error!r}") from None
-
-
-def utf8(text):
-    """Return a text. UserError if it is not UTF-8, or has a NUL, which no file's name can have."""
-    if re.search("[\0\ud800-\udfff]", text):
-        raise UserError(f"{text!r}: expected UTF-8 text without NUL")
-    return text
 
 
 def near(name, names):
@@ -152,7 +136,7 @@ def as_typed(where, key, value, defaults):
     if type(typed) is not kind or kind is tuple and {*map(type, typed)} - {int}:
         expected = "whole numbers" if kind is tuple else kind.__name__
         raise UserError(f"{where}: {key} = {value!r}: expected {expected}")
-    return utf8(typed) if kind is str else typed
+    return typed
 
 
 def check_number(name, value, may_be_zero=False, highest=2**63 - 1):
@@ -178,11 +162,8 @@ def run_main(main):
     operating system refuses are one line and status 1. Ctrl-C is status 130. If nobody reads
     stdout any more, the status is 141. Other errors keep their traceback.
     """
-    if sys.stdout:  # it may be closed
-        sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
-        for argument in sys.argv[1:]:
-            utf8(argument)
         sys.exit(main())
     except UserError as error:
         status, line = 2, f"error: {error}"
@@ -200,7 +181,7 @@ def run_main(main):
                      "smaller model")
         elif not find_refusal(error):
             raise
-    print(line.replace("\n", " ")[:2000], file=sys.stderr)
+    print(line.replace("\n", " "), file=sys.stderr)
     sys.exit(status)
 
 

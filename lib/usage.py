@@ -62,12 +62,11 @@ def count_reads(tables, sum_over_ranks=lambda counts: counts):
 @contextlib.contextmanager
 def record_reads(tables):
     """Record what every memory reads inside the block: {name: Reads}, filled when it ends."""
-    nothing = torch.zeros(0, 1, 1, dtype=torch.int), torch.zeros(0, 1, 1)
     found, reads = {name: [] for name in tables}, {}
     with watch_reads(tables, lambda name, *read: found[name].append(read)):
         yield reads
     for name, parts in found.items():
-        slots, weights = map(torch.cat, zip(*parts or [nothing]))
+        slots, weights = map(torch.cat, zip(*parts))
         reads[name] = Reads(slots, weights, len(tables[name].weight))
 
 
@@ -130,22 +129,21 @@ def usage_metrics(read, top1, weight, effective_k):
 
     mu and top1_mu are shares of the slots, kl_u and kl_w are in nats. accesses: real tokens x
     heads. mu_uniform and top1_mu_uniform are the shares that the same number of accesses would
-    reach, on average, if they went to random slots. Without an access all but the shares are nan.
+    reach, on average, if they went to random slots.
     """
     n_slots = len(read)
     accesses = int(top1.sum())
-    topk = int(read.sum()) / max(accesses, 1)
+    topk = int(read.sum()) / accesses
 
     def kl_to_uniform(counts):
         share = counts[counts > 0] / counts.sum()  # 0 log 0 = 0
-        kl = math.log(n_slots) + (share * np.log(share)).sum()
-        return float(kl) if accesses else math.nan
+        return float(math.log(n_slots) + (share * np.log(share)).sum())
 
     return {"mu": float((read > 0).mean()),
             "top1_mu": float((top1 > 0).mean()),
             "kl_u": kl_to_uniform(read),
             "kl_w": kl_to_uniform(weight),
-            "effective_k": effective_k / accesses if accesses else math.nan,
+            "effective_k": effective_k / accesses,
             "accesses": accesses,
             "mu_uniform": 1 - (1 - topk / n_slots) ** accesses,
             "top1_mu_uniform": 1 - (1 - 1 / n_slots) ** accesses}

@@ -58,8 +58,7 @@ def test_load(tmp_path, monkeypatch, capsys, args, expected):
     (["--steps=True"], "steps = 'True'.* int"),
     (["--layers=4.5"], "layers = '4.5'.* whole"), (["--layers=4.5,"], "layers = '4.5,'.* whole"),
     (["--layers=None,"], "layers = 'None,'"), (["--layers={[]}"], "layers = '{"),
-    ([f"--lr=1{400 * '0'}"], "lr = '10"), ([f"--steps=1{5000 * '0'}"], "steps = 10"),
-    (["--name=a\0"], "NUL"), (["--name=\udcff"], "UTF-8"),
+    ([f"--lr=1{400 * '0'}"], "lr = '10"),
     (["--layers=4,-8"], "layers = -8"), (["--steps=0"], "steps = 0"), (["--lr=0"], "lr = 0.0"),
     (["--lr=-1e-3"], "lr = -0.001"), (["--lr=1e999"], "lr = inf"), (["--seed=-1"], "seed = -1"),
     (["--clip=1.5"], "clip = 1.5"), (["c.json"], "c.json"),
@@ -72,10 +71,7 @@ def test_a_mistake_is_named(tmp_path, monkeypatch, args, words):
 
 
 @pytest.mark.parametrize("text, words", [
-    ("lr = 1\nlr = = 2", "c.py, line 2.*, column 6"), ("lr = 1\n\nlr = a", "c.py:3: NameError"),
-    ("lr = 1 / 0", "c.py:1: ZeroDivisionError"), ("from math import a", "c.py:1: ImportError"),
-    ("raise SystemExit", "c.py:1: SystemExit"), ("steps = 10**5000", "steps = 10"),
-    ("lr = 10**5000", "c.py: lr = 10"), ("name = '\\0'", "NUL")])
+    ("lr = = 2", "c.py: SyntaxError.*, 1, 6, "), ("lr = a", "c.py: NameError.*'a'")])
 def test_a_config_that_fails_is_named(tmp_path, monkeypatch, text, words):
     monkeypatch.chdir(tmp_path)
     Path("c.py").write_text(text)
@@ -83,11 +79,12 @@ def test_a_config_that_fails_is_named(tmp_path, monkeypatch, text, words):
         load_settings(Settings, ["c.py"])
 
 
-def test_a_config_that_is_not_there(monkeypatch):
+@pytest.mark.parametrize("name, hint", [
+    ("none.py", ""), ("configs/base_rsm.py", "configs/base_resm.py")])
+def test_a_config_that_is_not_there(monkeypatch, name, hint):
     monkeypatch.chdir(ROOT)
-    for name, hint in (("none.py", ""), ("configs/base_rsm.py", "configs/base_resm.py")):
-        with pytest.raises(UserError, match=f"{name}.*{hint}"):
-            load_settings(Settings, [name])
+    with pytest.raises(UserError, match=f"{name}.*{hint}"):
+        load_settings(Settings, [name])
 
 
 @pytest.mark.parametrize("script", [pretrain, finetune])
@@ -141,20 +138,16 @@ def test_an_error_over_that_of_the_system_does_not_hide_it(capsys):
     assert (code, said) == (1, "error: [Errno 122] Disk quota exceeded: 'out/x'\n")
 
 
-@pytest.mark.parametrize("code, arguments, status, out, error", [
-    ("print('a')", [], 141, None, b""),
-    ("print('\xe9')", [], 0, b"\\xe9\n", b""),
-    ("print('a')", [b"\xff"], 2, b"", b"error: '\\udcff': expected UTF-8 text without NUL\n")])
-def test_a_script_and_the_world_around_it(code, arguments, status, out, error):
-    """End quietly if nobody reads, print to any terminal, and take arguments that are UTF-8."""
-    code = f"from lib.settings import run_main\nrun_main(lambda: {code})"
-    script = subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=ROOT,
+@pytest.mark.parametrize("reads, status, out", [(False, 141, None), (True, 0, b"\\xe9\n")])
+def test_a_script_prints_to_any_terminal_and_ends_quietly_if_nobody_reads(reads, status, out):
+    code = "from lib.settings import run_main\nrun_main(lambda: print('\xe9'))"
+    script = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT,
                               env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"},
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    if out is None:
+    if not reads:
         script.stdout.close()
         script.stdout = None
-    assert script.communicate() == (out, error) and script.returncode == status
+    assert script.communicate() == (out, b"") and script.returncode == status
 
 
 @pytest.mark.parametrize("error", [

@@ -12,7 +12,7 @@ from lib.corpus import Corpus, masked_heldout
 from lib.training import evaluate_language_model
 from lib.usage import count_reads, record_reads, usage_metrics, watch_reads
 from model import value_tables
-from pkm import PKM, ValueTable
+from pkm import PKM
 from tests.helpers import tiny_bert
 
 CPU = torch.device("cpu")
@@ -84,21 +84,6 @@ def test_uniform_usage_is_that_of_random_slots():
         shares.append([(read > 0).mean(), (top1 > 0).mean()])
     m = usage_metrics(read, top1, read, effective_k=1)
     assert [m["mu_uniform"], m["top1_mu_uniform"]] == pytest.approx(np.mean(shares, 0), abs=0.005)
-
-
-@pytest.mark.parametrize("watch", [record_reads, count_reads])
-def test_a_memory_that_nothing_reads(watch):
-    tables = {"read": ValueTable(6, 4), "unread": ValueTable(6, 4)}
-    with watch(tables) as found:
-        tables["read"](torch.tensor([[[1, 3]]]), torch.ones(1, 1, 2))
-    counts = {name: getattr(part, "counts", part) for name, part in found.items()}
-    metrics = {name: usage_metrics(**part) for name, part in counts.items()}
-    assert metrics["read"]["mu"] == 2 / 6 and metrics["read"]["kl_u"] == pytest.approx(math.log(3))
-    nothing = [metrics["unread"][name] for name in ("mu", "top1_mu", "accesses", "mu_uniform")]
-    assert nothing == [0, 0, 0, 0]
-    assert all(map(math.isnan, map(metrics["unread"].get, ("kl_u", "kl_w", "effective_k"))))
-    if watch is record_reads:
-        assert found["unread"].contexts(3) == []
 
 
 def plain_loss(model, batches):
