@@ -6,10 +6,10 @@ $ python -m reproduce.card steps out/gpu/demo cpu     # no card: the CPU's own d
 $ python -m reproduce.card losses out/one out/all     # do two runs log the same losses?
 
 The CPU trains in float32. From some of its states one step is made again: in float64 on the CPU,
-which is the reference, then in each dtype of the card on the CPU and on the card. A cell has the
-distances of card and CPU from the reference: norm of the difference / norm. A card is as expected
-up to 4 times the CPU's largest distance in this dtype and column, and up to 0.9: 1 is a step that
-was left out. The exit status is the number of cells that are not.
+which is the reference, then in each dtype of the card on the CPU and on the card. A cell has their
+distances from the reference: norm of the difference / norm. A card is as expected up to 4 times the
+CPU's largest distance in this dtype and column, and up to 0.9: 1 is a step that was left out. The
+exit status is the number of cells that are not.
 """
 import copy
 import sys
@@ -85,8 +85,8 @@ def one_step(number, model, optimizers, batches, settings, **changed):
         p.grad for p in model.parameters() if p.grad is not None))
     loss, _ = training.step(number, net, batches, own, settings)
     changes = [table.weight.double().cpu() - old for table, old in zip(tables, before)]
-    norms = [module for module in model.modules() if isinstance(module, MaskedBatchNorm)]
-    means, variances = zip(*((norm.running_mean, norm.running_var) for norm in norms))
+    means, variances = zip(*((norm.running_mean, norm.running_var) for norm in model.modules()
+                             if isinstance(norm, MaskedBatchNorm)))
     return [torch.cat([tensor.double().cpu().flatten() for tensor in tensors])
             for tensors in ([loss], gradients, changes, means, variances)]
 
