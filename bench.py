@@ -193,8 +193,7 @@ def time_config(args, path):
     settings, initial = load_settings(Settings, [path, *args.settings]), None
     if settings.init_from and not settings.model:
         initial = read_weights(settings.init_from)["config"]
-    memory = memory_settings(initial)
-    settings = inherit(settings, memory)
+    settings = inherit(settings, memory_settings(initial))
     own_batch = settings.accumulation * settings.batch_size
     settings = replace(settings, accumulation=args.accumulation or settings.accumulation,
                        batch_size=args.batch_size or settings.batch_size, device=str(args.device),
@@ -203,7 +202,7 @@ def time_config(args, path):
     if Path("data", settings.dataset).exists():
         vocab_size = Corpus(settings.dataset).vocab_size
     config = bert_config(settings, vocab_size, initial)
-    check_fit(settings, config, memory)
+    check_fit(settings, config)
     with torch.device("meta"):
         parameters = training.count_parameters(build_model(config))
     # 16: weights, gradients, two moments; 200: activations as measured for base, in float32

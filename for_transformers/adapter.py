@@ -43,8 +43,6 @@ def load_memory(model, folder):
 def read_memory(folder):
     """Read what save_memory wrote: its settings, and a state dict of find_memories."""
     file = Path(folder, NAME)
-    if not file.is_file():
-        raise UserError(f"{file} is missing: expected a folder of save_memory")
     with safe_open(file, "pt") as saved:
         settings = json.loads(saved.metadata()["settings"])
     return settings, load_file(file)

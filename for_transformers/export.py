@@ -40,8 +40,6 @@ def export(path, folder):
     if Path(folder).exists():
         raise UserError(f"{folder} exists already: name a new folder")
     source, vocab_file = find_weights(path)
-    if not (source / "model.pt").is_file():
-        raise UserError(f"{path} is in Hugging Face's layout already: export takes out/<run>")
     saved, vocab = read_weights(source), tokens_by_id(load_tokenizer(vocab_file))
     config, head, weights = saved["config"], saved.get("head"), saved["weights"]
     has_memory = bool(config.memory_layers and config.beta)
@@ -56,20 +54,22 @@ def export(path, folder):
     if not config.type_vocab:  # BERT has two token types: vectors of 0 have no effect
         config.type_vocab = 2
         weights["bert.token_types.weight"] = torch.zeros(2, config.d_model)
-    if head != "classifier" and not run_settings(source)["pooler_trained"]:
+    if head != "classifier" and not run_settings(source).get("pooler_trained"):
         weights = {name: w for name, w in weights.items() if "pooler" not in name}
     weights = to_huggingface(weights, head)
     settings = their_settings(config, head, saved.get("labels"), vocab, has_memory)
-    tokenizer, tokenizer_settings = their_tokenizer(vocab_file, vocab, config)
+    tokenizer, of_tokenizer = their_tokenizer(vocab_file, vocab, config)
     texts = {
         "config.json": json.dumps(settings, indent=1),
-        "tokenizer_config.json": json.dumps(tokenizer_settings, indent=1),
+        "tokenizer_config.json": json.dumps(of_tokenizer, indent=1),
         "tokenizer.json": tokenizer.to_str(pretty=True),
         "vocab.txt": "\n".join(vocab) + "\n",
         "README.md": card(source, Path(folder).name, config, head, has_memory),
     }
-    if has_memory:
-        texts |= code_files()
+    if has_memory:  # its files import each other from the same folder
+        imports = re.compile(r"^from (for_transformers\.)?(pkm|add_memory) import", re.MULTILINE)
+        for file in CODE:
+            texts[Path(file).name] = imports.sub(r"from .\2 import", (ROOT / file).read_text())
     with atomic(folder) as temporary:
         temporary.mkdir()
         for name, text in texts.items():
@@ -120,13 +120,6 @@ def their_tokenizer(vocab_file, vocab, config):
     return tokenizer, settings
 
 
-def code_files():
-    """Read the files of CODE: {name: text}. They import each other from the same folder."""
-    imports = re.compile(r"^from (for_transformers\.)?(pkm|add_memory) import", re.MULTILINE)
-    return {Path(name).name: imports.sub(r"from .\2 import", (ROOT / name).read_text())
-            for name in CODE}
-
-
 def card(source, name, config, head, has_memory):
     """Write the model card, in Markdown, with settings and results of the checkpoint's run."""
     task = "CausalLM" if config.causal else ARCHITECTURES[head].removeprefix("BertFor")
@@ -139,14 +132,12 @@ def card(source, name, config, head, has_memory):
         step = next(r["step"] for r in records if r.get("epoch") == results["eval_epoch"])
     measured = [record for record in records if record["step"] <= step][-1:]
     told = json.dumps({"step": step, "measured": measured, "settings": run.settings()}, indent=1)
+    told = re.sub(r'"[^"\n]*/([^"/\n]+)/*"', r'"\1"', told)  # paths are of this machine
     return CARD.format(
-        name=name, config=config,
+        name=name, config=config, told=told, auto=f"AutoModelFor{task}", base=base_model(run),
+        pipeline=TASKS.get(task, "text-generation"),
         memory=MEMORY.format(config=config) if has_memory else "",
-        auto=f"AutoModelFor{task}",
-        pipeline=TASKS.get(task, "text-generation"), base=base_model(run),
-        code=", trust_remote_code=True" if has_memory else "",
-        told=re.sub(r'"[^"\n]*/([^"/\n]+)/*"', r'"\1"', told),  # paths are of this machine
-    )
+        code=", trust_remote_code=True" if has_memory else "")
 
 
 def base_model(run):
@@ -185,10 +176,7 @@ The weights are those after `step` steps of this run. What was measured has a st
 {told}
 ```
 
-## licence
-
-The code is under the MIT licence. The owner of the weights decides about theirs: the texts and
-weights that they were made from have their own licences.
+The code is under the MIT licence. The texts and weights that these were made from have their own.
 """
 MEMORY = """ Layers {config.memory_layers}, counted from 1, have a product-key memory of
 {config.n_keys} x {config.n_keys} slots, {config.memory_heads} heads and top-{config.topk}

@@ -37,11 +37,9 @@ class StepValues(TrainerCallback):
                             "make the LazyAdam of what add_memory returned for this model")
         self.sparse.zero_grad()  # reads of an earlier, interrupted training
         if state.global_step:
-            file = checkpoint(args, state) / STATE
-            if not file.is_file():
-                raise UserError(f"{file} is missing: resume from a checkpoint in the output_dir")
-            self.sparse.load_state_dict(torch.load(file, weights_only=True))
-            load_beside_adapter(model, file.parent)
+            folder = checkpoint(args, state)  # in the output_dir
+            self.sparse.load_state_dict(torch.load(folder / STATE, weights_only=True))
+            load_beside_adapter(model, folder)
 
     def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
         self.scale = scale_of(optimizer)

@@ -37,7 +37,7 @@ class Window:
 def read_squad(path, answered=False):
     """Read the Questions of a file in the layout of SQuAD 1.1. New ones have no answers.
 
-    A null is no answer. answered: expect that all questions have one.
+    answered: expect that all questions have one.
     """
     questions = []
     try:
@@ -45,7 +45,7 @@ def read_squad(path, answered=False):
             for paragraph in article["paragraphs"]:
                 for qa in paragraph["qas"]:
                     answers = [(int(answer["answer_start"]), answer["text"])
-                               for answer in qa.get("answers") or [] if answer["text"]]
+                               for answer in qa.get("answers", [])]
                     if answered and not answers:
                         raise UserError(f"{path}: question {qa['id']} has no answers: add them, or "
                                         "leave it out")

@@ -49,7 +49,7 @@ def test_a_whole_model_is_saved_with_its_memory_beside(tmp_path):
 def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(UserError, match="BertForMaskedLM has no memory to save"):
         save_memory(base(), tmp_path)
-    with pytest.raises(UserError, match="memory.safetensors is missing"):
+    with pytest.raises(FileNotFoundError, match="memory.safetensors"):
         load_memory(base(), tmp_path)
     save_memory(model_with_memory(), tmp_path)
     for other in (base(hidden_size=32), base("RobertaForMaskedLM"), base(num_hidden_layers=4)):

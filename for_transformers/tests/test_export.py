@@ -231,9 +231,3 @@ def test_what_cannot_be_exported_is_refused(tmp_path, monkeypatch, settings, wor
     (tmp_path / "exported").mkdir()
     with pytest.raises(UserError, match="exported exists already"):
         export(tmp_path / "run", tmp_path / "exported")
-
-
-def test_what_is_exported_already_is_refused(tmp_path):
-    _, folder = exported(tmp_path)
-    with pytest.raises(UserError, match="exported is in Hugging Face's layout already: export"):
-        export(folder, tmp_path / "again")
