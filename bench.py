@@ -45,7 +45,7 @@ from lib.corpus import MASKED, Corpus
 from lib.device import autocast, set_up_device, wants_compile
 from lib.files import markdown
 from lib.settings import Parser, Progress, at_least, load_settings
-from lib.weights import check_objective, check_sizes, memory_settings, read_weights
+from lib.weights import check_objective, memory_settings, read_weights
 from model import build_model
 from pkm import LazyAdam
 from pretrain import Settings, bert_config, check_fit, inherit
@@ -89,9 +89,9 @@ class FlatPKM(pkm.PKM):
         return slots.int(), best.softmax(2)
 
 
-def config_of(settings, **changes):
-    """Make the BertConfig of changed Settings. UserError as in pretrain.py."""
-    settings = replace(settings, **changes)
+def config_of(path, *changes):
+    """Read a config, and make its BertConfig. UserError as in pretrain.py."""
+    settings = load_settings(Settings, [path, *changes])
     config = bert_config(settings)
     check_fit(settings, config)
     return config
@@ -141,8 +141,7 @@ def inference(args):
     for size in args.sizes:
         models, mlm_parameters = {}, {}
         for system, suffix in ("", ""), (" +PKM", "_pkm"), (" +ResM", "_resm"):
-            settings = load_settings(Settings, [f"configs/{size}{suffix}.py"])
-            config = config_of(settings, seq_len=max(args.lengths))
+            config = config_of(f"configs/{size}{suffix}.py", f"--seq_len={max(args.lengths)}")
             models[size + system] = build(args, config, "classifier")
             with torch.device("meta"):
                 mlm_parameters[size + system] = training.count_parameters(build_model(config))
@@ -156,7 +155,7 @@ def inference(args):
 
 def layer(args):
     """Time one memory layer by number of tokens, beside the plain baseline."""
-    config_of(Settings(n_keys=args.n_keys, memory_layers=(1,)))
+    config_of("configs/base_resm.py", f"--n_keys={args.n_keys}")  # can it be?
     with torch.device(args.device):
         plain = PlainPKM(768, args.n_keys)
         ours = pkm.PKM(768, args.n_keys)
@@ -195,8 +194,7 @@ def time_config(args, path):
     settings, initial = load_settings(Settings, [path, *args.settings]), None
     if settings.init_from and not settings.model:
         initial = read_weights(settings.init_from)["config"]
-    memory = memory_settings(initial)
-    settings = inherit(settings, memory)
+    settings = inherit(settings, memory_settings(initial))
     own_batch = settings.accumulation * settings.batch_size
     settings = replace(settings, accumulation=args.accumulation or settings.accumulation,
                        batch_size=args.batch_size or settings.batch_size, device=str(args.device),
@@ -205,10 +203,7 @@ def time_config(args, path):
     if Path("data", settings.dataset).exists():
         vocab_size = Corpus(settings.dataset).vocab_size
     config = bert_config(settings, vocab_size, initial)
-    check_fit(settings, config, memory)
-    if initial:
-        check_objective(settings.init_from, initial, config.causal)
-        check_sizes(settings.init_from, initial, config)
+    check_fit(settings, config)
     with torch.device("meta"):
         parameters = training.count_parameters(build_model(config))
     # 16: weights, gradients, two moments; 200: activations as measured for base, in float32
@@ -263,16 +258,15 @@ def causal(args):
     """Time the next token of causal models, beside the first two."""
     configs = {}
     for path in args.configs or CAUSAL:
-        settings = load_settings(Settings, [path])
-        configs[path] = config_of(settings, seq_len=max(args.lengths))
+        configs[path] = config_of(path, f"--seq_len={max(args.lengths)}")
         check_objective(path, configs[path], causal=True)
     if args.slots is not None:
-        return by_slots(args, settings)
+        return by_slots(args, path)
     models = {name: build(args, config) for name, config in configs.items()}
     return time_inference(args, models, bases=2)
 
 
-def by_slots(args, settings):
+def by_slots(args, path):
     """Time product keys beside flat keys, by number of slots.
 
     Two models of a size share the values, and all outside the memory. "multiplications" are for
@@ -280,7 +274,7 @@ def by_slots(args, settings):
     """
     models, scores = {}, {}
     for n in args.slots or [128, 256, 512, 1024]:  # torch compiles no more than 8 versions
-        config = config_of(settings, n_keys=n)
+        config = config_of(path, f"--n_keys={n}")
         product = build(args, config)
         flat = copy.deepcopy(product, {id(p): p for p in product.parameters()})
         for number in config.memory_layers:

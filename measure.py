@@ -70,21 +70,20 @@ def table_2(args, device):
         for name, batches in heldout.items():
             batches = Progress(batches, f"{path}, data/{name}")
             results[name], _ = evaluate_language_model(model, batches, device)
-        record = {"checkpoint": str(checkpoint), "run": path, **how_trained(checkpoint),
-                  "results": results}
-        records.append(record)
-        systems.setdefault(settings_but_seed(checkpoint), []).append(record)
-    rows = [seeds_row(seeds, longest) for seeds in systems.values()]
-    for row, settings in zip(rows, systems):
-        own = [f"{key}={value}" for key, value in settings[0] if any(
-            (key, value) not in others[0] for others in systems)]
-        row["differs"] = " ".join(own)
+        records.append({"checkpoint": str(checkpoint), "run": path, **how_trained(checkpoint),
+                        "results": results})
+        systems.setdefault(settings_but_seed(checkpoint), []).append(records[-1])
+    common = set.intersection(*(set(settings) for settings, _ in systems))
+    rows = []
+    for (settings, _), seeds in systems.items():
+        own = [setting for setting in settings if setting not in common]
+        rows.append(seeds_row(seeds, longest) | {"differs": " ".join(own)})
     note = (f"Test splits, sequences of {seq_len}. Usage on data/{longest}, the longest "
             f"({tokens[longest]:,} tokens; our reading). Steps: those of the initial model + the "
             "run's own, which took so many seconds; ?: not known, of weights from elsewhere. Only "
             "rows with the same number of steps show what the memory does. Runs that differ in "
-            "their seed alone share a row: the mean, perplexity with its 95% interval (Student). "
-            "Differs: settings that are not the same in all rows.")
+            "their seed alone share a row: the seconds of the first, else means, perplexity with "
+            "its 95% interval (Student). Differs: settings that are not the same in all rows.")
     write_table(args.out, rows, note, {"note": note, "runs": records})
 
 
@@ -92,26 +91,22 @@ def settings_but_seed(checkpoint):
     """Return what tells a run from another but the seed: its settings, and its initial model's."""
     settings = weights.run_settings(checkpoint)
     if not settings:
-        return ((), checkpoint)
-    own = tuple((key, str(settings[key])) for key in settings if key not in NO_SYSTEM)
-    initial = settings["init_checkpoint"]
-    if initial and (Path(initial) / "model.pt").is_file():
-        initial = settings_but_seed(Path(initial))
-    return own, initial
+        return (), checkpoint
+    own = [f"{key}={value}" for key, value in settings.items() if key not in NO_SYSTEM]
+    return tuple(own), settings_but_seed(Path(settings["init_checkpoint"]))
 
 
 def seeds_row(records, longest):
     """Make a row of table_2 of the runs that differ in their seed alone."""
-    row = {key: records[0][key] for key in ("run", "steps", "seed", "seconds")}
-    several = len(records) > 1
-    if several:
-        row["run"] += f" and {len(records) - 1} more"
+    first, *others = records
+    row = {key: first[key] for key in ("run", "steps", "seed", "seconds")}
+    if others:
+        row["run"] += f" and {len(others)} more"
         row["seed"] = " ".join(str(record["seed"]) for record in records)
-        row["seconds"] = round(np.mean([record["seconds"] for record in records]))
-    for name in records[0]["results"]:
-        mean, reach = tasks.student_interval([record["results"][name]["perplexity"]
-                                        for record in records])
-        row[f"{name} ppl"] = f"{mean:.2f} ± {reach:.2f}" if several else mean
+    for name in first["results"]:
+        perplexities = [record["results"][name]["perplexity"] for record in records]
+        mean, reach = tasks.student_interval(perplexities)
+        row[f"{name} ppl"] = f"{mean:.2f} ± {reach:.2f}" if others else mean
     usage = [record["results"][longest]["layers"] for record in records]
     means = {layer: {metric: np.mean([layers[layer][metric] for layers in usage])
                      for metric in metrics} for layer, metrics in usage[0].items()}
@@ -560,7 +555,7 @@ def predict(args):
         if " " in args.file and not os.path.exists(file):  # a sentence, or two with a tab between
             given = [dict(zip(columns, args.file.split("\t", len(columns) - 1)))]
         else:  # lines of a .txt file and of stdin need no header
-            given = read_table(file, columns if file.suffix in ("", ".txt") else None)
+            given = read_table(file, columns if file.suffix in ("", ".txt") else ())
         texts = tasks.pick_texts(file, given, columns)
         examples = tasks.encode_examples(tokenizer, texts, [None] * len(texts), max_len)
         header, cells = tasks.prediction_table(tasks.predict_examples(model, examples),

@@ -7,31 +7,27 @@
 #   sh reproduce.sh paper table2     # one step, or several; those that it needs must be done
 #   sh reproduce.sh paper --list     # print what would run, and run nothing
 #   Steps: data, pretrain, finetune, table1, 2, 4 to 7, figure2 to 4, causal, slots, page.
-# All results lie in out/reproduce_SCALE/. A command that is done is skipped; its output is in logs/.
-# After a failure or an interruption the same line goes on. Delete the folder to begin anew. Jobs run
-# side by side: one on each GPU of CUDA_VISIBLE_DEVICES or of the machine; JOBS=2 on one without.
+# All results lie in out/reproduce_SCALE/, the output of commands in its logs/. After a failure or an
+# interruption the same line goes on. Delete the folder to begin anew. Jobs run side by side: one on
+# each GPU of CUDA_VISIBLE_DEVICES or of the machine; JOBS=2 on one without.
 set -eu
 cd "$(dirname "$0")"
-scale=${1:-}
 # 1) A scale: its systems by the paper's letters, texts, tasks, seeds, and what cuts a command short
-train_cut="" tune_cut="" bench_cut="" sizes="" slots="" short="" long=""
+scale=${1:-} train_cut="" tune_cut="" bench_cut="" sizes="" slots="" short="" long=""
 case $scale in
 paper)
-    tests="wikitext2 wikitext103 pg19"
+    tests="wikitext2 wikitext103 pg19" causal="causal_12 causal_24 causal_12_pkm causal_12_memory"
     a=base b=base_500k_more c=base_pkm d=base_resm e=base_pkm_init f=base_resm_init
     google="bert-base-uncased bert-large-uncased"  # (g) and (h)
     small=distilbert-base-uncased small_resm=distil_resm_init middle=bert-base-uncased  # Table 7
-    causal="causal_12 causal_24 causal_12_pkm causal_12_memory"
     table4="squad mnli qqp qnli sst2 cola" table5="squad mnli sst2 cola"
     table6="mnli sst2 cola" table7="squad mnli sst2" figure4=sst2
-    first="" seeds=0 few=0  # of pretraining
-    tunings="0:0 0:1 0:2 0:3 0:4"  # seeds of pretraining : fine-tuning
+    first="" seeds=0 few=0 tunings="0:0 0:1 0:2 0:3 0:4"  # seeds of pretraining : fine-tuning
     ;;
 demo | quick)
-    tests=docs
+    tests=docs causal="demo_causal demo_causal_8 demo_causal_pkm demo_causal_memory"
     a=demo b=demo_more c=demo_pkm d=demo_resm e=demo_pkm_init f=demo_resm_init
     google=demo_large small=demo_distil small_resm=demo_distil_resm_init middle=demo
-    causal="demo_causal demo_causal_8 demo_causal_pkm demo_causal_memory"
     table4=docs_task table5=docs_task table6=docs_task table7=docs_task figure4=docs_task
     first=$small long="${c}_long ${d}_long" short="--lengths 128"  # its positions
     seeds="3 4 5 6 7" few="3 4 5" tunings="3:3 4:4 5:5"  # 0 to 2 were seen when the demo was made
@@ -55,25 +51,22 @@ runs() {  # "NAMES" ["SEEDS"]: the folders of runs, and the names of public weig
         case $name in *uncased) echo "$name" ;; *) echo "$out/${name}_s$n" ;; esac
     done; done
 }
-
 tuned() {  # "NAMES" "TASKS" [_fixed]: the folders of fine-tuned runs
     for name in $1; do for task in $2; do for n in $few; do
         echo "$out/${name}_s${n}_$task${3:-}"
     done; done; done
 }
-
 pretrain() {  # NAME "SEEDS" [INITIAL]: train configs/NAME.py; the paper's sizes take all GPUs
     case $1 in *_long) steps=--max_steps=3200 ;; *) steps="" ;; esac  # as many as after Init
     for n in $2; do
-        folder=$(runs "$1" $n) initial=${3:+$(runs "$3" $n)} seed=$n how="job $folder python"
-        [ ! "$initial" ] || seed=$((10 * n + 1))  # another order of the text, other masks
+        folder=$(runs "$1" $n) initial=${3:+$(runs "$3" $n)} how="job $folder python"
+        seed=${3:+$((10 * n + 1))}  # another order of the text, other masks
         [ "$scale" != paper ] ||
             how="run $folder torchrun --standalone --nproc_per_node=$ranks --max-restarts=3"
-        $how pretrain.py "configs/${1%_long}.py" "--out=$folder" "--seed=$seed" \
+        $how pretrain.py "configs/${1%_long}.py" "--out=$folder" "--seed=${seed:-$n}" \
             ${initial:+"--init_from=$initial"} $steps $train_cut
     done
 }
-
 tune() {  # "NAMES" "TASKS" [SETTING]: fine-tune each model on each task
     for name in $1; do for task in $2; do for pair in $tunings; do
         n=${pair%:*} seed=${pair#*:} recipe=finetune_glue
@@ -83,7 +76,6 @@ tune() {  # "NAMES" "TASKS" [SETTING]: fine-tune each model on each task
             "--init_from=$(runs "$name" $n)" "--out=$folder" "--seed=$seed" ${3:-} $tune_cut
     done; done; done
 }
-
 measure() {  # NAME COMMAND ARGUMENT...: make a table or a figure
     name=$1 && shift
     run "$out/$name.md" python measure.py "$@" --out "$out/$name"
@@ -98,12 +90,10 @@ if step data nothing "texts, tasks, public weights"; then
         for x in $google $small; do run data/weights/$x/model.safetensors $get weights $x; done
         for x in MNLI QQP QNLI SST-2 CoLA; do run data/glue/$x $get glue $x; done
         run data/squad $get squad
-    else
-        run data/docs $get docs  # the docstrings of Python, torch and numpy
-        run data/docs_task $get docs_task  # which package is one of?
+    else  # the docstrings of Python, torch and numpy; which package is one of?
+        for x in docs docs_task; do run data/$x $get $x; done
     fi
 fi
-
 if step pretrain data "all systems, (a) first"; then
     for x in $a; do pretrain $x "$seeds"; done
     for x in $first; do pretrain $x "$few"; done
@@ -124,7 +114,6 @@ if step figure3 pretrain "the curves of PKM, ResM and ResM' from one trained mod
     measure figure3 curves $(runs "$b $e $f ${f}_ffn" "${few%% *}")
     measure figure3_seeds curves $(runs "$e $f" "$seeds")
 fi
-
 if step finetune pretrain "for Tables 4 to 7 and Figure 4, a job for each seed"; then
     tune "$a $b $c $d $e $f $google" "$table4"
     tune "$c $d $e $f" "$table5" --update_memory=False
@@ -144,7 +133,6 @@ if step figure4 finetune "do two classes read different slots?"; then
     measure figure4 by_class $(few=${few%% *} && tuned "$c $f" "$figure4")
     measure figure4_seeds by_class $(tuned "$c $f" "$figure4")
 fi
-
 if step causal data "Lample et al.: n layers and a memory against 2n layers"; then
     for x in $causal; do pretrain $x "$few"; done
     finish

@@ -121,7 +121,7 @@ def read_split(task, split):
     The labels are an array (n,) of classes, int64, or of scores, float32.
     """
     path = task.file(split)
-    rows = read_table(path, COLA if task.name == "cola" else None, task.name == "qqp")
+    rows = read_table(path, COLA if task.name == "cola" else (), task.name == "qqp")
     if task.name == "mrpc":
         dev_table = read_table(path.with_name("mrpc_dev_ids.tsv"), ["#1 ID", "#2 ID"])
         dev_ids = {(row["#1 ID"], row["#2 ID"]) for row in dev_table}

@@ -5,17 +5,17 @@ $ python -m reproduce.card steps out/gpu/demo         # a trained demo: demo_res
 $ python -m reproduce.card steps out/gpu/demo cpu     # no card: the CPU's own distances
 $ python -m reproduce.card losses out/one out/all     # do two runs log the same losses?
 
-The CPU trains demo_resm_init in float32. From some of its states one step is made again: in float64
-on the CPU, which is the reference, then in each dtype of the card on the CPU and on the card. A
-cell has the distances of card and CPU from the reference: norm of the difference / norm. A card is
-as expected up to 4 times the CPU's largest distance in this dtype and column, and up to 0.9: 1 is
-a step that was left out. The exit status is the number of cells that are not.
+The CPU trains in float32. From some of its states one step is made again: in float64 on the CPU,
+which is the reference, then in each dtype of the card on the CPU and on the card. A cell has their
+distances from the reference: norm of the difference / norm. A card is as expected up to 4 times the
+CPU's largest distance in this dtype and column, and up to 0.9: 1 is a step that was left out. The
+exit status is the number of cells that are not.
 """
 import copy
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import torch
@@ -42,28 +42,22 @@ def steps(initial, device="auto"):
     device, dtype = set_up_device(device)
     dtypes = dict.fromkeys(["float32", str(dtype).removeprefix("torch.")])
     modes = ["off"] if device.type == "cpu" else ["off", "on"]  # of torch.compile
+    demo = load_settings(Settings, ["configs/demo_resm_init.py", *PLAIN])
+    corpus = Corpus(demo.dataset)
+    trained = LanguageModel(bert_config(demo, corpus.vocab_size))
+    init_from(trained, initial)
+    base = load_settings(Settings, ["configs/base_resm.py", *PLAIN, *SMALL])
     rows = []
-
-    settings = load_settings(Settings, ["configs/demo_resm_init.py", *PLAIN])
-    corpus = Corpus(settings.dataset)
-    model = LanguageModel(bert_config(settings, corpus.vocab_size))
-    init_from(model, initial)
-    batches = MaskedBatches(corpus, settings)
-    net, optimizers, _ = training.prepare(model, settings)
-    for number in range(51):
-        training.set_rate(optimizers, settings, number)
-        if number in (0, 10, 50):
-            trial = partial(one_step, number, model, optimizers, batches, settings)
-            rows += compare(f"demo_resm_init, step {number}", trial, device, dtypes, modes)
-        training.step(number, net, batches, optimizers, settings)
-
-    settings = load_settings(Settings, ["configs/base_resm.py", *PLAIN, *SMALL])
-    model = LanguageModel(bert_config(settings))
-    _, optimizers, _ = training.prepare(model, settings)
-    training.set_rate(optimizers, settings, 0)
-    trial = partial(one_step, 0, model, optimizers, RandomBatches(30522, settings), settings)
-    rows += compare("base_resm, 2 x 128", trial, device, dtypes, modes)
-
+    for name, settings, model, batches, last in (
+            ("demo_resm_init", demo, trained, MaskedBatches(corpus, demo), 50),
+            ("base_resm", base, LanguageModel(bert_config(base)), RandomBatches(30522, base), 0)):
+        net, optimizers, _ = training.prepare(model, settings)
+        for number in range(last + 1):
+            training.set_rate(optimizers, settings, number)
+            if number in (0, 10, 50):
+                trial = partial(one_step, number, model, optimizers, batches, settings)
+                rows += compare(f"{name}, step {number}", trial, device, dtypes, modes)
+            training.step(number, net, batches, optimizers, settings)
     table, failed = judge(rows)
     print(markdown(["card / CPU", "dtype", "compile", *NUMBERS], table))
     return failed
@@ -79,10 +73,10 @@ def losses(*runs):
 
 def one_step(number, model, optimizers, batches, settings, **changed):
     """Make one update of a copy of the model. Returns NUMBERS, float64 tensors on the CPU."""
-    settings = replace(settings, **changed)
     model = copy.deepcopy(model).to(torch.get_default_dtype())
     tables = value_tables(model).values()
     before = [table.weight.double().clone() for table in tables]
+    settings = replace(settings, **changed)
     net, own, _ = training.prepare(model, settings)
     own.dense.load_state_dict(copy.deepcopy(optimizers.dense.state_dict()))
     own.sparse.load_state_dict(copy.deepcopy(optimizers.sparse.state_dict()))
@@ -90,38 +84,28 @@ def one_step(number, model, optimizers, batches, settings, **changed):
     own.dense.register_step_pre_hook(lambda *_: gradients.extend(
         p.grad for p in model.parameters() if p.grad is not None))
     loss, _ = training.step(number, net, batches, own, settings)
-    changes = [table.weight.double().cpu() - old for table, old in zip(tables, before, strict=True)]
-    norms = [module for module in model.modules() if isinstance(module, MaskedBatchNorm)]
-    found = ([loss], gradients, changes, [norm.running_mean for norm in norms],
-             [norm.running_var for norm in norms])
+    changes = [table.weight.double().cpu() - old for table, old in zip(tables, before)]
+    means, variances = zip(*((norm.running_mean, norm.running_var) for norm in model.modules()
+                             if isinstance(norm, MaskedBatchNorm)))
     return [torch.cat([tensor.double().cpu().flatten() for tensor in tensors])
-            for tensors in found]
+            for tensors in ([loss], gradients, changes, means, variances)]
 
 
 def compare(name, trial, device, dtypes, modes):
     """Yield (name, dtype, mode, distances on the CPU, on the card) of a step."""
-    with everything_double():
+    torch.set_default_dtype(torch.float64)
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):  # losses, too
         reference = trial()
+    torch.set_default_dtype(torch.float32)
 
     def distances(**changed):
         return [((found - expected).norm() / expected.norm()).item()
-                for found, expected in zip(trial(**changed), reference, strict=True)]
+                for found, expected in zip(trial(**changed), reference)]
 
     for dtype in dtypes:
         cpu = distances(dtype=dtype)
         for mode in modes:
             yield name, dtype, mode, cpu, distances(dtype=dtype, device=str(device), compile=mode)
-
-
-@contextmanager
-def everything_double():
-    """Compute in float64, losses too."""
-    as_float = torch.Tensor.float
-    torch.set_default_dtype(torch.float64)
-    torch.Tensor.float = torch.Tensor.double
-    yield
-    torch.set_default_dtype(torch.float32)
-    torch.Tensor.float = as_float
 
 
 def judge(rows):
@@ -131,10 +115,10 @@ def judge(rows):
         worst = np.max([row[3] for row in rows if row[1] == dtype], axis=0)
         good = np.array(card) <= np.minimum(4 * worst, 0.9)  # NaN is not
         cells = [f"{theirs:.0e} / {ours:.0e}" + " **no**" * (not fine)
-                 for theirs, ours, fine in zip(card, cpu, good, strict=True)]
+                 for theirs, ours, fine in zip(card, cpu, good)]
         table.append([name, dtype, mode, *cells])
-        failed += int(np.sum(~good))
-    return table, failed
+        failed += np.sum(~good)
+    return table, int(failed)
 
 
 if __name__ == "__main__":

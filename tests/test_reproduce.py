@@ -413,4 +413,3 @@ def test_a_seed_of_nan_decides_nothing():
     tables = [{paper.C: {"KL, after": [kl, 1]}, paper.F: {"KL, after": [2, 4]}}
               for kl in (np.nan, 1)]
     assert claims.sides(claim, tables) == [(0.5, 1)]
-
