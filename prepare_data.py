@@ -39,7 +39,7 @@ from lib.huggingface import PRETRAINED
 from lib.settings import Failure, Parser, Progress, UserError, at_least, run_main
 from lib.tasks import GLUE, SQUAD
 from lib.tokenizer import (
-    count_marks,
+    count_characters,
     load_tokenizer,
     special_ids,
     train_tokenizer,
@@ -249,6 +249,9 @@ def weights(args):
 SENTENCES = 1000  # mean length of a BookCorpus document, in lines
 BATCH = 4096  # lines that are encoded at once
 TITLE = re.compile(r" = (?!= ).* = $")  # " = Title = ", but not " = = Section = = "
+KINDS = {  # how files begin that are no text
+    "gzip": b"\x1f\x8b", "bzip2": b"BZh", "xz": b"\xfd7zXZ", "zstd": b"(\xb5/\xfd", "zip": b"PK",
+    "PDF": b"%PDF", "Parquet": b"PAR1", "UTF-16": (b"\xff\xfe", b"\xfe\xff")}
 TRAIN, VAL, TEST, DUPLICATE = 0, 1, 2, -1  # the first three are places in SPLITS
 
 
@@ -318,15 +321,18 @@ def read_documents(path, ends):
 
 def read_lines(path):
     """Yield the lines of a text file, each with a line break at its end."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            if b"\0" in file.buffer.peek():  # UTF-8, too, but no text
-                raise ValueError
+    with open(path, encoding="utf-8") as file:
+        begin = file.buffer.peek()
+        kinds = [kind for kind, mark in KINDS.items() if begin.startswith(mark)]
+        if kinds or b"\0" in begin:
+            kind = kinds[0] if kinds else "UTF-16 or binary"
+            raise UserError(f"{path}: this is {kind}, not UTF-8 text: unpack or convert it")
+        try:
             for line in file:
                 yield line.removesuffix("\n") + "\n"
-    except ValueError:
-        raise UserError(f"{path}: not UTF-8 text: unpack it, or convert it, for example with "
-                        f"iconv -f WINDOWS-1252 -t UTF-8 {path} > new.txt") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: not UTF-8 text ({error.reason}): convert it, for example "
+                            f"with iconv -f WINDOWS-1252 -t UTF-8 {path} > new.txt") from None
 
 
 def read_rows(path):
@@ -390,10 +396,10 @@ def write_corpus(args, origin, sources, tokenizer, val_every=None):
     unknown = sizes["unknown"].sum() / counts.sum()
     sample = "".join(line for line, _ in itertools.islice(read(), 10_000))
     normalize = getattr(tokenizer.normalizer, "normalize_str", str)  # GPT-2's is None
-    removed = count_marks(sample) - count_marks(normalize(sample))
-    if removed > 0.01 * len(sample):
-        print(f"WARNING: of {len(sample):,} characters the tokenizer removes {removed:,} accents, "
-              "vowel signs and tones: --vocab_size learns one that keeps them")
+    before, after = (count_characters(text, "LM") for text in (sample, normalize(sample)))
+    if after < 0.99 * before:
+        print(f"WARNING: the tokenizer removes {1 - after / before:.1%} of the letters and marks "
+              "(accents, vowel signs, tones): --vocab_size learns one that keeps them")
     if unknown > 0.01:
         print(f"WARNING: {unknown:.1%} of the tokens are unknown: give a larger --vocab_size, or "
               "the --vocab of a model of this language")
@@ -533,18 +539,21 @@ def fetch(url, sha256="", folder=DOWNLOADS):
     After an error it tries once more. Failure if the file cannot be had or has another SHA-256.
     """
     path = folder / Path(url).name
-    if not path.exists():
-        with lock(path, "downloads it"):
+    if path.exists():
+        if sha256 not in ("", file_sha256(path)):
+            raise UserError(f"{path}: its SHA-256 is not {sha256[:12]}...: move it away")
+        return path
+    with lock(path, "downloads it"), atomic(path) as temporary:
+        try:
             try:
-                try:
-                    download(url, path)
-                except OSError:
-                    download(url, path)
-            except OSError as error:
-                raise Failure(f"{url}: {error}: {OFFLINE}") from None
-    if sha256 not in ("", file_sha256(path)):
-        raise Failure(f"{path}: its SHA-256 is not {sha256[:12]}...: it was damaged, or replaced "
-                      "where it is from: move it away")
+                download(url, temporary)
+            except OSError:
+                download(url, temporary)
+        except OSError as error:
+            raise Failure(f"{url}: {error}: {OFFLINE}") from None
+        if sha256 not in ("", file_sha256(temporary)):
+            raise Failure(f"{url}: its SHA-256 is not {sha256[:12]}...: it was replaced, or "
+                          "damaged on its way")
     return path
 
 
@@ -557,7 +566,7 @@ def download(url, path):
         reply.raise_for_status()
         size = int(reply.headers.get("Content-Length", 0))
         chunks = Progress(reply.iter_content(2**20), url, size / 2**20, unit=" MB")
-        with atomic(path) as temporary, open(temporary, "wb") as file:
+        with open(path, "wb") as file:
             file.writelines(chunks)
 
 
@@ -630,9 +639,18 @@ def new_folder(folder, force):
 
 
 def gpt2_tokenizer():
-    """Make GPT-2's tokenizers.Tokenizer, with RoBERTa's special tokens."""
-    ids = read_json(fetch(*FILES["encoder.json"]))
-    lines = fetch(*FILES["vocab.bpe"]).read_text("utf-8").splitlines()
+    """Make GPT-2's tokenizers.Tokenizer, with RoBERTa's special tokens.
+
+    tiktoken downloads its two files, or finds them in TIKTOKEN_CACHE_DIR.
+    """
+    from tiktoken.load import read_file_cached as read
+
+    try:
+        ids, lines = (read(*FILES[name]) for name in ("encoder.json", "vocab.bpe"))
+    except OSError as error:
+        raise Failure(f"GPT-2's vocabulary: {error}: without a network copy another machine's, and "
+                      "name the folder in TIKTOKEN_CACHE_DIR") from None
+    ids, lines = json.loads(ids), lines.decode().splitlines()
     merges = [tuple(line.split()) for line in lines[1:]]
     tokenizer = tokenizers.Tokenizer(models.BPE(ids, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

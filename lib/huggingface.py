@@ -151,6 +151,8 @@ def read_folder(folder):
     saved = {"config": config, "weights": weights, "head": head, "dropped": dropped}
     if head == "classifier":
         names, count = settings.get("id2label") or {}, len(weights["head.weight"])
+        if not isinstance(names, dict) or len(names) not in (0, count):
+            raise UserError(f"{folder}/config.json: id2label does not name the {count} classes")
         labels = [names.get(str(n), f"LABEL_{n}") for n in range(count)]
         saved["labels"] = labels if count > 1 else []  # [] is a regression
     return saved
@@ -181,6 +183,10 @@ def read_config(file):
         kind = settings["model_type"]
         given = {ours: settings[theirs] for ours, theirs in SETTINGS[kind].items()
                  if theirs in settings}
+        for ours, value in given.items():
+            default, lowest = getattr(BertConfig, ours), int(ours != "type_vocab")
+            if type(default) is int and not (type(value) is int and value >= lowest):
+                raise ValueError(f"{SETTINGS[kind][ours]} = {value!r}: expected a whole number")
         config = BertConfig(**SIZES["distil" if kind == "distilbert" else "base"] | given)
         with torch.device("meta"):  # does it make a model?
             build_model(config)

@@ -189,7 +189,7 @@ def train_tokenizer(read, size, vocab_size, cased=False):
     keep their order.
     """
     text = Counter(itertools.chain.from_iterable(read()))
-    marks = count_marks("".join(text))
+    marks = count_characters("".join(text), ["Mn"])
     settings = {"lowercase": not cased, "strip_accents": False if marks else None}
     tokenizer = wordpiece_tokenizer(SPECIALS, **settings)
     normalize = tokenizer.normalizer.normalize_str
@@ -211,7 +211,10 @@ def train_tokenizer(read, size, vocab_size, cased=False):
     return wordpiece_tokenizer(tokens_by_id(tokenizer), **settings)
 
 
-def count_marks(text):
-    """Count the accents, vowel signs and tones of a text."""
-    parts = unicodedata.normalize("NFD", text)
-    return [unicodedata.category(part) for part in parts].count("Mn")
+def count_characters(text, kinds):
+    """Count a text's characters by Unicode's categories, where "é" is a letter and a mark.
+
+    kinds: beginnings of categories, as "LM" for letters and marks.
+    """
+    parts = unicodedata.normalize("NFD", text.lower())
+    return sum(unicodedata.category(part).startswith(tuple(kinds)) for part in parts)
