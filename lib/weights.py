@@ -12,7 +12,7 @@ import numpy as np
 
 from lib.corpus import Corpus
 from lib.files import file_sha256, load_file
-from lib.huggingface import FILES, PRETRAINED, read_folder, weight_files
+from lib.huggingface import FILES, PRETRAINED, SETTINGS, read_folder, weight_files
 from lib.ranks import first_rank
 from lib.run import Run, read_state
 from lib.settings import UserError, near
@@ -53,8 +53,8 @@ def find_weights(path):
         if weight_files(folder):
             return folder, folder / "vocab.txt"
     names = {folder.name for folder in Path("data/weights").glob("*")}
-    known = {*names, *PRETRAINED, *map(str, Path("out").glob("*"))} - {str(path)}
-    raise UserError(f"{path} has no checkpoint, {' or '.join(FILES)}{near(str(path), known)}: "
+    names |= {*PRETRAINED, *map(str, Path("out").glob("*"))} - {str(path)}
+    raise UserError(f"{path} has no checkpoint, {' or '.join(FILES)}{near(str(path), names)}: "
                     "pretrain.py trains one, prepare_data.py weights NAME fetches one of the hub")
 
 
@@ -171,10 +171,8 @@ def check_objective(path, config, causal):
 
 def memory_settings(config):
     """Return the settings of a memory in a BertConfig, {name: value}; {} without one."""
-    others = ("vocab_size", "n_layer", "n_head", "d_model", "d_ff", "max_len", "type_vocab",
-              "dropout", "init_std", "causal")
     settings = asdict(config) if config and config.memory_layers else {}
-    return {name: value for name, value in settings.items() if name not in others}
+    return {name: value for name, value in settings.items() if name not in SETTINGS["bert"]}
 
 
 def check_sizes(path, initial, config):

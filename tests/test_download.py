@@ -1,13 +1,13 @@
 """
 Downloads from a local server that breaks off, and from a stand-in for the hub.
 """
+import contextlib
 import hashlib
 import http.server
 import io
 import json
 import os
 import random
-import re
 import shutil
 import tarfile
 import threading
@@ -44,18 +44,25 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@contextlib.contextmanager
+def serve(handler, monkeypatch, **state):
+    """Start a server of this machine. `state` becomes its attributes."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        vars(server).update(state, address=f"http://127.0.0.1:{server.server_port}")
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
 @pytest.fixture
 def server(workdir, monkeypatch):
     """Start a server in place of all others. server.seen has the path of every request."""
     get = requests.get
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr("requests.get", lambda url, **settings: get(
-        f"http://127.0.0.1:{server.server_port}{urlsplit(url).path}", **settings))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.files, server.broken, server.seen = {}, 0, []
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    with serve(Handler, monkeypatch, files={}, broken=0, seen=[]) as server:
+        monkeypatch.setattr("requests.get", lambda url, **settings: get(
+            server.address + urlsplit(url).path, **settings))
         yield server
-        server.shutdown()
 
 
 class HubHandler(http.server.BaseHTTPRequestHandler):
@@ -65,20 +72,15 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
     """
 
     def do_GET(self):
-        found = re.fullmatch("/(api/)?(models/)?((datasets/)?[^/]+/[^/]+)(/tree|/resolve)?(/.*)?",
-                             urlsplit(self.path).path)
-        repo = self.server.repos.get(found[3])
-        name = (found[6] or "").removeprefix(f"/{'0' * 40}/")
-        if self.server.down or repo is None or name in self.server.missing:
-            return self.send_error(404)
-        if found[5] == "/resolve":
-            body = repo[name]
-        elif found[5]:
-            body = json.dumps([{"type": "file", "path": name, "size": len(body), "oid": "1" * 40}
-                               for name, body in repo.items()]).encode()
-        else:
-            body = json.dumps({"id": found[3], "sha": "0" * 40, "siblings": [
+        path = urlsplit(self.path).path.removeprefix("/api").removeprefix("/models")
+        place, _, name = path[1:].partition(f"/resolve/{'0' * 40}/")
+        repo = self.server.repos.get(place, {})
+        body = repo.get(name)
+        if repo and not name:
+            body = json.dumps({"id": place, "sha": "0" * 40, "siblings": [
                 {"rfilename": name, "size": len(body)} for name, body in repo.items()]}).encode()
+        if self.server.down or name in self.server.missing or body is None:
+            return self.send_error(404)
         self.send_response(200)
         for key, value in (("Content-Length", len(body)), ("X-Repo-Commit", "0" * 40),
                            ("ETag", hashlib.sha1(body).hexdigest())):
@@ -94,16 +96,11 @@ class HubHandler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(workdir, monkeypatch):
     """Start a server in place of the hub; see HubHandler."""
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), HubHandler) as server:
-        address = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    with serve(HubHandler, monkeypatch, repos={}, missing=set(), down=False) as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
         monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
-                            address + "/{repo_id}/resolve/{revision}/{filename}")
-        server.repos, server.missing, server.down = {}, set(), False
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+                            server.address + "/{repo_id}/resolve/{revision}/{filename}")
         yield server
-        server.shutdown()
 
 
 def left(folder="data"):

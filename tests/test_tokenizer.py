@@ -118,7 +118,7 @@ def test_a_vocabulary_has_the_characters_of_its_text(workdir, capsys, size, many
 
 @pytest.mark.parametrize("name, content", [
     ("tokenizer_config.json", "[]"), ("tokenizer.json", "[]"), ("tokenizer.json", "null"),
-    ("added_tokens.json", '{"\\ud800": 11}'), ("added_tokens.json", '{"new": "x"}'),
+    ("added_tokens.json", '{"new": "x"}'),
     ("tokenizer_config.json", '{"do_lower_case": "no"}'), ("vocab.txt", "\ufeff[PAD]\n")])
 def test_a_folder_without_a_vocabulary_is_named(workdir, name, content):
     write_vocab(Path("bert"), wordpiece_tokenizer(PIECES))
