@@ -45,7 +45,7 @@ from lib.corpus import MASKED, Corpus
 from lib.device import autocast, set_up_device, wants_compile
 from lib.files import markdown
 from lib.settings import Parser, Progress, at_least, load_settings
-from lib.weights import check_objective, memory_settings, read_weights
+from lib.weights import check_objective, check_sizes, memory_settings, read_weights
 from model import build_model
 from pkm import LazyAdam
 from pretrain import Settings, bert_config, check_fit, inherit
@@ -155,7 +155,6 @@ def inference(args):
 
 def layer(args):
     """Time one memory layer by number of tokens, beside the plain baseline."""
-    config_of("configs/base_resm.py", f"--n_keys={args.n_keys}")  # can it be?
     with torch.device(args.device):
         plain = PlainPKM(768, args.n_keys)
         ours = pkm.PKM(768, args.n_keys)
@@ -204,6 +203,9 @@ def time_config(args, path):
         vocab_size = Corpus(settings.dataset).vocab_size
     config = bert_config(settings, vocab_size, initial)
     check_fit(settings, config)
+    if initial:
+        check_objective(settings.init_from, initial, config.causal)
+        check_sizes(settings.init_from, initial, config)
     with torch.device("meta"):
         parameters = training.count_parameters(build_model(config))
     # 16: weights, gradients, two moments; 200: activations as measured for base, in float32
@@ -375,7 +377,7 @@ def main(argv):
     option("--sizes", nargs="+", default=["base", "large"], help="inference: also demo")
     option("--lengths", type=at_least(1), nargs="+", default=[128, 512],
            help="tokens; not for train")
-    option("--n_keys", type=at_least(1), default=512, help="layer: N^2 slots")
+    option("--n_keys", type=at_least(32), default=512, help="layer: N^2 slots")  # top-32
     option("--slots", type=at_least(1), nargs="*", help="causal: numbers N of N^2 slots")
     args, args.settings = parser.parse_known_intermixed_args(argv)
     if args.settings and args.command != "train":

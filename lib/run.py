@@ -119,15 +119,11 @@ class Run:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         return [json.loads(line, object_hook=null_to_nan) for line in lines]
 
-    def evaluations(self, checkpoint=None):
-        """Read a language model's evaluations up to a checkpoint.
-
-        Their steps include the initial model's.
-        """
+    def evaluations(self):
+        """Read a language model's evaluations. Their steps include the initial model's."""
         records, first = self.records(), self.settings()["first_step"]
-        last = read_state(checkpoint)["step"] if checkpoint else np.inf
         return [{**record, "step": first + record["step"]} for record in records
-                if record["kind"] == "eval" and record["step"] <= last]
+                if record["kind"] == "eval"]
 
     def newest_checkpoint(self):
         """Return the path of the newest checkpoint, or None. It is whole."""
