@@ -80,12 +80,11 @@ def workdir(tmp_path, monkeypatch):
 
 @pytest.fixture
 def gpt2_files(monkeypatch, tmp_path):
-    """Put GPT-2's two files where they are looked for, by tiktoken under SHA-1 of their URLs."""
+    """Put GPT-2's two files where tiktoken looks: under the SHA-1 of their addresses."""
     if not (SHARED / "gpt2-bpe").is_dir():
         pytest.skip("no GPT-2 vocabulary on this machine")
     pytest.importorskip("tiktoken")
     (tmp_path / "cache").mkdir()
-    shutil.copytree(SHARED / "gpt2-bpe", tmp_path / "data/downloads")
     for name in ("encoder.json", "vocab.bpe"):
         url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
         shutil.copy(SHARED / "gpt2-bpe" / name,
