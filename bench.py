@@ -193,7 +193,8 @@ def time_config(args, path):
     settings, initial = load_settings(Settings, [path, *args.settings]), None
     if settings.init_from and not settings.model:
         initial = read_weights(settings.init_from)["config"]
-    settings = inherit(settings, memory_settings(initial))
+    memory = memory_settings(initial)
+    settings = inherit(settings, memory)
     own_batch = settings.accumulation * settings.batch_size
     settings = replace(settings, accumulation=args.accumulation or settings.accumulation,
                        batch_size=args.batch_size or settings.batch_size, device=str(args.device),
@@ -202,7 +203,7 @@ def time_config(args, path):
     if Path("data", settings.dataset).exists():
         vocab_size = Corpus(settings.dataset).vocab_size
     config = bert_config(settings, vocab_size, initial)
-    check_fit(settings, config)
+    check_fit(settings, config, memory)
     if initial:
         check_objective(settings.init_from, initial, config.causal)
         check_sizes(settings.init_from, initial, config)
@@ -210,8 +211,8 @@ def time_config(args, path):
         parameters = training.count_parameters(build_model(config))
     # 16: weights, gradients, two moments; 200: activations as measured for base, in float32
     tokens = settings.batch_size * settings.seq_len
-    memory = 16 * parameters + 200 * tokens * config.n_layer * config.d_model
-    print(f"{path} takes about {memory / 1e9:.1f} GB; less with --batch_size=2 --accumulation=1",
+    needed = 16 * parameters + 200 * tokens * config.n_layer * config.d_model
+    print(f"{path} takes about {needed / 1e9:.1f} GB; less with --batch_size=2 --accumulation=1",
           flush=True)  # a process that is killed for memory would lose the line
     model = build(args, config)
     model.train()
@@ -375,7 +376,7 @@ def main(argv):
     option("--accumulation", type=at_least(1), help="train: batches per step, not the config's")
     option("--rounds", type=at_least(1), default=7, help="timed rounds, after warm-up")
     option("--sizes", nargs="+", default=["base", "large"], help="inference: also demo")
-    option("--lengths", type=at_least(1), nargs="+", default=[128, 512],
+    option("--lengths", type=at_least(3), nargs="+", default=[128, 512],
            help="tokens; not for train")
     option("--n_keys", type=at_least(32), default=512, help="layer: N^2 slots")  # top-32
     option("--slots", type=at_least(1), nargs="*", help="causal: numbers N of N^2 slots")

@@ -70,12 +70,14 @@ def table_2(args, device):
         for name, batches in heldout.items():
             batches = Progress(batches, f"{path}, data/{name}")
             results[name], _ = evaluate_language_model(model, batches, device)
-        records.append({"checkpoint": str(checkpoint), "run": path, **how_trained(checkpoint),
-                        "results": results})
-        systems.setdefault(settings_but_seed(checkpoint), []).append(records[-1])
-    common = set.intersection(*(set(settings) for settings, _ in systems))
+        facts = how_trained(checkpoint)
+        records.append({"checkpoint": str(checkpoint), "run": path, **facts, "results": results})
+        system = *settings_but_seed(checkpoint), facts["steps"]
+        systems.setdefault(system, []).append(records[-1])
+    known = [set(settings) for settings, *_ in systems if settings]  # not of weights from elsewhere
+    common = set.intersection(*known) if known else ()
     rows = []
-    for (settings, _), seeds in systems.items():
+    for (settings, *_), seeds in systems.items():
         own = [setting for setting in settings if setting not in common]
         rows.append(seeds_row(seeds, longest) | {"differs": " ".join(own)})
     note = (f"Test splits, sequences of {seq_len}. Usage on data/{longest}, the longest "
@@ -552,7 +554,8 @@ def predict(args):
                  for question, (text, score) in answers.items()]
     else:
         columns = settings["texts"]
-        if " " in args.file and not os.path.exists(file):  # a sentence, or two with a tab between
+        # a sentence, or two with a tab between
+        if " " in args.file and file.suffix not in (".tsv", ".txt", ".json"):
             given = [dict(zip(columns, args.file.split("\t", len(columns) - 1)))]
         else:  # lines of a .txt file and of stdin need no header
             given = read_table(file, columns if file.suffix in ("", ".txt") else ())

@@ -193,9 +193,9 @@ def tokenizer_or_size(args, default):
     vocab = args.vocab or default
     if vocab in PRETRAINED:
         folder = Path("data/weights", vocab)
-        if not folder.exists():  # it has more than the vocabulary
+        if not (folder / "vocab.txt").is_file():
             folder = DOWNLOADS / vocab
-        fetch_from_hub(PRETRAINED[vocab], folder, "vocab.txt")
+            fetch_from_hub(PRETRAINED[vocab], folder, "vocab.txt")
         vocab = folder
     if not isinstance(vocab, int):
         if args.cased:
@@ -240,7 +240,7 @@ def weights(args):
     for name in args.names:
         folder = Path("data/weights", name)
         fetch_from_hub(PRETRAINED.get(name, name), folder, files)
-        find_weights(folder)  # a UserError if they are of no kind that can be read
+        find_weights(folder)  # a UserError if it has none
         print(f"{folder}: fetched")
 
 
@@ -250,8 +250,8 @@ SENTENCES = 1000  # mean length of a BookCorpus document, in lines
 BATCH = 4096  # lines that are encoded at once
 TITLE = re.compile(r" = (?!= ).* = $")  # " = Title = ", but not " = = Section = = "
 KINDS = {  # how files begin that are no text
-    "gzip": b"\x1f\x8b", "bzip2": b"BZh", "xz": b"\xfd7zXZ", "zstd": b"(\xb5/\xfd", "zip": b"PK",
-    "PDF": b"%PDF", "Parquet": b"PAR1", "UTF-16": (b"\xff\xfe", b"\xfe\xff")}
+    "gzip": b"\x1f\x8b", "bzip2": b"BZh9", "xz": b"\xfd7zXZ", "zstd": b"(\xb5/\xfd",
+    "zip": b"PK\x03\x04", "PDF": b"%PDF-", "Parquet": b"PAR1", "UTF-16": (b"\xff\xfe", b"\xfe\xff")}
 TRAIN, VAL, TEST, DUPLICATE = 0, 1, 2, -1  # the first three are places in SPLITS
 
 
@@ -267,8 +267,11 @@ def find_files(path, *endings):
             raise UserError(f"{path}: cannot be unpacked: {error}") from None
     if path.is_file():
         return [path]
-    files, folders = [], [path]
+    files, folders, seen = [], [path], set()
     for folder in folders:  # it grows
+        if folder.resolve() in seen:  # a link can lead back
+            continue
+        seen.add(folder.resolve())
         for entry in folder.iterdir():
             hidden = entry.name.startswith(".")
             if entry.is_dir() and not hidden:
@@ -369,6 +372,7 @@ def write_corpus(args, origin, sources, tokenizer, val_every=None):
                 return (line for line, split in read() if split == TRAIN)
             tokenizer = train_tokenizer(read_train, n_lines, tokenizer, args.cased)
         write_vocab(folder, tokenizer)
+        sample = "".join(line for line, _ in itertools.islice(read(), 10_000))
         counts = encode(folder, tokenizer, Progress(read(), total=n_lines, desc="encoding"))
 
         ids = special_ids(tokenizer)
@@ -394,7 +398,6 @@ def write_corpus(args, origin, sources, tokenizer, val_every=None):
         print(f"documents for val: only {held} (blank lines end documents, or files with --split "
               "file); --val_every=N takes one of N, and one for test")
     unknown = sizes["unknown"].sum() / counts.sum()
-    sample = "".join(line for line, _ in itertools.islice(read(), 10_000))
     normalize = getattr(tokenizer.normalizer, "normalize_str", str)  # GPT-2's is None
     before, after = (count_characters(text, "LM") for text in (sample, normalize(sample)))
     if after < 0.99 * before:
@@ -579,8 +582,8 @@ def fetch_from_hub(repo, folder, pattern, kind="model"):
     import huggingface_hub as hub
 
     part = folder.with_name(f".part_{folder.name}")
-    if not folder.exists():
-        with lock(folder, "downloads it"):
+    with lock(folder, "downloads it"):
+        if not folder.exists():
             try:
                 info = hub.HfApi().repo_info(repo, repo_type=kind, files_metadata=True)
                 sizes = {file.rfilename: file.size for file in info.siblings
@@ -591,7 +594,7 @@ def fetch_from_hub(repo, folder, pattern, kind="model"):
                     hub.hf_hub_download(repo, name, repo_type=kind, revision=info.sha,
                                         local_dir=part)
             except Exception as error:  # noqa: BLE001 - of the hub, its HTTP library or the disk
-                reason = str(error).splitlines()[0]
+                reason = (str(error) or repr(error)).splitlines()[0]
                 raise Failure(f"{repo} on the hub: {reason}: {OFFLINE}") from None
             write_text(part / "files.json", json.dumps(sizes))
             part.rename(folder)

@@ -93,7 +93,7 @@ def main(argv):
         path = checkpoint or settings.init_from
         initial = read_weights(path)["config"] if path else None
         memory = memory_settings(initial)
-        if checkpoint:
+        if checkpoint:  # as when the run began
             memory = run.settings().get("init_memory", {})
         settings = inherit(settings, memory)
         config = bert_config(settings, initial=initial)

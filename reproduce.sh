@@ -2,7 +2,7 @@
 # Reproduce the paper: from text to a page with every table and figure, the paper's numbers beside.
 #
 #   sh reproduce.sh quick            # some minutes: every step, cut short
-#   sh reproduce.sh demo             # about an hour on two cores, no network: every system, small
+#   sh reproduce.sh demo             # two hours on two cores, no network: every system, small
 #   sh reproduce.sh paper            # the paper's sizes, on all GPUs of this machine: weeks
 #   sh reproduce.sh paper table2     # one step, or several; those that it needs must be done
 #   sh reproduce.sh paper --list     # print what would run, and run nothing

@@ -185,7 +185,7 @@ def read_table(path, columns=None, skip_broken=False):
             raise UserError(f"{path}:{number}: {len(fields)} fields, expected {len(columns)} with "
                             "tabs between them")
     if not rows or not text.strip():
-        raise UserError(f"{path}: no row below the first line, which names the columns")
+        raise UserError(f"{path}: no row in it (the first line of a .tsv names the columns)")
     return rows
 
 

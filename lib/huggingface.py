@@ -139,13 +139,17 @@ def read_folder(folder):
     if any((folder / name).is_file() for name in ("vocab.txt", "tokenizer.json")):
         config.vocab_size = load_tokenizer(folder).get_vocab_size()
     theirs = {}
-    for file in weight_files(folder):
-        theirs |= load_file(file)
-    theirs = theirs.get("state_dict", theirs.get("model", theirs))
-    theirs = {re.sub(r"^((_orig_mod|module|model)\.)+", "", name): w for name, w in theirs.items()}
-    for name, w in theirs.items():
-        if not w.isfinite().all():
-            raise UserError(f"{folder}: {name} has NaN or infinity in it")
+    try:
+        for file in weight_files(folder):
+            theirs |= load_file(file)
+        theirs = theirs.get("state_dict", theirs.get("model", theirs))
+        theirs = {re.sub(r"^((_orig_mod|module|model)\.)+", "", name): w
+                  for name, w in theirs.items()}
+        odd = [name for name, w in theirs.items() if not w.isfinite().all()]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{folder}: its weights are not tensors by name ({error!r})") from None
+    if odd:
+        raise UserError(f"{folder}: {odd[0]} has NaN or infinity in it")
     head = next((head for head, name in HEAD_NAMES.items() if f"{name}.weight" in theirs), None)
     weights, dropped = from_huggingface(theirs, config, head, folder)
     saved = {"config": config, "weights": weights, "head": head, "dropped": dropped}

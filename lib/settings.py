@@ -56,7 +56,7 @@ def at_least(lowest, kind=int):
     def number(text):
         value = kind(text)
         if not lowest <= value < 2**31:  # nan is neither
-            raise argparse.ArgumentTypeError(f"{text}: expected {lowest} to 2**31")
+            raise argparse.ArgumentTypeError(f"{text}: expected {lowest} or more, below 2**31")
         return value
     return number
 
@@ -193,11 +193,12 @@ def run_main(main):
     except BrokenPipeError:
         os._exit(141)  # else Python would flush stdout once more
     except Exception as error:
-        text = str(find_refusal(error) or error) or "out of memory"  # Python's own has no text
-        status, line = 1, f"error: {text.splitlines()[0]}"
-        if re.search("out of memory|allocate|Storage size calculation overflowed", text):
-            line += (" Take a smaller batch_size (and more accumulation), fewer tokens or a "
-                     "smaller model")
+        text = str(find_refusal(error) or error)
+        no_memory = "out of memory|llocate (memory|[0-9])|Storage size calculation overflowed"
+        status, line = 1, f"error: {text}"
+        if isinstance(error, MemoryError) or re.search(no_memory, text):
+            line = (f"error: {text.partition(chr(10))[0] or 'out of memory'}: take a smaller "
+                    "batch_size (and more accumulation), fewer tokens or a smaller model")
         elif not find_refusal(error):
             raise
     print(line.replace("\n", " ")[:2000], file=sys.stderr)
@@ -205,10 +206,13 @@ def run_main(main):
 
 
 def find_refusal(error):
-    """Find what the operating system refused: an OSError among an error and its causes, or None."""
-    while error and not (isinstance(error, OSError) and error.errno):
+    """Find what the operating system refused: an OSError, or None.
+
+    torch raises a RuntimeError over it while a file is closed.
+    """
+    while isinstance(error, RuntimeError):
         error = error.__cause__ or error.__context__
-    return error
+    return error if isinstance(error, OSError) and error.errno else None
 
 
 def run_script(script, *args):

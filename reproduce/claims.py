@@ -24,7 +24,7 @@ below 0. One seed is shown and decides nothing. Chance alone decides one row of 
 three seeds reaches 2.5 standard deviations of the difference to each side, of five 1.2: a smaller
 effect is not seen. Times have rounds of one machine in place of seeds.
 
-Each model of Tables 4, 5 and 7 is fine-tuned from another seed of pretraining. MU and top-1 MU are
+The score of a seed of pretraining is the median over its seeds of fine-tuning. MU and top-1 MU are
 of the layer with less, KL_u is of the layer with more, perplexity of the longest text. Score: the
 mean of the six numbers from MNLI to CoLA, if all are there; else the mean of all numbers in the
 tasks of a row. Tables 5 and 7 have the matched split of MNLI alone.

@@ -8,8 +8,9 @@
 # them first. The whole output of a command is in out/gpu/*.log.
 cd "$(dirname "$0")/.." || exit 2
 rm -rf out/gpu && mkdir -p out/gpu || exit 2
-device=${DEVICE:-cuda} failed="" cut="" sizes="--sizes base" lengths="2048 16384" ranks=gpu
+device=${DEVICE:-cuda} failed="" cut="" sizes="--sizes base" lengths="2048 16384" ranks=1
 trained="configs/base.py configs/base_resm.py"
+for n in 8 4 2 1; do [ "$(nvidia-smi -L 2> /dev/null | wc -l)" -lt $n ] || { ranks=$n && break; }; done
 if [ "$device" = cpu ]; then
     cut="--max_steps=20 --eval_sequences=64" sizes="--sizes demo --lengths 16 --rounds 1"
     lengths="64 --n_keys 64" trained="configs/demo.py configs/demo_resm.py" ranks=2

@@ -119,11 +119,12 @@ def test_text_that_is_not_utf8_is_named(workdir, content, word):
 
 
 def test_a_folder_is_read_whole(workdir):
-    """Whatever its folders are called, also those that a link leads to, but nothing hidden."""
-    for name in ("b/x.txt/1.txt", "b/a.txt", ".git/a.txt", "b/._a.txt"):
+    """Whatever its folders are called, also where a link leads, but nothing hidden or twice."""
+    for name in ("b/x.txt/1.txt", "b/a.txt", ".git/a.txt", "b/._a.txt", "../more/1.txt"):
         Path("books", name).parent.mkdir(parents=True, exist_ok=True)
         Path("books", name).write_text("cat")
-    Path("books/c").symlink_to("b/x.txt")
+    Path("books/c").symlink_to("../more")
+    Path("books/b/loop").symlink_to("..")
     found = find_files(Path("books"), ".txt")
     assert list(map(str, found)) == ["books/b/a.txt", "books/b/x.txt/1.txt", "books/c/1.txt"]
     Path("books/d.txt").symlink_to("nowhere")
