@@ -161,8 +161,10 @@ def check_number(name, value, may_be_zero=False, highest=2**63 - 1):
         if isinstance(number, bool | str):
             continue
         if not 0 <= number <= highest or number == 0 and not may_be_zero:
-            lowest = "0" if may_be_zero else "more than 0,"
-            raise UserError(f"{name} = {number}: expected {lowest} up to {highest:g}")
+            expected = "0 or more" if may_be_zero else "more than 0"
+            if highest == 1:
+                expected = "from 0 to 1"
+            raise UserError(f"{name} = {number}: expected {expected}")
 
 
 def check_choice(name, value, choices):

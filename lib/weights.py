@@ -53,7 +53,7 @@ def find_weights(path):
         if weight_files(folder):
             return folder, folder / "vocab.txt"
     names = {folder.name for folder in Path("data/weights").glob("*")}
-    names |= {*PRETRAINED, *map(str, Path("out").glob("*"))} - {str(path)}
+    names |= {*PRETRAINED, *map(str, Path("out").glob("[!.]*"))} - {str(path)}
     raise UserError(f"{path} has no checkpoint, {' or '.join(FILES)}{near(str(path), names)}: "
                     "pretrain.py trains one, prepare_data.py weights NAME fetches one of the hub")
 
