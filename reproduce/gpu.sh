@@ -12,7 +12,7 @@ device=${DEVICE:-cuda} failed="" cut="" sizes="--sizes base" lengths="2048 16384
 trained="configs/base.py configs/base_resm.py"
 for n in 8 4 2 1; do [ "$(nvidia-smi -L 2> /dev/null | wc -l)" -lt $n ] || { ranks=$n && break; }; done
 if [ "$device" = cpu ]; then
-    cut="--max_steps=20 --eval_sequences=64" sizes="--sizes demo --lengths 16 --rounds 1"
+    cut="--max_steps=20 --warmup_steps=2 --eval_sequences=64" sizes="--sizes demo --lengths 16 --rounds 1"
     lengths="64 --n_keys 64" trained="configs/demo.py configs/demo_resm.py" ranks=2
     export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 fi
@@ -29,7 +29,7 @@ try() {  # NAME COMMAND...: run it, and put its tables and results on the page
 }
 
 # the same steps by one process and by all cards: equal but for the order of float32's sums
-steps="configs/demo_resm_init.py --init_from=out/gpu/demo --dtype=float32 --max_steps=40
+steps="configs/demo_resm_init.py --init_from=out/gpu/demo --dtype=float32 --max_steps=40 --warmup_steps=4
        --accumulation=8 --batch_size=8 --log_interval=10 --eval_sequences=64"
 
 try card env CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES-0}" python -m pytest -q tests/test_device.py
