@@ -372,7 +372,7 @@ def write_corpus(args, origin, sources, tokenizer, val_every=None):
                 return (line for line, split in read() if split == TRAIN)
             tokenizer = train_tokenizer(read_train, n_lines, tokenizer, args.cased)
         write_vocab(folder, tokenizer)
-        sample = "".join(line for line, _ in itertools.islice(read(), 10_000))
+        sample = "".join(line for line, _ in itertools.islice(read(), 1000))
         counts = encode(folder, tokenizer, Progress(read(), total=n_lines, desc="encoding"))
 
         ids = special_ids(tokenizer)
