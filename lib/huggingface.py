@@ -146,7 +146,7 @@ def read_folder(folder):
         theirs = {re.sub(r"^((_orig_mod|module|model)\.)+", "", name): w
                   for name, w in theirs.items()}
         odd = [name for name, w in theirs.items() if not w.isfinite().all()]
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, TypeError) as error:
         raise UserError(f"{folder}: its weights are not tensors by name ({error!r})") from None
     if odd:
         raise UserError(f"{folder}: {odd[0]} has NaN or infinity in it")
@@ -169,7 +169,10 @@ def weight_files(folder):
         if (folder / name).is_file():
             return [folder / name]
         if index.is_file():
-            return sorted({folder / shard for shard in read_json(index)["weight_map"].values()})
+            try:
+                return sorted({folder / shard for shard in read_json(index)["weight_map"].values()})
+            except (AttributeError, KeyError, TypeError):
+                raise UserError(f"{index}: expected the names of its shards") from None
     return []
 
 

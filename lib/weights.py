@@ -182,7 +182,8 @@ def check_sizes(path, initial, config):
     """
     names = ["n_layer", "n_head", "d_model", "d_ff", "max_len", "type_vocab"]
     if config.memory_layers:
-        names += memory_settings(initial).keys() - {"memory_layers", "alpha", "beta"}
+        free = ("memory_layers", "alpha", "beta")
+        names += [name for name in memory_settings(initial) if name not in free]
     different = [f"{name} = {getattr(initial, name)}, not {getattr(config, name)}"
                  for name in names if getattr(initial, name) != getattr(config, name)]
     if different:

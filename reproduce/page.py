@@ -214,13 +214,14 @@ def medians(table):
         for system, row in rows.items():
             for column, number in row.items():
                 found[system][column].append(number)
+    seeds = [rows for name, rows in table.items() if name.isdigit()]  # the others are rounds
     result = {}
     for system, columns in found.items():
         row = {column: np.median(numbers, axis=0) for column, numbers in columns.items()}
         if row.keys() >= set(paper.AVERAGED):
             row["Avg"] = claims.score(row)
-        if len(table) > 1:
-            row["seeds"] = sum(system in rows for seed, rows in table.items() if seed.isdigit())
+        if len(seeds) > 1:
+            row["seeds"] = sum(system in rows for rows in seeds)
         result[system] = row
     return result
 

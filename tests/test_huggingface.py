@@ -221,6 +221,21 @@ def test_weights_of_another_vocabulary_or_with_nan_are_refused(tmp_path):
         read_weights(tmp_path)
 
 
+@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": []}'])
+def test_an_index_without_shards_is_refused(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(UserError, match="index.json: expected the names of its shards"):
+        read_weights(tmp_path)
+
+
+@pytest.mark.parametrize("content", [[1], {"epoch": 3}])
+def test_a_file_without_tensors_is_refused(tmp_path, content):
+    save(hugging_face("BertForMaskedLM"), tmp_path)
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="its weights are not tensors by name"):
+        read_weights(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["bert", "distilbert"])
 def test_a_missing_setting_is_the_models_own_default(tmp_path, kind):
     theirs = pytest.importorskip("transformers").AutoConfig.for_model(kind)
