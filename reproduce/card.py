@@ -4,6 +4,7 @@ Hold training steps on a card against the same steps on the CPU beside it.
 $ python -m reproduce.card steps out/gpu/demo         # a trained demo: demo_resm_init starts there
 $ python -m reproduce.card steps out/gpu/demo cpu     # no card: the CPU's own distances
 $ python -m reproduce.card losses out/one out/all     # do two runs log the same losses?
+$ python -m reproduce.card bandwidth                  # of a memory's read and update
 
 The CPU trains in float32. From some of its states one step is made again: in float64 on the CPU,
 which is the reference, then in each dtype of the card on the CPU and on the card. A cell has their
@@ -15,12 +16,13 @@ import copy
 import sys
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from unittest import mock
 
 import numpy as np
 import torch
 
-from bench import RandomBatches
+from bench import RandomBatches, time_in_turn
 from lib import training
 from lib.corpus import Corpus
 from lib.device import set_up_device
@@ -29,7 +31,7 @@ from lib.run import Run
 from lib.settings import load_settings, run_main
 from lib.weights import init_from
 from model import LanguageModel, value_tables
-from pkm import MaskedBatchNorm
+from pkm import LazyAdam, MaskedBatchNorm, ValueTable
 from pretrain import MaskedBatches, Settings, bert_config
 
 NUMBERS = ["loss", "gradients", "change of values", "running mean", "running variance"]
@@ -57,7 +59,8 @@ def steps(initial, device="auto"):
             if number in (0, 10, 50):
                 trial = partial(one_step, number, model, optimizers, batches, settings)
                 rows += compare(f"{name}, step {number}", trial, device, dtypes, modes)
-            training.step(number, net, batches, optimizers, settings)
+            if number < last:
+                training.step(number, net, batches, optimizers, settings)
     table, failed = judge(rows)
     print(markdown(["card / CPU", "dtype", "compile", *NUMBERS], table))
     return failed
@@ -69,6 +72,37 @@ def losses(*runs):
     difference = np.max(np.abs(np.array(one) / other - 1))
     print(f"same losses but for {difference:.1e}")
     return int(not difference <= 1e-3)
+
+
+def bandwidth(device="auto", tokens=16384, n_keys=512):
+    """Print the bytes a second that a read and an update of base's values move.
+
+    A copy of the table shows what the card can do. A read moves 128 rows of the table a token. An
+    update moves as many of the gradient, then reads and writes all rows and their two moments.
+    """
+    device, _ = set_up_device(device, "float32")
+    n_keys, shape = int(n_keys), (int(tokens), 4 * 32)
+    with torch.device(device):
+        table = ValueTable(n_keys**2, 768)
+        slots, weights = torch.randint(n_keys**2, shape, dtype=torch.int32), torch.rand(shape)
+        grad = torch.randn(len(slots), 768)
+    optimizer = LazyAdam([table])
+
+    def update():
+        table.pending.append((slots, weights, grad))
+        optimizer.step()
+
+    size, reads = table.weight.nbytes, slots.numel() * 768 * 4
+    moved = {"copy": 2 * size, "read": reads, "update": reads + 6 * size}
+    calls = {"copy": table.weight.clone, "read": partial(torch.no_grad()(table), slots, weights),
+             "update": update}
+    times = [median(record["seconds"])
+             for record in time_in_turn("values", calls, device, rounds=15)]
+    speeds = np.array(list(moved.values())) / times / 1e9
+    rows = [[name, f"{1e3 * time:.3g}", f"{speed:.0f}", f"{speed / speeds[0]:.0%}"]
+            for name, time, speed in zip(moved, times, speeds)]
+    print(markdown([f"{tokens} tokens, fp32", "ms", "GB/s", "of a copy"], rows))
+    return 0
 
 
 def one_step(number, model, optimizers, batches, settings, **changed):
@@ -123,4 +157,5 @@ def judge(rows):
 
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
-    run_main(lambda: {"steps": steps, "losses": losses}[command](*arguments))
+    commands = {"steps": steps, "losses": losses, "bandwidth": bandwidth}
+    run_main(lambda: commands[command](*arguments))

@@ -8,12 +8,12 @@
 # them first. The whole output of a command is in out/gpu/*.log.
 cd "$(dirname "$0")/.." || exit 2
 rm -rf out/gpu && mkdir -p out/gpu || exit 2
-device=${DEVICE:-cuda} failed="" cut="" sizes="--sizes base" lengths="2048 16384" ranks=1
+device=${DEVICE:-cuda} failed="" cut="" sizes="--sizes base" lengths="2048 16384" reads="" ranks=1
 trained="configs/base.py configs/base_resm.py"
 for n in 8 4 2 1; do [ "$(nvidia-smi -L 2> /dev/null | wc -l)" -lt $n ] || { ranks=$n && break; }; done
 if [ "$device" = cpu ]; then
     cut="--max_steps=20 --warmup_steps=2 --eval_sequences=64" sizes="--sizes demo --lengths 16 --rounds 1"
-    lengths="64 --n_keys 64" trained="configs/demo.py configs/demo_resm.py" ranks=2
+    lengths="64 --n_keys 64" reads="64 64" trained="configs/demo.py configs/demo_resm.py" ranks=2
     export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 fi
 
@@ -39,6 +39,7 @@ try one python pretrain.py $steps --out=out/gpu/one
 try all torchrun --standalone --nproc_per_node=$ranks pretrain.py $steps --out=out/gpu/all
 try same python -m reproduce.card losses out/gpu/one out/gpu/all
 try layer python bench.py layer --lengths $lengths
+try bandwidth python -m reproduce.card bandwidth "$device" $reads
 try train python bench.py train $trained
 try inference python bench.py $sizes
 [ "$device" = cpu ] || try tests python -m pytest -q
