@@ -7,6 +7,7 @@ $ python measure.py glue out/base_sst2 out/base_resm_init_sst2  # Tables 4, 5, 7
 $ python measure.py by_class out/base_pkm_sst2 out/base_resm_init_sst2 --out results/figure4
 $ python measure.py staleness out/demo_pkm out/demo_resm_init --out results/figure2
 $ python measure.py curves out/demo_more out/demo_resm_init --out results/figure3
+$ python measure.py pays table.json                             # does a memory pay for its time?
 $ python measure.py slots out/demo_resm_init --layer 2          # what reads its most read slots
 $ python measure.py fill out/demo_resm_init "Return a new [MASK] of the given shape."
 $ python measure.py sample out/demo_causal_memory "Returns a new"   # a causal language model
@@ -29,7 +30,7 @@ from lib import slots as reading
 from lib import tasks, weights
 from lib.corpus import causal_heldout, masked_heldout
 from lib.device import set_up_device, to_device
-from lib.files import markdown, read_table, to_json, tsv_text, write_text
+from lib.files import markdown, read_json, read_table, to_json, tsv_text, write_text
 from lib.ranks import deal_batches, first_rank, run_ranks, sum_over_ranks
 from lib.run import Run, read_state
 from lib.settings import Parser, Progress, UserError, at_least
@@ -144,14 +145,14 @@ def how_trained(checkpoint):
     The steps are those of its initial models and its own. "?" stands for Hugging Face's weights.
     """
     if not (checkpoint / "state.pt").is_file():
-        return dict.fromkeys(("steps", "seed", "seconds"), "?")
+        return dict.fromkeys(("steps", "own_steps", "seed", "seconds"), "?")
     settings, state = Run(checkpoint.parent).settings(), read_state(checkpoint)
     first = settings["first_step"]
     steps = [f"{step:,}" for step in (first, state["step"]) if step]
     public = any(text["train"] is None for text in weights.trained_on(checkpoint))
     if public or settings["init_checkpoint"] and not first:
         steps.insert(0, "?")
-    return {"steps": " + ".join(steps), "seed": settings["seed"],
+    return {"steps": " + ".join(steps), "own_steps": state["step"], "seed": settings["seed"],
             "seconds": round(state["elapsed"] + state["seconds"])}
 
 
@@ -432,6 +433,58 @@ def draw_curves(runs):
     return figure
 
 
+def pays(args):
+    """Draw r(N): how many times N steps reach, without memory, what N steps reach with one.
+
+    args.table has runs of several lengths on one text: what `table --out` wrote. A memory pays
+    where its step takes less than r(N) times as long as one without.
+    """
+    systems = {}  # {seed: perplexities {steps: ...} without a memory, and with one}
+    for run in read_json(args.table)["runs"]:
+        [result] = run["results"].values()
+        with_memory = bool(result["layers"])
+        systems.setdefault(run["seed"], ({}, {}))[with_memory][run["own_steps"]] = (
+            result["perplexity"])
+    found = {}  # {N: ln r(N) of each seed}
+    for control, memory in systems.values():
+        for n, perplexity in memory.items():
+            found.setdefault(n, []).append(np.log(steps_to_reach(perplexity, control) / n))
+    rows = []
+    for n, ratios in sorted(found.items()):
+        mean, reach = tasks.student_interval(ratios)
+        low, middle, high = np.exp([mean - reach, mean, mean + reach])
+        rows.append({"N": f"{n:,}", "r(N)": f"{middle:.2f}",
+                     "95% interval": f"{low:.2f} to {high:.2f}", "seeds": len(ratios)})
+    note = ("r(N) is read between neighbouring lengths of the control, or along its last two, on "
+            "logarithmic axes. Means of its logarithm over seeds (Student).")
+    write_table(args.out, rows, note, {"ln r(N)": found}, lambda _: draw_pays(systems))
+
+
+def steps_to_reach(perplexity, control):
+    """Return how many steps lead to a perplexity. control: {steps: perplexity}, falling."""
+    steps, reached = np.log(sorted(control.items())).T
+    after = np.searchsorted(-reached, -np.log(perplexity)).clip(1, len(steps) - 1)
+    fall = (np.log(perplexity) - reached[after - 1]) / (reached[after] - reached[after - 1])
+    return np.exp(steps[after - 1] + fall * (steps[after] - steps[after - 1]))
+
+
+def draw_pays(systems):
+    """Draw perplexity against steps for each seed, and r(N) as the distance of the curves."""
+    figure, [[panel]] = subplots(1, 1, 4)
+    for number, (control, memory) in enumerate(systems.values()):
+        for name, color, runs in ("without memory", "C0", control), ("with memory", "C1", memory):
+            panel.plot(*zip(*sorted(runs.items())), "o-", color=color, markersize=3,
+                       label=None if number else name)
+        for n, perplexity in memory.items():
+            panel.plot([n, steps_to_reach(perplexity, control)], [perplexity] * 2, ":k",
+                       linewidth=1)
+    panel.set(xscale="log", yscale="log", xlabel="training steps", ylabel="perplexity",
+              title="Dotted: from N to r(N) x N steps")
+    panel.yaxis.set_minor_formatter("{x:g}")
+    panel.legend()
+    return figure
+
+
 def subplots(rows, columns, height, **settings):
     """Make a figure of (rows, columns) panels, 5.5 inches wide and `height` inches high."""
     os.environ["MPLBACKEND"] = "agg"  # a notebook may have set another
@@ -577,6 +630,7 @@ COMMANDS = {  # the arguments of each, in the order of the docstring above
     by_class: "runs --out --device",
     staleness: "runs --out",
     curves: "runs --out",
+    pays: "table --out",
     slots: "run --layer --contexts --data --out --device --seen",
     fill: "run text --contexts --data --device --seen",
     sample: "run text --tokens --temperature --seed --device",
@@ -586,6 +640,7 @@ COMMANDS = {  # the arguments of each, in the order of the docstring above
 ARGUMENTS = {
     "runs": {"nargs": "+", "metavar": "out/RUN"},
     "run": {"help": "out/RUN, or one of its checkpoints or seeds"},
+    "table": {"help": "TABLE.json, which `table --out TABLE` wrote"},
     "text": {"help": "in quotes; fill guesses each [MASK], sample goes on with it"},
     "file": {"help": "a sentence, .txt (lines), .tsv (with a header), SQuAD's JSON, or - (stdin)"},
     "--data...": {"nargs": "+", "metavar": "NAME", "help": "data/NAME: perplexity on it (Table 2)"},

@@ -283,6 +283,24 @@ def finished(folder, task, scores, sha256="a", updated=False, seeds=1, metric=No
     Path(folder, "eval_results.json").write_text(json.dumps(results))
 
 
+def test_how_much_longer_the_control_must_train(tmp_path, capsys):
+    """Its perplexity falls as steps^-0.5; the memory has that of 2 and 4 times as many steps."""
+    runs = [{"seed": seed, "own_steps": n, "results": {"text": {
+                "perplexity": 100 * (longer * n / 100) ** -0.5, "layers": layers}}}
+            for seed, factor in ((0, 2), (1, 4))
+            for n, longer, layers in ((100, 1, {}), (300, 1, {}), (900, 1, {}),
+                                      (200, factor, {"2": {}}), (800, factor, {"2": {}}))]
+    Path(tmp_path / "table.json").write_text(json.dumps({"runs": runs}))
+    measure.main(["pays", str(tmp_path / "table.json"), "--out", str(tmp_path / "pays")])
+    rows = rows_of(capsys.readouterr().out)
+    reach = math.exp(12.706 * math.log(2) / 2)  # Student's factor for two seeds
+    middle = 8**0.5
+    expected = f"{middle / reach:.2f} to {middle * reach:.2f}"
+    assert [[row["N"], row["r(N)"], row["95% interval"]] for row in rows] == [
+        ["200", "2.83", expected], ["800", "2.83", expected]]
+    assert (tmp_path / "pays.png").exists()
+
+
 def test_the_table_of_scores(tmp_path, monkeypatch, capsys):
     """A row for a model and memory update, in the order of Table 4 and with its average."""
     monkeypatch.chdir(tmp_path)
