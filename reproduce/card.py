@@ -3,7 +3,8 @@ Hold training steps on a card against the same steps on the CPU beside it.
 
 $ python -m reproduce.card steps out/gpu/demo         # a trained demo: demo_resm_init starts there
 $ python -m reproduce.card steps out/gpu/demo cpu     # no card: the CPU's own distances
-$ python -m reproduce.card losses out/one out/all     # do two runs log the same losses?
+$ python -m reproduce.card same out/gpu/demo auto out/one.pt       # one process, then two
+$ torchrun --nproc_per_node=2 -m reproduce.card same out/gpu/demo auto out/one.pt
 $ python -m reproduce.card bandwidth                  # of a memory's read and update
 
 The CPU trains in float32. From some of its states one step is made again: in float64 on the CPU,
@@ -23,12 +24,11 @@ import numpy as np
 import torch
 
 from bench import RandomBatches, time_in_turn
-from lib import training
+from lib import ranks, training
 from lib.corpus import Corpus
 from lib.device import set_up_device
 from lib.files import markdown
-from lib.run import Run
-from lib.settings import load_settings, run_main
+from lib.settings import load_settings
 from lib.weights import init_from
 from model import LanguageModel, value_tables
 from pkm import LazyAdam, MaskedBatchNorm, ValueTable
@@ -44,14 +44,11 @@ def steps(initial, device="auto"):
     device, dtype = set_up_device(device)
     dtypes = dict.fromkeys(["float32", str(dtype).removeprefix("torch.")])
     modes = ["off"] if device.type == "cpu" else ["off", "on"]  # of torch.compile
-    demo = load_settings(Settings, ["configs/demo_resm_init.py", *PLAIN])
-    corpus = Corpus(demo.dataset)
-    trained = LanguageModel(bert_config(demo, corpus.vocab_size))
-    init_from(trained, initial)
+    demo, trained, text = trained_demo(initial)
     base = load_settings(Settings, ["configs/base_resm.py", *PLAIN, *SMALL])
     rows = []
     for name, settings, model, batches, last in (
-            ("demo_resm_init", demo, trained, MaskedBatches(corpus, demo), 50),
+            ("demo_resm_init", demo, trained, text, 50),
             ("base_resm", base, LanguageModel(bert_config(base)), RandomBatches(30522, base), 0)):
         net, optimizers, _ = training.prepare(model, settings)
         for number in range(last + 1):
@@ -66,12 +63,38 @@ def steps(initial, device="auto"):
     return failed
 
 
-def losses(*runs):
-    """Compare the losses that two runs logged. Returns 1 if they differ by more than 0.1%."""
-    one, other = ([record["loss"] for record in Run(run).records()] for run in runs)
-    difference = np.max(np.abs(np.array(one) / other - 1))
-    print(f"same losses but for {difference:.1e}")
-    return int(not difference <= 1e-3)
+def trained_demo(initial, *more):
+    """Return the settings, the model and the batches of demo_resm_init."""
+    settings = load_settings(Settings, ["configs/demo_resm_init.py", *PLAIN, *more])
+    corpus = Corpus(settings.dataset)
+    torch.manual_seed(0)
+    model = LanguageModel(bert_config(settings, corpus.vocab_size))
+    init_from(model, initial)
+    return settings, model, MaskedBatches(corpus, settings)
+
+
+def same(initial, device, path):
+    """Make ten steps in float64. Every rank holds its weights against one process's.
+
+    One process without torchrun saves its weights at `path`. Returns 1 if a rank's differ.
+    """
+    device, _ = set_up_device(device, "float32")
+    torch.set_default_dtype(torch.float64)
+    torch.Tensor.float = torch.Tensor.double  # losses, too
+    settings, model, batches = trained_demo(initial, "--accumulation=8", "--batch_size=8")
+    settings = replace(settings, device=str(device))
+    net, optimizers, _ = training.prepare(model, settings)
+    for number in range(10):
+        training.set_rate(optimizers, settings, number)
+        training.step(number, net, batches, optimizers, settings)
+    weights = torch.cat([tensor.double().cpu().flatten() for tensor in model.state_dict().values()])
+    if not ranks.under_torchrun():
+        torch.save(weights, path)
+        return 0
+    difference = (weights - torch.load(path)).abs().max()
+    worst = max(ranks.all_gather(difference)).item()
+    print(f"ranks: {ranks.get_world_size()}, largest difference of a weight: {worst:.1e}")
+    return int(not worst <= 1e-9)
 
 
 def bandwidth(device="auto", tokens=16384, n_keys=512):
@@ -157,5 +180,5 @@ def judge(rows):
 
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
-    commands = {"steps": steps, "losses": losses, "bandwidth": bandwidth}
-    run_main(lambda: commands[command](*arguments))
+    commands = {"steps": steps, "same": same, "bandwidth": bandwidth}
+    ranks.run_ranks(lambda: commands[command](*arguments))

@@ -24,20 +24,15 @@ try() {  # NAME COMMAND...: run it, and put its tables and results on the page
     status=$?
     [ $status = 0 ] || failed="$failed $name"
     printf '\n`%s`: status %d, %d s\n\n' "$*" $status $(($(date +%s) - began)) >> out/gpu/body.md
-    grep -E '^\||: perplexity|[0-9] (passed|failed)|[Ee]rror|^same' "out/gpu/$name.log" |
+    grep -E '^\||: perplexity|[0-9] (passed|failed)|[Ee]rror|^ranks' "out/gpu/$name.log" |
         tail -n 20 >> out/gpu/body.md
 }
-
-# the same steps by one process and by all cards: equal but for the order of float32's sums
-steps="configs/demo_resm_init.py --init_from=out/gpu/demo --dtype=float32 --max_steps=40 --warmup_steps=4
-       --accumulation=8 --batch_size=8 --log_interval=10 --eval_sequences=64"
 
 try card env CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES-0}" python -m pytest -q tests/test_device.py
 try demo python pretrain.py configs/demo.py --out=out/gpu/demo $cut
 try beside_cpu python -m reproduce.card steps out/gpu/demo "$device"
-try one python pretrain.py $steps --out=out/gpu/one
-try all torchrun --standalone --nproc_per_node=$ranks pretrain.py $steps --out=out/gpu/all
-try same python -m reproduce.card losses out/gpu/one out/gpu/all
+try one python -m reproduce.card same out/gpu/demo "$device" out/gpu/one.pt
+try all torchrun --standalone --nproc_per_node=$ranks -m reproduce.card same out/gpu/demo "$device" out/gpu/one.pt
 try layer python bench.py layer --lengths $lengths
 try bandwidth python -m reproduce.card bandwidth "$device" $reads
 try train python bench.py train $trained
