@@ -156,8 +156,8 @@ def inference(args):
 def layer(args):
     """Time one memory layer by number of tokens, beside the plain baseline."""
     with torch.device(args.device):
-        plain = PlainPKM(768, args.n_keys)
-        ours = pkm.PKM(768, args.n_keys)
+        plain = PlainPKM(768, args.keys)
+        ours = pkm.PKM(768, args.keys)
     ours.load_state_dict(plain.state_dict())
     sparse_adam = torch.optim.SparseAdam([plain.values.weight.requires_grad_()])
     lazy_adam = LazyAdam([ours.values])
@@ -209,11 +209,13 @@ def time_config(args, path):
         check_sizes(settings.init_from, initial, config)
     with torch.device("meta"):
         parameters = training.count_parameters(build_model(config))
-    # 16: weights, gradients, two moments; 200: activations as measured for base, in float32
-    tokens = settings.batch_size * settings.seq_len
-    needed = 16 * parameters + 200 * tokens * config.n_layer * config.d_model
-    print(f"{path} takes about {needed / 1e9:.1f} GB; less with --batch_size=2 --accumulation=1",
-          flush=True)  # a process that is killed for memory would lose the line
+    # largest batch_size by card: a step keeps its sequences, a tenth of the card stays free
+    largest = {card: size for size in (2**n for n in range(own_batch.bit_length()))
+               for card in (16, 24, 48, 80) if memory_needed(config, replace(
+                   settings, device="cuda", dtype="bfloat16", batch_size=size,
+                   accumulation=own_batch // size), parameters) < 0.9e9 * card}
+    print(f"{path} takes about {memory_needed(config, settings, parameters) / 1e9:.3g} GB. Largest "
+          f"batch_size in bf16 by a card's GB: {largest}")
     model = build(args, config)
     model.train()
     net, optimizers, _ = training.prepare(model, settings)
@@ -225,18 +227,42 @@ def time_config(args, path):
 
     what = f"{settings.accumulation} x {settings.batch_size} x {settings.seq_len}"
     [record] = time_in_turn(what, {path: step}, args.device, args.rounds, bases=0)
-    seconds = median(record["seconds"])
     batch = settings.accumulation * settings.batch_size
-    speed = batch * settings.seq_len / seconds
+    speed = batch * settings.seq_len / median(record["seconds"])
     peak_share = training.share_of_peak(model, settings)
     return record | {
         "tokens/s": round(speed),
         "mfu": peak_share and speed * peak_share,
-        "hours": settings.max_steps * seconds * own_batch / batch / 3600,
+        "hours": settings.max_steps * own_batch * settings.seq_len / speed / 3600,
         "parameters": parameters,
         "checkpoint_bytes": 12 * parameters,  # weights and two moments in float32
         "peak_bytes": peak_bytes(args.device),
     }
+
+
+def memory_needed(config, settings, parameters):
+    """Compute the highest memory of a training step in one process, in bytes.
+
+    settings: device and dtype are resolved. parameters: how many the model has. The peak is where
+    the last micro-batch has gone forward, or where the values are updated.
+    """
+    tables = len(config.memory_layers) * bool(config.beta)
+    dense = parameters - tables * config.n_keys**2 * config.d_model
+    tokens = settings.batch_size * settings.seq_len  # of a micro-batch
+    number = getattr(torch, settings.dtype).itemsize  # bytes of an activation
+
+    # bytes that a token keeps for the backward pass; a memory's scores are few beside them
+    layer = number * (10 * config.d_model + 2 * config.d_ff)
+    if settings.device == "cpu" and config.dropout:  # keeps attention's weights three times
+        layer += 12 * config.n_head * settings.seq_len
+    head = 12 * config.vocab_size * (1 if config.causal else MASKED)
+    forward = tokens * (config.n_layer * layer + head)
+    forward += 4 * dense * (settings.accumulation > 1)  # gradients of earlier micro-batches
+    # slots, weights and gradients stay until the update, which takes four times those of a table
+    reads = settings.accumulation * tokens * tables * (
+        8 * config.memory_heads * config.topk + number * config.d_model)
+    # 12: weights and two moments
+    return 12 * parameters + reads + max(forward, 4 * dense + 4 * reads / max(tables, 1))
 
 
 class RandomBatches:
@@ -378,14 +404,14 @@ def main(argv):
     option("--sizes", nargs="+", default=["base", "large"], help="inference: also demo")
     option("--lengths", type=at_least(3), nargs="+", default=[128, 512],
            help="tokens; not for train")
-    option("--n_keys", type=at_least(32), default=512, help="layer: N^2 slots")  # top-32
+    option("--keys", type=at_least(32), default=512, help="layer: N^2 slots")  # top-32
     option("--slots", type=at_least(1), nargs="*", help="causal: numbers N of N^2 slots")
     args, args.settings = parser.parse_known_intermixed_args(argv)
-    if args.settings and args.command != "train":
-        parser.error(f"unknown argument: {args.settings[0]}")
-    if any("=" not in setting for setting in args.settings):
-        parser.error("settings need a =, as in --max_steps=1000")
-    args.device, args.dtype = set_up_device(args.device, args.dtype)
+    for setting in args.settings:
+        if args.command != "train" or "=" not in setting:
+            parser.error(f"unknown argument: {setting}; train takes settings, as --max_steps=1000")
+    args.device, args.dtype = set_up_device(args.device, args.dtype,
+                                            memory=args.command == "train")
     args.compile = wants_compile(args.compile, args.device)
     if args.command == "layer":  # the baseline has neither mixed precision nor compilation
         args.dtype, args.compile = torch.float32, False

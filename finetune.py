@@ -89,9 +89,9 @@ def main(argv):
         raise UserError("init_from is empty, which model? --init_from=RUN, or a recipe: "
                         "python finetune.py configs/demo_finetune.py starts from out/demo")
     ranks.check_accumulation(settings)
-    device, dtype = set_up_device(settings.device, settings.dtype)
+    memory = check_initial(settings) and settings.update_memory
+    device, dtype = set_up_device(settings.device, settings.dtype, memory=memory)
     settings = replace(settings, device=str(device), dtype=str(dtype).removeprefix("torch."))
-    check_initial(settings)
     task, train, dev = load_task(settings)
     if not settings.max_steps:
         per_epoch = TrainingBatches(train, settings).steps_per_epoch
@@ -120,7 +120,7 @@ def main(argv):
 
 
 def check_initial(settings):
-    """Raise UserError if the initial model cannot be fine-tuned like this."""
+    """Return the layers with a memory. UserError if the model cannot be fine-tuned like this."""
     initial, _ = weights.find_weights(settings.init_from)
     config = weights.read_weights(initial)["config"]
     weights.check_objective(initial, config, causal=False)
@@ -131,6 +131,7 @@ def check_initial(settings):
     if settings.max_len > trained:
         print(f"max_len is beyond the {trained} tokens that {initial} was trained on: positions "
               "beyond are untrained, or its initial model's")
+    return config.memory_layers
 
 
 def load_task(settings):

@@ -98,7 +98,8 @@ def main(argv):
         settings = inherit(settings, memory)
         config = bert_config(settings, initial=initial)
         check_fit(settings, config, memory)
-        device, dtype = set_up_device(settings.device, settings.dtype)
+        device, dtype = set_up_device(settings.device, settings.dtype,
+                                      memory=config.memory_layers)
         dtype = str(dtype).removeprefix("torch.")
         settings = replace(settings, device=str(device), dtype=dtype)
         state, signals = train(settings, config, run, checkpoint)

@@ -10,18 +10,22 @@ from lib.ranks import under_torchrun
 from lib.settings import UserError, check_choice
 
 
-def set_up_device(device="auto", dtype="auto", file=None):
+def set_up_device(device="auto", dtype="auto", file=None, memory=False):
     """Choose the device and the dtype of matrix products; print them, to `file` or stdout.
 
-    device: 'auto' (cuda, else mps, else cpu) or a torch device. dtype: 'auto', 'float32',
-    'bfloat16' or 'float16'; all but float32 are for torch.autocast, and float16 for a GradScaler.
-    Returns (torch.device, torch.dtype). A CPU is prepared for a long run.
+    device: 'auto' (cuda, else mps, else cpu; no mps where a `memory` learns) or a torch device.
+    dtype: 'auto', 'float32', 'bfloat16' or 'float16'; all but float32 are for torch.autocast, and
+    float16 for a GradScaler. Returns (torch.device, torch.dtype). A CPU is prepared for a long run.
     """
     check_choice("dtype", dtype, ("auto", "float32", "bfloat16", "float16"))
     if device == "auto":
         device = "cpu"
         if torch.backends.mps.is_available() and not under_torchrun():
             device = "mps"
+            if memory:  # pytorch #160993: index_copy_; #183885: sort; #111173: unique's counts
+                device = "cpu"
+                print("a memory learns on the CPU, for torch's MPS has given wrong results in what "
+                      "its update calls: --device=mps insists")
         if torch.cuda.is_available():
             device = "cuda"
     try:

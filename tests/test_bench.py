@@ -4,17 +4,21 @@ bench.py: the baseline computes the same numbers, and every command times what i
 import itertools
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import bench
 import pkm
-from lib.settings import UserError
-from lib.training import count_parameters
+from lib.settings import UserError, load_settings
+from lib.training import count_parameters, prepare, step
 from lib.weights import load_model
+from model import LanguageModel
+from pretrain import Settings, bert_config
 from tests.helpers import assert_near, train
 
 SMALL = """
@@ -118,7 +122,7 @@ def test_inference_is_table_1(run, monkeypatch):
 
 
 def test_a_layer_is_timed_beside_the_baseline(run):
-    records = run("layer", "--lengths", "6", "--n_keys", "32")
+    records = run("layer", "--lengths", "6", "--keys", "32")
     assert [record["system"] for record in records] == ["plain", "ours", "plain", "ours"]
 
 
@@ -158,6 +162,40 @@ def test_latency_by_slots(configs, run, monkeypatch):
 def test_settings_that_would_be_ignored_are_refused():
     with pytest.raises(UserError, match="--seq_len=8"):
         bench.main(["causal", "--seq_len=8"])
+
+
+def test_all_other_settings_are_the_configs(configs, run, monkeypatch):
+    [small], [large] = run("train", "resm.py"), run("train", "resm.py", "--n_keys=64")
+    assert large["parameters"] - small["parameters"] == (64**2 - 32**2) * 64 + 4 * (64 - 32) * 16
+    given, passed = [f"--{field.name}={field.default}" for field in fields(Settings)], []
+    monkeypatch.setitem(bench.COMMANDS, "train", lambda args: passed.extend(args.settings) or [])
+    run("train", *given)
+    assert {word[2:].partition("=")[0] for word in {*given} - {*passed}} == {
+        "batch_size", "accumulation", "device", "dtype", "compile"}
+
+
+@pytest.mark.parametrize("vocab_size, changes", [  # most memory is for:
+    (1000, "--batch_size=16 --accumulation=1 --d_model=128 --d_ff=512"),  # layers
+    (1000, "--n_keys=128"),  # values
+    (1000, "--accumulation=80 --batch_size=1 --topk=32"),  # reads, and the values' update
+    (4000, "--objective=causal --memory_layers="),  # the head
+    (1000, "--memory_layers= --d_model=256 --d_ff=1024 --batch_size=6")])  # dense weights
+def test_memory_is_computed_before_it_is_taken(vocab_size, changes):
+    """Against the profiler's sum of what torch allocates and frees, in two updates."""
+    settings = load_settings(Settings, [
+        "--model=demo", "--memory_layers=2,3", "--n_keys=32", "--topk=8", "--key_dim=32",
+        "--seq_len=64", "--batch_size=2", "--accumulation=3", "--device=cpu", "--dtype=float32",
+        *changes.split()])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model = LanguageModel(bert_config(settings, vocab_size))
+        net, optimizers, _ = prepare(model, settings)
+        for number in range(2):
+            step(number, net, bench.RandomBatches(vocab_size, settings), optimizers, settings)
+    changes = sorted((event.start_ns(), event.nbytes()) for event in
+                     profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+    peak = max(itertools.accumulate(size for _, size in changes))
+    assert peak == pytest.approx(
+        bench.memory_needed(model.bert.config, settings, count_parameters(model)), rel=0.15)
 
 
 def test_rates_are_of_the_median_step(configs, run, clock):

@@ -4,8 +4,10 @@ Choose a device and a dtype.
 import pytest
 import torch
 
+import finetune
 from lib.device import autocast, set_up_device, to_device, wants_compile
 from lib.settings import UserError
+from tests.helpers import train
 
 CPU = torch.device("cpu")
 
@@ -35,6 +37,16 @@ def test_cards_from_the_a100_on_compute_in_bfloat16(monkeypatch, capability, dty
     for name, value in ("get_device_name", "a card"), ("get_device_capability", capability):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     assert set_up_device("cuda")[1] == dtype
+
+
+def test_a_memory_does_not_learn_on_mps_unless_one_insists(tuned, monkeypatch, capsys):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert train("--device=auto", "--max_steps=5") == finetune.main(["tune.py", "--device=auto"])
+    assert capsys.readouterr().out.count("--device=mps") == 2
+    monkeypatch.setattr(torch, "ones", lambda size, device: torch.zeros(size))
+    for device, memory, chosen in ("auto", (), "mps"), ("auto", (2,), "cpu"), ("mps", (2,), "mps"):
+        assert set_up_device(device, memory=memory)[0].type == chosen
 
 
 @pytest.mark.parametrize("device, dtype, word", [

@@ -82,7 +82,7 @@ MISTAKES = [  # (script, arguments, words of the line)
     ("bench", "causal tiny.py --lengths 5000", "seq_len = 5000"),
     ("bench", "causal tiny.py --objective=masked", "--objective=masked"),
     ("bench", "causal causal.py --slots 2 --lengths 8", "topk = 4: expected 1 to n_keys = 2"),
-    ("bench", "layer --n_keys 4", "n_keys: 4: expected 32"),
+    ("bench", "layer --keys 4", "--keys: 4: expected 32"),
     ("finetune", "tune.py --init_from=", "init_from"),
     ("finetune", "tune.py --task=nothing", "'nothing'"),
     ("finetune", "tune.py --max_len=500", "max_len = 500"),
