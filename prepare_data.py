@@ -226,8 +226,6 @@ def fetch_task(task, source, force):
             source = source or next(unpack(files[0]).rglob("train.tsv")).parent
             files = find_files(source, ".tsv")
         for file in files:
-            if not file.is_file():
-                raise UserError(f"{file}: no such file")
             shutil.copy(file, folder)
         write_text(folder / "meta.json", json.dumps({"source": str(files[0].parent)}))
     print(f"{task.folder}: {', '.join(file.name for file in files)}")

@@ -113,10 +113,7 @@ class Run:
 
     def records(self):
         """Read log.jsonl, a list of dicts. A last line that is half written does not count."""
-        path = self.folder / "log.jsonl"
-        if not path.is_file():
-            raise UserError(f"{path}: no such file")
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+        lines = (self.folder / "log.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
         return [json.loads(line, object_hook=null_to_nan) for line in lines]
 
     def evaluations(self):
