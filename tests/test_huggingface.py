@@ -156,8 +156,7 @@ def test_a_vocabulary_with_capitals_is_of_a_cased_bert(tmp_path):
     ("tie_word_embeddings", False, "tie_word_embeddings = False"),
     ("num_hidden_layers", 4, r"has no encoder\.layer\.3"),
     ("num_attention_heads", 5, "config.json: n_head = 5: .* the width 32"),
-    ("hidden_size", "32", "config.json: "), ("hidden_size", 32.0, "config.json: "),
-    ("num_hidden_layers", None, "config.json: "), ("num_attention_heads", 0, "config.json: "),
+    ("hidden_size", "32", "config.json: "), ("num_hidden_layers", None, "config.json: "),
     ("quantization_config", {}, "quantization_config"), ("pruned_heads", {"0": [1]}, "pruned")])
 def test_a_folder_of_another_model_is_refused(tmp_path, key, value, words):
     theirs = hugging_face("BertForMaskedLM")
@@ -221,18 +220,14 @@ def test_weights_of_another_vocabulary_or_with_nan_are_refused(tmp_path):
         read_weights(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": []}'])
-def test_an_index_without_shards_is_refused(tmp_path, content):
-    (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(UserError, match="index.json: expected the names of its shards"):
+def test_files_without_weights_are_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(UserError, match="has no checkpoint"):
         read_weights(tmp_path)
-
-
-@pytest.mark.parametrize("content", [[1], {"epoch": 3}])
-def test_a_file_without_tensors_is_refused(tmp_path, content):
     save(hugging_face("BertForMaskedLM"), tmp_path)
-    torch.save(content, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="its weights are not tensors by name"):
+    torch.save({"epoch": 3}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(UserError, match="epoch is no tensor"):
         read_weights(tmp_path)
 
 
