@@ -12,10 +12,10 @@ import numpy as np
 
 from lib.corpus import Corpus
 from lib.files import file_sha256, load_file
-from lib.huggingface import FILES, PRETRAINED, SETTINGS, read_folder, weight_files
+from lib.huggingface import FILES, SETTINGS, read_folder, weight_files
 from lib.ranks import first_rank
 from lib.run import Run, read_state
-from lib.settings import UserError, near
+from lib.settings import UserError
 from lib.tokenizer import load_tokenizer, vocab_hash
 from model import HEADS, BertConfig, Classifier, build_model
 
@@ -52,10 +52,8 @@ def find_weights(path):
     for folder in (Path(path), Path("data/weights", path)):
         if weight_files(folder):
             return folder, folder / "vocab.txt"
-    names = {folder.name for folder in Path("data/weights").glob("*")}
-    names |= {*PRETRAINED, *map(str, Path("out").glob("[!.]*"))} - {str(path)}
-    raise UserError(f"{path} has no checkpoint, {' or '.join(FILES)}{near(str(path), names)}: "
-                    "pretrain.py trains one, prepare_data.py weights NAME fetches one of the hub")
+    raise UserError(f"{path} has no checkpoint, {' or '.join(FILES)}: pretrain.py trains one, "
+                    "prepare_data.py weights NAME fetches one of the hub")
 
 
 def median_seed(path):
