@@ -19,7 +19,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[1]  # where the scripts are
-sys.set_int_max_str_digits(0)  # so that a message can show any number
 
 
 class UserError(ValueError):
@@ -38,8 +37,7 @@ class Parser(argparse.ArgumentParser):
                          **settings)
 
     def error(self, message):
-        hint = "options have _, not -; " if re.search(r"--\w+-\w", message) else ""
-        raise UserError(f"{message} ({hint}{self.prog} --help)")
+        raise UserError(f"{message} ({self.prog} --help)")
 
 
 class Progress(tqdm):
@@ -195,15 +193,16 @@ def run_main(main):
     except BrokenPipeError:
         os._exit(141)  # else Python would flush stdout once more
     except Exception as error:
-        text = str(find_refusal(error) or error)
+        refusal = find_refusal(error)
+        text = str(refusal or error)
         no_memory = "out of memory|llocate (memory|[0-9])|Storage size calculation overflowed"
         status, line = 1, f"error: {text}"
         if isinstance(error, MemoryError) or re.search(no_memory, text):
             line = (f"error: {text.partition(chr(10))[0] or 'out of memory'}: take a smaller "
                     "batch_size (and more accumulation), fewer tokens or a smaller model")
-        elif not find_refusal(error):
+        elif not refusal:
             raise
-    print(line.replace("\n", " ")[:2000], file=sys.stderr)
+    print(line.replace("\n", " "), file=sys.stderr)
     sys.exit(status)
 
 

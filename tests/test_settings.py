@@ -58,7 +58,7 @@ def test_load(tmp_path, monkeypatch, capsys, args, expected):
     (["--steps=True"], "steps = 'True'.* int"),
     (["--layers=4.5"], "layers = '4.5'.* whole"), (["--layers=4.5,"], "layers = '4.5,'.* whole"),
     (["--layers=None,"], "layers = 'None,'"), (["--layers={[]}"], "layers = '{"),
-    ([f"--lr=1{400 * '0'}"], "lr = '10"), ([f"--steps=1{5000 * '0'}"], "steps = 10"),
+    ([f"--lr=1{400 * '0'}"], "lr = '10"),
     (["--name=a\0"], "NUL"), (["--name=\udcff"], "UTF-8"),
     (["--layers=4,-8"], "layers = -8"), (["--steps=0"], "steps = 0"), (["--lr=0"], "lr = 0.0"),
     (["--lr=-1e-3"], "lr = -0.001"), (["--lr=1e999"], "lr = inf"), (["--seed=-1"], "seed = -1"),
@@ -74,8 +74,8 @@ def test_a_mistake_is_named(tmp_path, monkeypatch, args, words):
 @pytest.mark.parametrize("text, words", [
     ("lr = 1\nlr = = 2", "c.py, line 2.*, column 6"), ("lr = 1\n\nlr = a", "c.py:3: NameError"),
     ("lr = 1 / 0", "c.py:1: ZeroDivisionError"), ("from math import a", "c.py:1: ImportError"),
-    ("raise SystemExit", "c.py:1: SystemExit"), ("steps = 10**5000", "steps = 10"),
-    ("lr = 10**5000", "c.py: lr = 10"), ("name = '\\0'", "NUL")])
+    ("raise SystemExit", "c.py:1: SystemExit"), ("lr = 10**400", "c.py: lr = 10"),
+    ("name = '\\0'", "NUL")])
 def test_a_config_that_fails_is_named(tmp_path, monkeypatch, text, words):
     monkeypatch.chdir(tmp_path)
     Path("c.py").write_text(text)
