@@ -102,7 +102,7 @@ def step(number, net, batches, optimizers, settings):
     """
     dense, sparse, scaler = optimizers
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
-    mine = ranks.my_micro_batches(settings.accumulation)
+    mine = range(ranks.get_rank(), settings.accumulation, ranks.get_world_size())
     batch_norms = shared_norms(net)
     before, parts = take_statistics(batch_norms), []  # from here they are 0, alike on all ranks
     loss = 0.0
