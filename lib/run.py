@@ -47,19 +47,15 @@ class Run:
         return settings
 
     def check_settings(self, settings, data):
-        """Print what changed since the run began. UserError for what must stay the same."""
+        """Raise UserError if what must stay the same has changed since the run began."""
         before = self.settings()
         now = json.loads(to_json(asdict(settings)))
         for key in sorted(now):
             old, new = before.get(key, getattr(type(settings), key)), now[key]
-            if old == new:
-                continue
-            if key in settings.MAY_CHANGE:
-                print(f"{key} was {old!r}, is now {new!r}")
-                continue
-            raise UserError(f"{self.folder} was trained with {key} = {old!r}, not {new!r}: add "
-                            f"--{key}={shlex.quote(str(old))} to go on, or give the changed run "
-                            "its own --out=out/NAME")
+            if old != new and key not in settings.MAY_CHANGE:
+                raise UserError(f"{self.folder} was trained with {key} = {old!r}, not {new!r}: "
+                                f"add --{key}={shlex.quote(str(old))} to go on, or give the "
+                                "changed run its own --out=out/NAME")
         for name in before["data"] | data:
             if before["data"].get(name) != data.get(name):
                 raise UserError(f"{self.folder} was trained on other data: {name} has changed: put "
