@@ -248,8 +248,8 @@ SENTENCES = 1000  # mean length of a BookCorpus document, in lines
 BATCH = 4096  # lines that are encoded at once
 TITLE = re.compile(r" = (?!= ).* = $")  # " = Title = ", but not " = = Section = = "
 KINDS = {  # how files begin that are no text
-    "gzip": b"\x1f\x8b", "bzip2": b"BZh9", "xz": b"\xfd7zXZ", "zstd": b"(\xb5/\xfd",
-    "zip": b"PK\x03\x04", "PDF": b"%PDF-", "Parquet": b"PAR1", "UTF-16": (b"\xff\xfe", b"\xfe\xff")}
+    rb"\x1f\x8b": "gzip", rb"PK\x03\x04": "zip", b"%PDF": "PDF", rb"\xff\xfe|\xfe\xff": "UTF-16",
+    rb"(?s).*\0": "UTF-16 or binary"}
 TRAIN, VAL, TEST, DUPLICATE = 0, 1, 2, -1  # the first three are places in SPLITS
 
 
@@ -324,10 +324,9 @@ def read_lines(path):
     """Yield the lines of a text file, each with a line break at its end."""
     with open(path, encoding="utf-8") as file:
         begin = file.buffer.peek()
-        kinds = [kind for kind, mark in KINDS.items() if begin.startswith(mark)]
-        if kinds or b"\0" in begin:
-            kind = kinds[0] if kinds else "UTF-16 or binary"
-            raise UserError(f"{path}: this is {kind}, not UTF-8 text: unpack or convert it")
+        for mark, kind in KINDS.items():
+            if re.match(mark, begin):
+                raise UserError(f"{path}: this is {kind}, not UTF-8 text: unpack or convert it")
         try:
             for line in file:
                 yield line.removesuffix("\n") + "\n"
