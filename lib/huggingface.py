@@ -141,8 +141,6 @@ def read_folder(folder):
     theirs = {}
     for file in weight_files(folder):
         theirs |= load_file(file)
-    theirs = theirs.get("state_dict", theirs.get("model", theirs))
-    theirs = {re.sub(r"^((_orig_mod|module|model)\.)+", "", name): w for name, w in theirs.items()}
     for name, w in theirs.items():
         if not torch.is_tensor(w) or not w.isfinite().all():
             raise UserError(f"{folder}: {name} is no tensor, or has NaN or infinity in it")
