@@ -36,7 +36,7 @@ from lib.settings import Parser, Progress, UserError, at_least
 from lib.squad import best_answers, make_windows, read_squad
 from lib.tokenizer import special_tokens, text_tokenizer
 from lib.training import evaluate_language_model
-from lib.usage import count_reads, usage_metrics
+from lib.usage import count_reads, usage_metrics, watch_reads
 from model import SpanReader, value_tables
 
 
@@ -158,8 +158,6 @@ def how_trained(checkpoint):
 def check_language_model(path, causal):
     """Raise UserError unless `path` has a language model: causal if `causal`, else masked."""
     saved = weights.read_weights(path)
-    if saved.get("head"):
-        raise UserError(f"{path}: a fine-tuned checkpoint has no language-model head")
     weights.check_objective(path, saved["config"], causal)
     if "transform.weight" not in saved["weights"]:
         raise UserError(f"{path}: no masked-LM head: train one first: python pretrain.py "
@@ -502,9 +500,20 @@ def fill(args):
         raise UserError(f"the text has more tokens than {args.run} has positions: shorten it")
     if len(ids) > reading.training_text(args.run)[0]:
         print("the model was trained on shorter sequences: positions beyond are untrained")
+    found, batch = {}, torch.tensor([ids], device=model.bias.device)
+    with torch.no_grad(), watch_reads(value_tables(model),
+                                      lambda layer, *read: found.update({layer: read})):
+        chances = model(batch)[0].softmax(1)
     for position in positions:
         print(f"[MASK] at token {position}:")
-        reading.print_guess(model, tokenizer, ids, position, corpus, args.contexts)
+        for probability, token in zip(*(part.tolist() for part in chances[position].topk(5))):
+            print(f"  {probability:6.1%}  {tokenizer.id_to_token(token)}")
+        for layer, (read, shares) in found.items():
+            for head, (slot, *_) in enumerate(read[position].tolist()):
+                share = shares[position, head, 0]
+                print(f"  layer {layer}, head {head + 1}: slot {slot} ({share:.2f}); its contexts:")
+                for weight, text, _ in corpus.contexts(layer, slot, args.contexts):
+                    print(f"    ({weight:.2f}) {text}")
 
 
 def sample(args):
