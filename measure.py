@@ -487,6 +487,7 @@ def slots(args):
     write_table(args.out, rows, note, records)
 
 
+@torch.no_grad()
 def fill(args):
     """Guess each [MASK]; show the slots read there, and what else reads those."""
     check_language_model(args.run, causal=False)
@@ -501,8 +502,7 @@ def fill(args):
     if len(ids) > reading.training_text(args.run)[0]:
         print("the model was trained on shorter sequences: positions beyond are untrained")
     found, batch = {}, torch.tensor([ids], device=model.bias.device)
-    with torch.no_grad(), watch_reads(value_tables(model),
-                                      lambda layer, *read: found.update({layer: read})):
+    with watch_reads(value_tables(model), lambda layer, *read: found.update({layer: read})):
         chances = model(batch)[0].softmax(1)
     for position in positions:
         print(f"[MASK] at token {position}:")

@@ -92,15 +92,13 @@ def main(argv):
         checkpoint = ranks.of_first_rank(run.newest_checkpoint())
         path = checkpoint or settings.init_from
         initial = read_weights(path)["config"] if path else None
-        memory = memory_settings(initial)
-        if checkpoint:  # as when the run began
-            memory = run.settings().get("init_memory", {})
+        # a run goes on as it began
+        memory = run.settings()["init_memory"] if checkpoint else memory_settings(initial)
         settings = inherit(settings, memory)
         config = bert_config(settings, initial=initial)
         check_fit(settings, config, memory)
         device, dtype = set_up_device(settings.device, settings.dtype)
-        dtype = str(dtype).removeprefix("torch.")
-        settings = replace(settings, device=str(device), dtype=dtype)
+        settings = replace(settings, device=str(device), dtype=str(dtype).removeprefix("torch."))
         state, signals = train(settings, config, run, checkpoint)
     return report(settings, run, state, signals, argv)
 
@@ -329,8 +327,8 @@ def check_fit(settings, config, memory=None):
     check_choice("init_values", settings.init_values, ("random", "zero"))
     trained = set(memory["memory_layers"]) if memory else set()
     if settings.init_values == "zero" and trained.issuperset(config.memory_layers):
-        raise UserError("init_values = zero is for a new memory, and there is none: leave it out "
-                        "(a memory of init_from keeps its values), or give memory_layers")
+        raise UserError("init_values = zero is for a new memory, and there is none: a memory of "
+                        "init_from keeps its values")
     if settings.reinit_ffn and not settings.init_from:
         raise UserError("reinit_ffn = True needs init_from: without it every FFN is new")
     if settings.warmup_steps > settings.max_steps:

@@ -155,8 +155,7 @@ class Run:
         snapshots = {step: dict(np.load(path))
                      for step, path in numbered(self.folder / "usage", SNAPSHOT).items()}
         if not snapshots:
-            raise UserError(f"{self.folder}/usage: no snapshot: a run with memory writes one every "
-                            "usage_interval steps, a run without memory none")
+            raise UserError(f"{self.folder}/usage: no snapshot: usage_interval = 0, or no memory")
         return snapshots
 
     def seed_runs(self):

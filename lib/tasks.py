@@ -86,8 +86,7 @@ def find_task(name):
     path = folder / "train.tsv"
     if not path.is_file():
         raise UserError(f"task = {name!r}: not there: expected docs_task, {', '.join(TASKS)} "
-                        "(python prepare_data.py docs_task, squad or glue makes them), or a "
-                        "folder with train.tsv and dev.tsv")
+                        "(prepare_data.py makes them), or a folder with train.tsv and dev.tsv")
     rows = read_table(path)
     texts = find_columns(path, rows, TEXTS)
     column = find_columns(path, rows, LABELS)[0]
@@ -146,8 +145,7 @@ def find_columns(path, rows, known):
     found = [name for name in known if name in rows[0]]
     if len(found) not in (1, 2):
         raise UserError(f"{path}:1: expected the columns sentence and label (or sentence1 and "
-                        "sentence2; or score), with tabs between them; found "
-                        f"{', '.join(rows[0])}")
+                        f"sentence2; or score), found {', '.join(rows[0])}")
     return found
 
 

@@ -142,7 +142,7 @@ def test_a_memory_keeps_its_settings(place, capsys):
     Path("silent.py").write_text("\n".join(lines))
     assert train("--max_steps=1", "--alpha=0") == 0
     args = ["silent.py", "--init_from=out/tiny", "--out=out/more", "--max_steps=1", "--beta=0.5"]
-    for words in (["--key_dim=256", "key_dim = 16, not 256", "leave out"],  # the default
+    for words in (["--key_dim=256", "key_dim = 16, not 256", "leave them out"],  # the default
                   ["--init_values=zero", "init_values = zero"]):
         assert_one_line(capsys, *args, words[0], words=words[1:])
     assert pretrain.main(args) == 0
