@@ -23,7 +23,7 @@ from lib.device import set_up_device
 from lib.files import lock
 from lib.run import Run
 from lib.settings import UserError, check_choice, from_zero, load_settings, run_script, share
-from lib.weights import init_from, load_weights, memory_settings, open_corpus, read_weights
+from lib.weights import init_from, memory_settings, open_corpus, read_weights
 from model import SIZES, BertConfig, LanguageModel, value_tables
 
 
@@ -129,7 +129,7 @@ def set_up(settings, config, run, checkpoint):
     origin = {"init_checkpoint": "", "init_memory": {}, "first_step": 0, "pooler_trained": False,
               "trained_on": []}
     if checkpoint:
-        load_weights(model, read_weights(checkpoint)["weights"], checkpoint)
+        model.load_state_dict(read_weights(checkpoint)["weights"])
     elif settings.init_from:
         origin = init_from(model, settings.init_from, settings.reinit_ffn)
     if corpus.text not in origin["trained_on"]:

@@ -95,8 +95,7 @@ def load_settings(Settings, argv):
             given[key] = as_typed("command line", key, text, defaults)
             continue
         if not arg.endswith(".py") or not Path(arg).is_file():
-            hint = near(arg, map(str, Path("configs").glob("*.py")))
-            raise UserError(f"{arg}: no such config file, a .py{hint}")
+            raise UserError(f"{arg}: no such config file, a .py")
         for key, value in run_config(arg).items():
             if not key.startswith("_") and not isinstance(value, types.ModuleType):
                 from_files[key] = as_typed(arg, key, value, defaults)
@@ -128,17 +127,12 @@ def utf8(text):
     return text
 
 
-def near(name, names):
-    """Say which of `names` is like `name`: " (did you mean base?)", or ""."""
-    found = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {found[0]}?)" if found else ""
-
-
 def as_typed(where, key, value, defaults):
     """Return a setting's value in the type of its default. "4,8", 4 and [4, 8] stand for tuples."""
     if key not in defaults:
-        hint = near(key, defaults) or " (--help lists the keys)"
-        raise UserError(f"{where}: unknown key '{key}'{hint}")
+        like = difflib.get_close_matches(key, defaults, n=1)
+        hint = f"did you mean {like[0]}?" if like else "--help lists the keys"
+        raise UserError(f"{where}: unknown key '{key}' ({hint})")
     kind, typed = type(defaults[key]), value
     with contextlib.suppress(Exception):  # other text, and a number beyond all floats, stay
         if isinstance(value, str) and kind is not str:
