@@ -24,7 +24,6 @@ from test_pkm import assert_near  # noqa: F401 - tests import it from here
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"  # larger texts; tests of them are skipped without it
-KILLS = int(os.environ.get("PKM_TEST_KILLS", "2"))
 
 
 def tiny_bert(seed=0, **settings):

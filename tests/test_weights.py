@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import measure
 import pretrain
 from lib.run import Run
 from lib.settings import UserError
-from lib.slots import load_with_tokenizer
 from lib.weights import (
     check_sizes,
     find_weights,
@@ -31,7 +29,6 @@ from tests.helpers import (
     save_model,
     tiny_bert,
     train,
-    tune,
     write_settings,
 )
 
@@ -62,14 +59,6 @@ def test_changing_a_model_does_not_change_its_file(tmp_path):
     assert load_model(tmp_path).bert.words.weight.abs().sum() > 0
 
 
-def test_a_setting_that_an_old_model_lacks_is_its_default(tmp_path):
-    path = save_model(tmp_path, tiny_bert(alpha=1.0)) / "model.pt"
-    saved = torch.load(path)
-    del saved["config"]["alpha"]
-    torch.save(saved, path)
-    assert load_model(tmp_path).bert.config.alpha == 1.0
-
-
 @pytest.mark.parametrize("scores, median", [
     ([5, 9, 7], 2), ([5, 9, 7, 6], 3),
     ([math.nan, 1, 2, 3], 2), ([math.nan], 0), ([3], 0)])
@@ -86,27 +75,6 @@ def test_the_median_seed(tmp_path, metric, other, scores, median):
     assert median_seed(tmp_path / "seed0").folder == tmp_path / "seed0"
     save_model(tmp_path, tiny_bert())  # a run with weights of its own is no other
     assert median_seed(tmp_path).folder == tmp_path
-
-
-def test_the_median_seed_predicts(tuned, capsys):
-    tune("--epochs=1", "--seeds=3", "--train_examples=40")
-    seeds = Run("out/tiny_own").seed_runs()
-    _, seed, _ = sorted(seeds, key=lambda run: run.results()["eval_accuracy"])
-    Path("new.tsv").write_text("sentence\nthe cat\nthe old one saw\n")
-    tables = []
-    for run in ("out/tiny_own", str(seed.folder)):
-        capsys.readouterr()
-        measure.main(["predict", run, "new.tsv", "--device=cpu"])
-        tables.append(capsys.readouterr().out)
-    assert tables[0] == tables[1]
-
-
-def test_a_run_for_a_notebook(place):
-    assert train("--max_steps=2", "--eval_interval=100") == 0
-    model, tokenizer = load_with_tokenizer("out/tiny")
-    encoded = tokenizer.encode("the [MASK] cat")
-    assert encoded.tokens == ["[CLS]", "the", "[MASK]", "cat", "[SEP]"]
-    assert not model.training and model(torch.tensor([encoded.ids])).shape == (1, 5, 25)
 
 
 @pytest.mark.parametrize("change, words", [
