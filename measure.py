@@ -42,12 +42,13 @@ from model import SpanReader, value_tables
 
 def table(args):
     """Print Table 2 (perplexity and slot usage, with --data) or 6 (usage of fine-tuned runs)."""
-    device, _ = set_up_device(args.device, "float32")
-    make_table = table_2 if args.data else table_6
-    make_table(args, device)
+    if args.data:
+        table_2(args)
+    else:
+        table_6(args)
 
 
-def table_2(args, device):
+def table_2(args):
     """Evaluate language models on whole test splits, with the same batches for all."""
     causal = weights.read_weights(args.runs[0])["config"].causal
     for path in args.runs:
@@ -65,11 +66,11 @@ def table_2(args, device):
     records, systems = [], {}  # {settings: records of the runs that differ in their seed alone}
     for path in args.runs:
         checkpoint, _ = weights.find_weights(path)
-        model = weights.load_model(checkpoint).to(device)
+        model = weights.load_model(checkpoint).to(args.device)
         results = {}
         for name, batches in heldout.items():
             batches = Progress(batches, f"{path}, data/{name}")
-            results[name], _ = evaluate_language_model(model, batches, device)
+            results[name], _ = evaluate_language_model(model, batches, args.device)
         facts = how_trained(checkpoint)
         records.append({"checkpoint": str(checkpoint), "run": path, **facts, "results": results})
         system = *settings_but_seed(checkpoint), facts["steps"]
@@ -164,12 +165,12 @@ def check_language_model(path, causal):
                         f"configs/own_bert_resm.py --init_from={path}")
 
 
-def table_6(args, device):
+def table_6(args):
     """Count what each fine-tuned model reads in texts of its task: dev, then train."""
     rows, records = [], []
     for path, split in itertools.product(args.runs, ("dev", "train")):
         facts, examples = task_examples(path, split)
-        counts = count_task_reads(path, examples, device)
+        counts = count_task_reads(path, examples, args.device)
         layers = {layer: usage_metrics(**sums) for layer, sums in counts.items()}
         facts = {"run": path, **facts}
         rows.append(facts | usage_cells(layers))
@@ -289,7 +290,6 @@ def score_row(done):
 
 def by_class(args):
     """Draw Figure 4: how far apart two classes' slots are, before and after fine-tuning."""
-    device, _ = set_up_device(args.device, "float32")
     records = []
     for path in args.runs:
         checkpoint, _, settings = find_tuned(path)
@@ -304,7 +304,7 @@ def by_class(args):
         low, high = (labels[examples[0].label] for examples in classes)
         facts = {"run": path, "split": "train", "classes": f"{high} against {low}"}
         for when, folder in (("before", start), ("after", checkpoint)):
-            counts = [count_task_reads(folder, examples, device) for examples in classes]
+            counts = [count_task_reads(folder, examples, args.device) for examples in classes]
             for layer in counts[0]:
                 negative, positive = (reads[layer]["top1"] for reads in counts)
                 records.append({**facts, "when": when, "layer": layer,
@@ -519,13 +519,12 @@ def fill(args):
 def sample(args):
     """Continue a text with a causal language model."""
     check_language_model(args.run, causal=True)
-    device, _ = set_up_device(args.device, "float32")
     model, tokenizer = reading.load_with_tokenizer(args.run)
     start = special_tokens(tokenizer.get_vocab()).sep  # a document begins
     ids = tokenizer.encode(start + args.text, add_special_tokens=False).ids
     window, _ = reading.training_text(args.run)
     generator = torch.Generator().manual_seed(args.seed)
-    ids = reading.continue_text(model.to(device), ids, args.tokens, window, args.temperature,
+    ids = reading.continue_text(model.to(args.device), ids, args.tokens, window, args.temperature,
                                 generator)
     print(tokenizer.decode(ids[1:], skip_special_tokens=False))
 
@@ -552,8 +551,7 @@ def predict(args):
     out = args.out and new_file(args.out, ".tsv")
     folder, vocab, settings = find_tuned(args.run)
     print(f"weights of {folder}", file=sys.stderr)  # a run's median seed, for example
-    device, _ = set_up_device(args.device, "float32", sys.stderr)  # the table is alone on stdout
-    model = weights.load_model(folder).to(device)
+    model = weights.load_model(folder).to(args.device)
     tokenizer, max_len = text_tokenizer(vocab), settings["max_len"]
     if isinstance(model, SpanReader):
         windows = make_windows(tokenizer, read_squad(file), max_len, settings["doc_stride"])
@@ -621,6 +619,9 @@ def main(argv=None):
         for name in names.split():
             section.add_argument(name.removesuffix("..."), **ARGUMENTS[name])
     args = parser.parse_args(argv)
+    if "device" in args:
+        file = sys.stderr if args.call is predict else None  # its table is alone on stdout
+        args.device, _ = set_up_device(args.device, "float32", file)
     args.call(args)
 
 

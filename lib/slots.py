@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from lib.corpus import causal_heldout, cut_split
-from lib.device import set_up_device
 from lib.settings import Progress, UserError
 from lib.tokenizer import full_tokenizer, load_tokenizer, special_ids
 from lib.usage import record_reads
@@ -47,9 +46,8 @@ def open_model(args):
     args: the command line's run, data, device and seen. Returns (model, tokenizer, CorpusReads).
     The last is None without a memory.
     """
-    device, _ = set_up_device(args.device, "float32")
     model, tokenizer = load_with_tokenizer(args.run)
-    model.to(device)
+    model.to(args.device)
     corpus = CorpusReads(model, args.run, args.data, args.seen) if value_tables(model) else None
     return model, tokenizer, corpus
 
