@@ -175,8 +175,7 @@ def run_main(main):
     if sys.stdout:  # it may be closed
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
-        for argument in sys.argv[1:]:
-            utf8(argument)
+        utf8(" ".join(sys.argv[1:]))
         sys.exit(main())
     except UserError as error:
         status, line = 2, f"error: {error}"
