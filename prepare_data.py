@@ -67,24 +67,20 @@ def docs_task(args):
     """Prepare a task for finetune.py: which package is a docstring of?
 
     A row has the first paragraph of a docstring. The files of dev are those of val in the corpus
-    docs. Rows that are also in train are left out of dev and test.
+    docs; those of its test are left out. Rows of dev that are also in train are left out.
     """
-    rows = {"train": [], "dev": [], "test": []}
+    train, dev = [], []
     versions, files = docstrings()
     for number, (package, texts) in enumerate(files):
-        split = {18: "dev", 19: "test"}.get(number % 20, "train")
+        rows = {18: dev, 19: []}.get(number % 20, train)
         for text in texts:
             paragraph = " ".join(text.split("\n\n")[0].split())
-            rows[split].append((paragraph, package))
-    known = dict(rows["train"])
-    dev = [row for row in rows["dev"] if row[0] not in known]
-    test = [text for text, _ in rows["test"] if text not in known]
-    header = ("sentence", "label")
-    tables = {"train": [header, *rows["train"]], "dev": [header, *dev],
-              "test": [("index", "sentence"), *enumerate(test)]}
+            rows.append((paragraph, package))
+    known = dict(train)
+    dev = [row for row in dev if row[0] not in known]
     with new_folder("data/docs_task", args.force) as folder:
-        for split, table in tables.items():
-            write_text(folder / f"{split}.tsv", tsv_text(table))
+        for split, rows in (("train", train), ("dev", dev)):
+            write_text(folder / f"{split}.tsv", tsv_text([("sentence", "label"), *rows]))
         write_text(folder / "meta.json", json.dumps({"source": versions}))
 
 
