@@ -114,13 +114,6 @@ def interrupt(number):
     return lambda optimizer: os.kill(os.getpid(), number)
 
 
-def seeded_kills():
-    """Draw the moments of kills: a random.Random of PKM_TEST_SEED, which a failed test shows."""
-    seed = os.environ.get("PKM_TEST_SEED", "0")
-    print(f"PKM_TEST_SEED={seed}")
-    return random.Random(int(seed))
-
-
 def trains_pooler(run):
     """Make a run one whose pooler was trained, as those that start from Google's weights."""
     path = Path(run, "config.json")
