@@ -294,12 +294,12 @@ def write_predictions(folder, task, dev, predictions):
             texts = {question.id: text for question, (text, _) in answers.items()}
             write_text(path.with_suffix(".json"), json.dumps(texts, indent=1))
             continue
-        header, cells = tasks.prediction_table(predictions[suffix], task.labels)
-        table = [["index", *task.texts, "label", *header]]
-        for n, (example, row) in enumerate(zip(examples, cells)):
+        rows, cells = [], tasks.prediction_cells(predictions[suffix], task.labels)
+        for example, said in zip(examples, cells):
             label = task.labels[example.label] if task.labels else example.label
-            table.append([n, *example.texts, label, *row])
-        write_text(path, tsv_text(table))
+            texts = dict(zip(task.texts, example.texts))
+            rows.append({"index": len(rows), **texts, "label": label, **said})
+        write_text(path, tsv_text(rows))
 
 
 def write_medians(task, out):

@@ -556,9 +556,8 @@ def predict(args):
     if isinstance(model, SpanReader):
         windows = make_windows(tokenizer, read_squad(file), max_len, settings["doc_stride"])
         answers = best_answers(windows, tasks.predict_examples(model, windows))
-        rows = [["id", "question", "prediction", "score"]]
-        rows += [[question.id, question.text, text, f"{score:.3f}"]
-                 for question, (text, score) in answers.items()]
+        rows = [{"id": question.id, "question": question.text, "prediction": text,
+                 "score": f"{score:.3f}"} for question, (text, score) in answers.items()]
     else:
         columns = settings["texts"]
         # a sentence, or two with a tab between
@@ -568,10 +567,9 @@ def predict(args):
             given = read_table(file, columns if file.suffix in ("", ".txt") else ())
         texts = tasks.pick_texts(file, given, columns)
         examples = tasks.encode_examples(tokenizer, texts, [None] * len(texts), max_len)
-        header, cells = tasks.prediction_table(tasks.predict_examples(model, examples),
-                                               weights.read_weights(folder)["labels"])
-        given = [row | dict(zip(header, new)) for row, new in zip(given, cells)]
-        rows = [given[0].keys(), *map(dict.values, given)]
+        cells = tasks.prediction_cells(tasks.predict_examples(model, examples),
+                                       weights.read_weights(folder)["labels"])
+        rows = [row | new for row, new in zip(given, cells)]
     if out:
         write_text(out, tsv_text(rows))
     else:

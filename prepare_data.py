@@ -75,12 +75,12 @@ def docs_task(args):
         rows = {18: dev, 19: []}.get(number % 20, train)
         for text in texts:
             paragraph = " ".join(text.split("\n\n")[0].split())
-            rows.append((paragraph, package))
-    known = dict(train)
-    dev = [row for row in dev if row[0] not in known]
+            rows.append({"sentence": paragraph, "label": package})
+    known = {row["sentence"] for row in train}
+    dev = [row for row in dev if row["sentence"] not in known]
     with new_folder("data/docs_task", args.force) as folder:
         for split, rows in (("train", train), ("dev", dev)):
-            write_text(folder / f"{split}.tsv", tsv_text([("sentence", "label"), *rows]))
+            write_text(folder / f"{split}.tsv", tsv_text(rows))
         write_text(folder / "meta.json", json.dumps({"source": versions}))
 
 

@@ -182,6 +182,7 @@ def read_table(path, columns=None, skip_broken=False):
 
 
 def tsv_text(rows):
-    """Join rows to the text of a TSV file. Tabs and line breaks in cells become spaces."""
-    lines = ["\t".join(re.sub(r"[\t\r\n]", " ", str(cell)) for cell in row) for row in rows]
+    """Join rows, dicts by column, to the text of a TSV file. A tab in a cell becomes a space."""
+    lines = ["\t".join(re.sub(r"[\t\r\n]", " ", str(cell)) for cell in row)
+             for row in (rows[0], *map(dict.values, rows))]
     return "\n".join(lines) + "\n"

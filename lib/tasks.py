@@ -252,12 +252,12 @@ def predict_examples(model, examples, batch_size=32, dtype=torch.float32):
     return sum_over_ranks(predictions)
 
 
-def prediction_table(predictions, labels):
-    """Return header and rows: scores, or the classes named by `labels` with probabilities."""
+def prediction_cells(predictions, labels):
+    """Return dicts by column: scores, or the classes named by `labels` with probabilities."""
     if not labels:
-        return ["prediction"], [[f"{score:.3f}"] for [score] in predictions]
-    rows = [[labels[row.argmax()], f"{row.max():.4f}"] for row in predictions]
-    return ["prediction", "probability"], rows
+        return [{"prediction": f"{score:.3f}"} for [score] in predictions]
+    return [{"prediction": labels[row.argmax()], "probability": f"{row.max():.4f}"}
+            for row in predictions]
 
 
 def score_dev(task, dev, predictions):
