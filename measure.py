@@ -551,7 +551,8 @@ def predict(args):
     out = args.out and new_file(args.out, ".tsv")
     folder, vocab, settings = find_tuned(args.run)
     print(f"weights of {folder}", file=sys.stderr)  # a run's median seed, for example
-    model = weights.load_model(folder).to(args.device)
+    device, _ = set_up_device(args.device, "float32", sys.stderr)
+    model = weights.load_model(folder).to(device)
     tokenizer, max_len = text_tokenizer(vocab), settings["max_len"]
     if isinstance(model, SpanReader):
         windows = make_windows(tokenizer, read_squad(file), max_len, settings["doc_stride"])
@@ -617,9 +618,8 @@ def main(argv=None):
         for name in names.split():
             section.add_argument(name.removesuffix("..."), **ARGUMENTS[name])
     args = parser.parse_args(argv)
-    if "device" in args:
-        file = sys.stderr if args.call is predict else None  # its table is alone on stdout
-        args.device, _ = set_up_device(args.device, "float32", file)
+    if "device" in args and args.call is not predict:  # its table is alone on stdout
+        args.device, _ = set_up_device(args.device, "float32")
     args.call(args)
 
 

@@ -92,8 +92,8 @@ def main(argv):
         checkpoint = ranks.of_first_rank(run.newest_checkpoint())
         path = checkpoint or settings.init_from
         initial = read_weights(path)["config"] if path else None
-        # a run goes on as it began
-        memory = run.settings()["init_memory"] if checkpoint else memory_settings(initial)
+        began = run.settings().get("init_memory", {})
+        memory = began if checkpoint else memory_settings(initial)
         settings = inherit(settings, memory)
         config = bert_config(settings, initial=initial)
         check_fit(settings, config, memory)
