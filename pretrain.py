@@ -92,8 +92,9 @@ def main(argv):
         checkpoint = ranks.of_first_rank(run.newest_checkpoint())
         path = checkpoint or settings.init_from
         initial = read_weights(path)["config"] if path else None
-        began = run.settings().get("init_memory", {})
-        memory = began if checkpoint else memory_settings(initial)
+        memory = memory_settings(initial)
+        if checkpoint:  # as when the run began
+            memory = run.settings().get("init_memory", {})
         settings = inherit(settings, memory)
         config = bert_config(settings, initial=initial)
         check_fit(settings, config, memory)
