@@ -149,6 +149,8 @@ def read_folder(folder):
     saved = {"config": config, "weights": weights, "head": head, "dropped": dropped}
     if head == "classifier":
         names, count = settings.get("id2label") or {}, len(weights["head.weight"])
+        if len(names) not in (0, count):
+            raise UserError(f"{folder}/config.json: id2label does not name the {count} classes")
         labels = [names.get(str(n), f"LABEL_{n}") for n in range(count)]
         saved["labels"] = labels if count > 1 else []  # [] is a regression
     return saved
