@@ -89,17 +89,18 @@ def main(argv):
         raise UserError("init_from is empty, which model? --init_from=RUN, or a recipe: "
                         "python finetune.py configs/demo_finetune.py starts from out/demo")
     ranks.check_accumulation(settings)
-    memory = check_initial(settings) and settings.update_memory
+    initial, vocab = weights.find_weights(settings.init_from)
+    memory = check_initial(settings, initial) and settings.update_memory
     device, dtype = set_up_device(settings.device, settings.dtype, memory=memory)
     settings = replace(settings, device=str(device), dtype=str(dtype).removeprefix("torch."))
-    task, train, dev = load_task(settings)
+    task, train, dev = load_task(settings, vocab)
     if not settings.max_steps:
         per_epoch = TrainingBatches(train, settings).steps_per_epoch
         settings = replace(settings, max_steps=settings.epochs * per_epoch)
 
     fixed = "" if settings.update_memory else "_fixed"
     out = Path(settings.out or f"out/{Path(settings.init_from).name}_{task.name}{fixed}")
-    data = check_earlier_seeds(settings, out, task)
+    data = check_earlier_seeds(settings, out, task, initial)
     signals = training.catch_signals()
     for seed in range(settings.seed, settings.seed + settings.seeds):
         run = Run(out / f"seed{seed}")
@@ -119,9 +120,11 @@ def main(argv):
     return 0
 
 
-def check_initial(settings):
-    """Return the layers with a memory. UserError if the model cannot be fine-tuned like this."""
-    initial, _ = weights.find_weights(settings.init_from)
+def check_initial(settings, initial):
+    """Return the layers with a memory of the model in the folder `initial`.
+
+    UserError if it cannot be fine-tuned like this.
+    """
     config = weights.read_weights(initial)["config"]
     weights.check_objective(initial, config, causal=False)
     if not 7 <= settings.max_len <= config.max_len:  # a window of SQuAD needs 7
@@ -134,13 +137,12 @@ def check_initial(settings):
     return config.memory_layers
 
 
-def load_task(settings):
+def load_task(settings, vocab):
     """Load the task: (Task, training examples, {suffix of its metrics: examples of dev})."""
     if settings.task == "docs_task" and ranks.first_rank() and not Path("data/docs_task").exists():
         run_script("prepare_data.py", "docs_task")
     ranks.barrier()  # the other ranks wait until it is there
     task = tasks.find_task(settings.task)
-    _, vocab = weights.find_weights(settings.init_from)
     encoding = text_tokenizer(vocab), settings.max_len, settings.doc_stride
     train = tasks.load_examples(task, "train", *encoding, settings.train_examples)
     dev = {suffix: tasks.load_examples(task, split, *encoding)
@@ -148,14 +150,13 @@ def load_task(settings):
     return task, train, dev
 
 
-def check_earlier_seeds(settings, out, task):
+def check_earlier_seeds(settings, out, task, initial):
     """Raise UserError if seeds in `out` have other settings, data or initial weights.
 
     Returns the data: {name of a file: SHA-256, "labels": the classes}.
     """
     files = [task.file(split) for split in ("train", *task.dev.values())]
     data = {file.name: file_sha256(file) for file in files} | {"labels": task.labels}
-    initial, _ = weights.find_weights(settings.init_from)
     sha256 = weights.model_hash(initial)
     for earlier in Run(out).seed_runs():
         before = earlier.settings()
@@ -164,8 +165,7 @@ def check_earlier_seeds(settings, out, task):
         earlier.check_settings(replace(settings, seed=before["seed"]), data)
         if before["init_sha256"] != sha256:
             raise UserError(f"{earlier.folder} started from other weights than {initial} (from "
-                            f"{before['init_checkpoint']}): give --init_from, or another "
-                            "--out=out/NAME")
+                            f"{before['init_checkpoint']}): give another --out=out/NAME")
     return data
 
 
@@ -298,12 +298,12 @@ def write_predictions(folder, task, dev, predictions):
             texts = {question.id: text for question, (text, _) in answers.items()}
             write_text(path.with_suffix(".json"), json.dumps(texts, indent=1))
             continue
-        header, cells = tasks.prediction_table(predictions[suffix], task.labels)
-        table = [["index", *task.texts, "label", *header]]
-        for n, (example, row) in enumerate(zip(examples, cells)):
+        rows, cells = [], tasks.prediction_cells(predictions[suffix], task.labels)
+        for example, said in zip(examples, cells):
             label = task.labels[example.label] if task.labels else example.label
-            table.append([n, *example.texts, label, *row])
-        write_text(path, tsv_text(table))
+            texts = dict(zip(task.texts, example.texts))
+            rows.append({"index": len(rows), **texts, "label": label, **said})
+        write_text(path, tsv_text(rows))
 
 
 def write_medians(task, out):

@@ -37,18 +37,19 @@ from lib.settings import Parser, Progress, UserError, at_least
 from lib.squad import best_answers, make_windows, read_squad
 from lib.tokenizer import special_tokens, text_tokenizer
 from lib.training import evaluate_language_model
-from lib.usage import count_reads, usage_metrics
+from lib.usage import count_reads, usage_metrics, watch_reads
 from model import SpanReader, value_tables
 
 
 def table(args):
     """Print Table 2 (perplexity and slot usage, with --data) or 6 (usage of fine-tuned runs)."""
-    device, _ = set_up_device(args.device, "float32")
-    make_table = table_2 if args.data else table_6
-    make_table(args, device)
+    if args.data:
+        table_2(args)
+    else:
+        table_6(args)
 
 
-def table_2(args, device):
+def table_2(args):
     """Evaluate language models on whole test splits, with the same batches for all."""
     causal = weights.read_weights(args.runs[0])["config"].causal
     for path in args.runs:
@@ -66,11 +67,11 @@ def table_2(args, device):
     records, systems = [], {}  # {settings: records of the runs that differ in their seed alone}
     for path in args.runs:
         checkpoint, _ = weights.find_weights(path)
-        model = weights.load_model(checkpoint).to(device)
+        model = weights.load_model(checkpoint).to(args.device)
         results = {}
         for name, batches in heldout.items():
             batches = Progress(batches, f"{path}, data/{name}")
-            results[name], _ = evaluate_language_model(model, batches, device)
+            results[name], _ = evaluate_language_model(model, batches, args.device)
         facts = how_trained(checkpoint)
         records.append({"checkpoint": str(checkpoint), "run": path, **facts, "results": results})
         system = *settings_but_seed(checkpoint), facts["steps"]
@@ -159,20 +160,18 @@ def how_trained(checkpoint):
 def check_language_model(path, causal):
     """Raise UserError unless `path` has a language model: causal if `causal`, else masked."""
     saved = weights.read_weights(path)
-    if saved.get("head"):
-        raise UserError(f"{path}: a fine-tuned checkpoint has no language-model head")
     weights.check_objective(path, saved["config"], causal)
     if "transform.weight" not in saved["weights"]:
         raise UserError(f"{path}: no masked-LM head: train one first: python pretrain.py "
                         f"configs/own_bert_resm.py --init_from={path}")
 
 
-def table_6(args, device):
+def table_6(args):
     """Count what each fine-tuned model reads in texts of its task: dev, then train."""
     rows, records = [], []
     for path, split in itertools.product(args.runs, ("dev", "train")):
         facts, examples = task_examples(path, split)
-        counts = count_task_reads(path, examples, device)
+        counts = count_task_reads(path, examples, args.device)
         layers = {layer: usage_metrics(**sums) for layer, sums in counts.items()}
         facts = {"run": path, **facts}
         rows.append(facts | usage_cells(layers))
@@ -292,7 +291,6 @@ def score_row(done):
 
 def by_class(args):
     """Draw Figure 4: how far apart two classes' slots are, before and after fine-tuning."""
-    device, _ = set_up_device(args.device, "float32")
     records = []
     for path in args.runs:
         checkpoint, _, settings = find_tuned(path)
@@ -307,7 +305,7 @@ def by_class(args):
         low, high = (labels[examples[0].label] for examples in classes)
         facts = {"run": path, "split": "train", "classes": f"{high} against {low}"}
         for when, folder in (("before", start), ("after", checkpoint)):
-            counts = [count_task_reads(folder, examples, device) for examples in classes]
+            counts = [count_task_reads(folder, examples, args.device) for examples in classes]
             for layer in counts[0]:
                 negative, positive = (reads[layer]["top1"] for reads in counts)
                 records.append({**facts, "when": when, "layer": layer,
@@ -542,6 +540,7 @@ def slots(args):
     write_table(args.out, rows, note, records)
 
 
+@torch.no_grad()
 def fill(args):
     """Guess each [MASK]; show the slots read there, and what else reads those."""
     check_language_model(args.run, causal=False)
@@ -555,21 +554,30 @@ def fill(args):
         raise UserError(f"the text has more tokens than {args.run} has positions: shorten it")
     if len(ids) > reading.training_text(args.run)[0]:
         print("the model was trained on shorter sequences: positions beyond are untrained")
+    found, batch = {}, torch.tensor([ids], device=model.bias.device)
+    with watch_reads(value_tables(model), lambda layer, *read: found.update({layer: read})):
+        chances = model(batch)[0].softmax(1)
     for position in positions:
         print(f"[MASK] at token {position}:")
-        reading.print_guess(model, tokenizer, ids, position, corpus, args.contexts)
+        for probability, token in zip(*(part.tolist() for part in chances[position].topk(5))):
+            print(f"  {probability:6.1%}  {tokenizer.id_to_token(token)}")
+        for layer, (read, shares) in found.items():
+            for head, (slot, *_) in enumerate(read[position].tolist()):
+                share = shares[position, head, 0]
+                print(f"  layer {layer}, head {head + 1}: slot {slot} ({share:.2f}); its contexts:")
+                for weight, text, _ in corpus.contexts(layer, slot, args.contexts):
+                    print(f"    ({weight:.2f}) {text}")
 
 
 def sample(args):
     """Continue a text with a causal language model."""
     check_language_model(args.run, causal=True)
-    device, _ = set_up_device(args.device, "float32")
     model, tokenizer = reading.load_with_tokenizer(args.run)
     start = special_tokens(tokenizer.get_vocab()).sep  # a document begins
     ids = tokenizer.encode(start + args.text, add_special_tokens=False).ids
     window, _ = reading.training_text(args.run)
     generator = torch.Generator().manual_seed(args.seed)
-    ids = reading.continue_text(model.to(device), ids, args.tokens, window, args.temperature,
+    ids = reading.continue_text(model.to(args.device), ids, args.tokens, window, args.temperature,
                                 generator)
     print(tokenizer.decode(ids[1:], skip_special_tokens=False))
 
@@ -596,15 +604,14 @@ def predict(args):
     out = args.out and new_file(args.out, ".tsv")
     folder, vocab, settings = find_tuned(args.run)
     print(f"weights of {folder}", file=sys.stderr)  # a run's median seed, for example
-    device, _ = set_up_device(args.device, "float32", sys.stderr)  # the table is alone on stdout
+    device, _ = set_up_device(args.device, "float32", sys.stderr)
     model = weights.load_model(folder).to(device)
     tokenizer, max_len = text_tokenizer(vocab), settings["max_len"]
     if isinstance(model, SpanReader):
         windows = make_windows(tokenizer, read_squad(file), max_len, settings["doc_stride"])
         answers = best_answers(windows, tasks.predict_examples(model, windows))
-        rows = [["id", "question", "prediction", "score"]]
-        rows += [[question.id, question.text, text, f"{score:.3f}"]
-                 for question, (text, score) in answers.items()]
+        rows = [{"id": question.id, "question": question.text, "prediction": text,
+                 "score": f"{score:.3f}"} for question, (text, score) in answers.items()]
     else:
         columns = settings["texts"]
         # a sentence, or two with a tab between
@@ -614,10 +621,9 @@ def predict(args):
             given = read_table(file, columns if file.suffix in ("", ".txt") else ())
         texts = tasks.pick_texts(file, given, columns)
         examples = tasks.encode_examples(tokenizer, texts, [None] * len(texts), max_len)
-        header, cells = tasks.prediction_table(tasks.predict_examples(model, examples),
-                                               weights.read_weights(folder)["labels"])
-        given = [row | dict(zip(header, new)) for row, new in zip(given, cells)]
-        rows = [given[0].keys(), *map(dict.values, given)]
+        cells = tasks.prediction_cells(tasks.predict_examples(model, examples),
+                                       weights.read_weights(folder)["labels"])
+        rows = [row | new for row, new in zip(given, cells)]
     if out:
         write_text(out, tsv_text(rows))
     else:
@@ -667,6 +673,8 @@ def main(argv=None):
         for name in names.split():
             section.add_argument(name.removesuffix("..."), **ARGUMENTS[name])
     args = parser.parse_args(argv)
+    if "device" in args and args.call is not predict:  # its table is alone on stdout
+        args.device, _ = set_up_device(args.device, "float32")
     args.call(args)
 
 

@@ -67,24 +67,20 @@ def docs_task(args):
     """Prepare a task for finetune.py: which package is a docstring of?
 
     A row has the first paragraph of a docstring. The files of dev are those of val in the corpus
-    docs. Rows that are also in train are left out of dev and test.
+    docs; those of its test are left out. Rows of dev that are also in train are left out.
     """
-    rows = {"train": [], "dev": [], "test": []}
+    train, dev = [], []
     versions, files = docstrings()
     for number, (package, texts) in enumerate(files):
-        split = {18: "dev", 19: "test"}.get(number % 20, "train")
+        rows = {18: dev, 19: []}.get(number % 20, train)
         for text in texts:
             paragraph = " ".join(text.split("\n\n")[0].split())
-            rows[split].append((paragraph, package))
-    known = dict(rows["train"])
-    dev = [row for row in rows["dev"] if row[0] not in known]
-    test = [text for text, _ in rows["test"] if text not in known]
-    header = ("sentence", "label")
-    tables = {"train": [header, *rows["train"]], "dev": [header, *dev],
-              "test": [("index", "sentence"), *enumerate(test)]}
+            rows.append({"sentence": paragraph, "label": package})
+    known = {row["sentence"] for row in train}
+    dev = [row for row in dev if row["sentence"] not in known]
     with new_folder("data/docs_task", args.force) as folder:
-        for split, table in tables.items():
-            write_text(folder / f"{split}.tsv", tsv_text(table))
+        for split, rows in (("train", train), ("dev", dev)):
+            write_text(folder / f"{split}.tsv", tsv_text(rows))
         write_text(folder / "meta.json", json.dumps({"source": versions}))
 
 
@@ -226,8 +222,6 @@ def fetch_task(task, source, force):
             source = source or next(unpack(files[0]).rglob("train.tsv")).parent
             files = find_files(source, ".tsv")
         for file in files:
-            if not file.is_file():
-                raise UserError(f"{file}: no such file")
             shutil.copy(file, folder)
         write_text(folder / "meta.json", json.dumps({"source": str(files[0].parent)}))
     print(f"{task.folder}: {', '.join(file.name for file in files)}")
@@ -250,8 +244,8 @@ SENTENCES = 1000  # mean length of a BookCorpus document, in lines
 BATCH = 4096  # lines that are encoded at once
 TITLE = re.compile(r" = (?!= ).* = $")  # " = Title = ", but not " = = Section = = "
 KINDS = {  # how files begin that are no text
-    "gzip": b"\x1f\x8b", "bzip2": b"BZh9", "xz": b"\xfd7zXZ", "zstd": b"(\xb5/\xfd",
-    "zip": b"PK\x03\x04", "PDF": b"%PDF-", "Parquet": b"PAR1", "UTF-16": (b"\xff\xfe", b"\xfe\xff")}
+    rb"\x1f\x8b": "gzip", rb"PK\x03\x04": "zip", b"%PDF": "PDF", rb"\xff\xfe|\xfe\xff": "UTF-16",
+    rb"(?s).*\0": "UTF-16 or binary"}
 TRAIN, VAL, TEST, DUPLICATE = 0, 1, 2, -1  # the first three are places in SPLITS
 
 
@@ -326,10 +320,9 @@ def read_lines(path):
     """Yield the lines of a text file, each with a line break at its end."""
     with open(path, encoding="utf-8") as file:
         begin = file.buffer.peek()
-        kinds = [kind for kind, mark in KINDS.items() if begin.startswith(mark)]
-        if kinds or b"\0" in begin:
-            kind = kinds[0] if kinds else "UTF-16 or binary"
-            raise UserError(f"{path}: this is {kind}, not UTF-8 text: unpack or convert it")
+        for mark, kind in KINDS.items():
+            if re.match(mark, begin):
+                raise UserError(f"{path}: this is {kind}, not UTF-8 text: unpack or convert it")
         try:
             for line in file:
                 yield line.removesuffix("\n") + "\n"
@@ -539,24 +532,22 @@ OFFLINE = "without a network give --vocab FILE or --from PATH"
 def fetch(url, sha256="", folder=DOWNLOADS):
     """Download a file to `folder`, unless it is there; return its path.
 
-    After an error it tries once more. Failure if the file cannot be had or has another SHA-256.
+    After an error it tries once more. Failure if the file cannot be had; UserError if it has
+    another SHA-256.
     """
     path = folder / Path(url).name
-    if path.exists():
-        if sha256 not in ("", file_sha256(path)):
-            raise UserError(f"{path}: its SHA-256 is not {sha256[:12]}...: move it away")
-        return path
-    with lock(path, "downloads it"), atomic(path) as temporary:
-        try:
+    if not path.exists():
+        with lock(path, "downloads it"), atomic(path) as temporary:
             try:
-                download(url, temporary)
-            except OSError:
-                download(url, temporary)
-        except OSError as error:
-            raise Failure(f"{url}: {error}: {OFFLINE}") from None
-        if sha256 not in ("", file_sha256(temporary)):
-            raise Failure(f"{url}: its SHA-256 is not {sha256[:12]}...: it was replaced, or "
-                          "damaged on its way")
+                try:
+                    download(url, temporary)
+                except OSError:
+                    download(url, temporary)
+            except OSError as error:
+                raise Failure(f"{url}: {error}: {OFFLINE}") from None
+    if sha256 not in ("", file_sha256(path)):
+        raise UserError(f"{path}: its SHA-256 is not {sha256[:12]}...: it was replaced, or damaged "
+                        "on its way: move it away")
     return path
 
 
@@ -651,8 +642,7 @@ def gpt2_tokenizer():
     try:
         ids, lines = (read(*FILES[name]) for name in ("encoder.json", "vocab.bpe"))
     except OSError as error:
-        raise Failure(f"GPT-2's vocabulary: {error}: without a network copy another machine's, and "
-                      "name the folder in TIKTOKEN_CACHE_DIR") from None
+        raise Failure(f"GPT-2's vocabulary: {error}: {OFFLINE}") from None
     ids, lines = json.loads(ids), lines.decode().splitlines()
     merges = [tuple(line.split()) for line in lines[1:]]
     tokenizer = tokenizers.Tokenizer(models.BPE(ids, merges))

@@ -23,7 +23,7 @@ from lib.device import set_up_device
 from lib.files import lock
 from lib.run import Run
 from lib.settings import UserError, check_choice, from_zero, load_settings, run_script, share
-from lib.weights import init_from, load_weights, memory_settings, open_corpus, read_weights
+from lib.weights import init_from, memory_settings, open_corpus, read_weights
 from model import SIZES, BertConfig, LanguageModel, value_tables
 
 
@@ -100,8 +100,7 @@ def main(argv):
         check_fit(settings, config, memory)
         device, dtype = set_up_device(settings.device, settings.dtype,
                                       memory=config.memory_layers)
-        dtype = str(dtype).removeprefix("torch.")
-        settings = replace(settings, device=str(device), dtype=dtype)
+        settings = replace(settings, device=str(device), dtype=str(dtype).removeprefix("torch."))
         state, signals = train(settings, config, run, checkpoint)
     return report(settings, run, state, signals, argv)
 
@@ -132,7 +131,7 @@ def set_up(settings, config, run, checkpoint):
     origin = {"init_checkpoint": "", "init_memory": {}, "first_step": 0, "pooler_trained": False,
               "trained_on": []}
     if checkpoint:
-        load_weights(model, read_weights(checkpoint)["weights"], checkpoint)
+        model.load_state_dict(read_weights(checkpoint)["weights"])
     elif settings.init_from:
         origin = init_from(model, settings.init_from, settings.reinit_ffn)
     if corpus.text not in origin["trained_on"]:
@@ -330,8 +329,8 @@ def check_fit(settings, config, memory=None):
     check_choice("init_values", settings.init_values, ("random", "zero"))
     trained = set(memory["memory_layers"]) if memory else set()
     if settings.init_values == "zero" and trained.issuperset(config.memory_layers):
-        raise UserError("init_values = zero is for a new memory, and there is none: leave it out "
-                        "(a memory of init_from keeps its values), or give memory_layers")
+        raise UserError("init_values = zero is for a new memory, and there is none: a memory of "
+                        "init_from keeps its values")
     if settings.reinit_ffn and not settings.init_from:
         raise UserError("reinit_ffn = True needs init_from: without it every FFN is new")
     if settings.warmup_steps > settings.max_steps:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from lib.files import read_json
-from lib.settings import UserError, near
+from lib.settings import UserError
 from lib.tokenizer import Specials
 
 SPLITS = ("train", "val", "test")
@@ -23,9 +23,8 @@ class Corpus:
         self.name = name
         self.folder = Path("data", name)
         if not (self.folder / "train.bin").exists():
-            known = [path.parent.name for path in Path("data").glob("*/train.bin")]
-            hint = near(name, known) or ": python prepare_data.py --help says how to make one"
-            raise UserError(f"{self.folder}: no corpus there, with a train.bin{hint}")
+            raise UserError(f"{self.folder}: no corpus there: python prepare_data.py --help says "
+                            "how to make one")
         self.meta = read_json(self.folder / "meta.json")
         self.vocab_size = self.meta["vocab_size"]
         self.special_ids = Specials(*(self.meta[f"{use}_id"] for use in Specials._fields))

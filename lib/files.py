@@ -32,7 +32,7 @@ def atomic(path):
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder, path.name)
         return
-    make_folder(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".tmp_{path.name}")
     discard(temporary)  # a killed process may have left it
     try:
@@ -59,14 +59,6 @@ def named(path):
         raise
 
 
-def make_folder(folder):
-    """Make a folder and those above it. UserError if one of them is a file."""
-    for place in (folder, *folder.parents):
-        if place.is_file():
-            raise UserError(f"{place} is a file: expected a folder")
-    folder.mkdir(parents=True, exist_ok=True)
-
-
 @contextlib.contextmanager
 def lock(folder, work, timeout=0):
     """Let one process at a time work in a folder, which need not exist yet.
@@ -79,7 +71,7 @@ def lock(folder, work, timeout=0):
         yield
         return
     folder = Path(os.path.realpath(folder))
-    make_folder(folder.parent)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     file = folder.parent / f".lock_{folder.name}"
     try:
         with named(file):  # a soft lock would outlive a process that is killed
@@ -190,6 +182,7 @@ def read_table(path, columns=None, skip_broken=False):
 
 
 def tsv_text(rows):
-    """Join rows to the text of a TSV file. Tabs and line breaks in cells become spaces."""
-    lines = ["\t".join(re.sub(r"[\t\r\n]", " ", str(cell)) for cell in row) for row in rows]
+    """Join rows, dicts by column, to the text of a TSV file. A tab in a cell becomes a space."""
+    lines = ["\t".join(re.sub(r"[\t\r\n]", " ", str(cell)) for cell in row)
+             for row in (rows[0], *map(dict.values, rows))]
     return "\n".join(lines) + "\n"

@@ -6,6 +6,7 @@ $ torchrun --standalone --nproc_per_node=4 pretrain.py configs/base_resm_init.py
 NCCL connects CUDA cards, gloo CPUs. A process that torchrun did not start is the only rank. Every
 rank has the whole model. The first rank prints and writes files.
 """
+import itertools
 import os
 import sys
 import time
@@ -46,13 +47,9 @@ def run_ranks(main):
 
 def run_as_rank(main):
     """Join the process group of torchrun and call main(). Returns its status."""
-    local_rank = int(os.environ["LOCAL_RANK"])
     cards = torch.cuda.device_count()  # if CUDA_VISIBLE_DEVICES is empty, ranks run on CPUs
-    if cards and local_rank >= cards:
-        raise UserError(f"more ranks than cards: --nproc_per_node={cards}, or "
-                        "CUDA_VISIBLE_DEVICES= for ranks on CPUs")
     if cards:
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, world_size = next(dist.rendezvous("env://"))
     # torchrun keeps the store after a restart, with the addresses of dead processes
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
@@ -137,13 +134,6 @@ def check_accumulation(settings):
                         f"{get_world_size()} ranks of torchrun: change it or --nproc_per_node")
 
 
-def my_micro_batches(accumulation):
-    """List this rank's micro-batches of a step."""
-    return range(get_rank(), accumulation, get_world_size())
-
-
 def deal_batches(batches):
-    """Yield this rank's batches: every world_size-th."""
-    for number, batch in enumerate(batches):
-        if number % get_world_size() == get_rank():
-            yield batch
+    """Return an iterator over this rank's batches: every world_size-th."""
+    return itertools.islice(batches, get_rank(), None, get_world_size())

@@ -47,19 +47,15 @@ class Run:
         return settings
 
     def check_settings(self, settings, data):
-        """Print what changed since the run began. UserError for what must stay the same."""
+        """Raise UserError if what must stay the same has changed since the run began."""
         before = self.settings()
         now = json.loads(to_json(asdict(settings)))
         for key in sorted(now):
             old, new = before.get(key, getattr(type(settings), key)), now[key]
-            if old == new:
-                continue
-            if key in settings.MAY_CHANGE:
-                print(f"{key} was {old!r}, is now {new!r}")
-                continue
-            raise UserError(f"{self.folder} was trained with {key} = {old!r}, not {new!r}: add "
-                            f"--{key}={shlex.quote(str(old))} to go on, or give the changed run "
-                            "its own --out=out/NAME")
+            if old != new and key not in settings.MAY_CHANGE:
+                raise UserError(f"{self.folder} was trained with {key} = {old!r}, not {new!r}: "
+                                f"add --{key}={shlex.quote(str(old))} to go on, or give the "
+                                "changed run its own --out=out/NAME")
         for name in before["data"] | data:
             if before["data"].get(name) != data.get(name):
                 raise UserError(f"{self.folder} was trained on other data: {name} has changed: put "
@@ -113,10 +109,7 @@ class Run:
 
     def records(self):
         """Read log.jsonl, a list of dicts. A last line that is half written does not count."""
-        path = self.folder / "log.jsonl"
-        if not path.is_file():
-            raise UserError(f"{path}: no such file")
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+        lines = (self.folder / "log.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
         return [json.loads(line, object_hook=null_to_nan) for line in lines]
 
     def evaluations(self):
@@ -162,8 +155,7 @@ class Run:
         snapshots = {step: dict(np.load(path))
                      for step, path in numbered(self.folder / "usage", SNAPSHOT).items()}
         if not snapshots:
-            raise UserError(f"{self.folder}/usage: no snapshot: a run with memory writes one every "
-                            "usage_interval steps, a run without memory none")
+            raise UserError(f"{self.folder}/usage: no snapshot: usage_interval = 0, or no memory")
         return snapshots
 
     def seed_runs(self):

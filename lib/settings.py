@@ -19,7 +19,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[1]  # where the scripts are
-sys.set_int_max_str_digits(0)  # so that a message can show any number
 
 
 class UserError(ValueError):
@@ -38,8 +37,7 @@ class Parser(argparse.ArgumentParser):
                          **settings)
 
     def error(self, message):
-        hint = "options have _, not -; " if re.search(r"--\w+-\w", message) else ""
-        raise UserError(f"{message} ({hint}{self.prog} --help)")
+        raise UserError(f"{message} ({self.prog} --help)")
 
 
 class Progress(tqdm):
@@ -97,8 +95,7 @@ def load_settings(Settings, argv):
             given[key] = as_typed("command line", key, text, defaults)
             continue
         if not arg.endswith(".py") or not Path(arg).is_file():
-            hint = near(arg, map(str, Path("configs").glob("*.py")))
-            raise UserError(f"{arg}: no such config file, a .py{hint}")
+            raise UserError(f"{arg}: no such config file, a .py")
         for key, value in run_config(arg).items():
             if not key.startswith("_") and not isinstance(value, types.ModuleType):
                 from_files[key] = as_typed(arg, key, value, defaults)
@@ -130,17 +127,12 @@ def utf8(text):
     return text
 
 
-def near(name, names):
-    """Say which of `names` is like `name`: " (did you mean base?)", or ""."""
-    found = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {found[0]}?)" if found else ""
-
-
 def as_typed(where, key, value, defaults):
     """Return a setting's value in the type of its default. "4,8", 4 and [4, 8] stand for tuples."""
     if key not in defaults:
-        hint = near(key, defaults) or " (--help lists the keys)"
-        raise UserError(f"{where}: unknown key '{key}'{hint}")
+        like = difflib.get_close_matches(key, defaults, n=1)
+        hint = f"did you mean {like[0]}?" if like else "--help lists the keys"
+        raise UserError(f"{where}: unknown key '{key}' ({hint})")
     kind, typed = type(defaults[key]), value
     with contextlib.suppress(Exception):  # other text, and a number beyond all floats, stay
         if isinstance(value, str) and kind is not str:
@@ -183,8 +175,7 @@ def run_main(main):
     if sys.stdout:  # it may be closed
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
-        for argument in sys.argv[1:]:
-            utf8(argument)
+        utf8(" ".join(sys.argv[1:]))
         sys.exit(main())
     except UserError as error:
         status, line = 2, f"error: {error}"
@@ -195,15 +186,16 @@ def run_main(main):
     except BrokenPipeError:
         os._exit(141)  # else Python would flush stdout once more
     except Exception as error:
-        text = str(find_refusal(error) or error)
+        refusal = find_refusal(error)
+        text = str(refusal or error)
         no_memory = "out of memory|llocate (memory|[0-9])|Storage size calculation overflowed"
         status, line = 1, f"error: {text}"
         if isinstance(error, MemoryError) or re.search(no_memory, text):
             line = (f"error: {text.partition(chr(10))[0] or 'out of memory'}: take a smaller "
                     "batch_size (and more accumulation), fewer tokens or a smaller model")
-        elif not find_refusal(error):
+        elif not refusal:
             raise
-    print(line.replace("\n", " ")[:2000], file=sys.stderr)
+    print(line.replace("\n", " "), file=sys.stderr)
     sys.exit(status)
 
 

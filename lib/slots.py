@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from lib.corpus import causal_heldout, cut_split
-from lib.device import set_up_device
 from lib.settings import Progress, UserError
 from lib.tokenizer import full_tokenizer, load_tokenizer, special_ids
-from lib.usage import record_reads, watch_reads
+from lib.usage import record_reads
 from lib.weights import find_weights, load_model, open_corpus, read_weights, run_settings
 from model import value_tables
 
@@ -47,9 +46,8 @@ def open_model(args):
     args: the command line's run, data, device and seen. Returns (model, tokenizer, CorpusReads).
     The last is None without a memory.
     """
-    device, _ = set_up_device(args.device, "float32")
     model, tokenizer = load_with_tokenizer(args.run)
-    model.to(device)
+    model.to(args.device)
     corpus = CorpusReads(model, args.run, args.data, args.seen) if value_tables(model) else None
     return model, tokenizer, corpus
 
@@ -100,27 +98,6 @@ class CorpusReads:
         parts = [before[-WIDTH:], here, after[:WIDTH]]
         left, middle, right = self.tokenizer.decode_batch(parts, skip_special_tokens=False)
         return f"{left} «{middle.strip()}» {right}".strip()
-
-
-@torch.no_grad()
-def print_guess(model, tokenizer, ids, position, corpus, most):
-    """Print the likeliest tokens at a position of a text, and the slots read there.
-
-    ids: of the text. corpus: a CorpusReads, for `most` contexts of each slot; None for a model
-    without memory.
-    """
-    reads = {}
-    ids = torch.tensor([ids], device=model.bias.device)
-    with watch_reads(value_tables(model), lambda layer, *read: reads.update({layer: read})):
-        chances = model(ids)[0, position].softmax(0)
-    for probability, token in zip(*(part.tolist() for part in chances.topk(5))):
-        print(f"  {probability:6.1%}  {tokenizer.id_to_token(token)}")
-    for layer, (slots, weights) in reads.items():
-        for head, (slot, *_) in enumerate(slots[position].tolist()):
-            share = weights[position, head, 0]
-            print(f"  layer {layer}, head {head + 1}: slot {slot} ({share:.2f}); its contexts:")
-            for weight, text, _ in corpus.contexts(layer, slot, most):
-                print(f"    ({weight:.2f}) {text}")
 
 
 def page_data(corpus, most):

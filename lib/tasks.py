@@ -86,8 +86,7 @@ def find_task(name):
     path = folder / "train.tsv"
     if not path.is_file():
         raise UserError(f"task = {name!r}: not there: expected docs_task, {', '.join(TASKS)} "
-                        "(python prepare_data.py docs_task, squad or glue makes them), or a "
-                        "folder with train.tsv and dev.tsv")
+                        "(prepare_data.py makes them), or a folder with train.tsv and dev.tsv")
     rows = read_table(path)
     texts = find_columns(path, rows, TEXTS)
     column = find_columns(path, rows, LABELS)[0]
@@ -146,8 +145,7 @@ def find_columns(path, rows, known):
     found = [name for name in known if name in rows[0]]
     if len(found) not in (1, 2):
         raise UserError(f"{path}:1: expected the columns sentence and label (or sentence1 and "
-                        "sentence2; or score), with tabs between them; found "
-                        f"{', '.join(rows[0])}")
+                        f"sentence2; or score), found {', '.join(rows[0])}")
     return found
 
 
@@ -254,12 +252,12 @@ def predict_examples(model, examples, batch_size=32, dtype=torch.float32):
     return sum_over_ranks(predictions)
 
 
-def prediction_table(predictions, labels):
-    """Return header and rows: scores, or the classes named by `labels` with probabilities."""
+def prediction_cells(predictions, labels):
+    """Return dicts by column: scores, or the classes named by `labels` with probabilities."""
     if not labels:
-        return ["prediction"], [[f"{score:.3f}"] for [score] in predictions]
-    rows = [[labels[row.argmax()], f"{row.max():.4f}"] for row in predictions]
-    return ["prediction", "probability"], rows
+        return [{"prediction": f"{score:.3f}"} for [score] in predictions]
+    return [{"prediction": labels[row.argmax()], "probability": f"{row.max():.4f}"}
+            for row in predictions]
 
 
 def score_dev(task, dev, predictions):

@@ -102,7 +102,7 @@ def step(number, net, batches, optimizers, settings):
     """
     dense, sparse, scaler = optimizers
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
-    mine = ranks.my_micro_batches(settings.accumulation)
+    mine = range(ranks.get_rank(), settings.accumulation, ranks.get_world_size())
     batch_norms = shared_norms(net)
     before, parts = take_statistics(batch_norms), []  # from here they are 0, alike on all ranks
     loss = 0.0
@@ -200,10 +200,9 @@ def take_stock(recent, state, settings, step, start):
     recent = [(loss.item(), norm.item()) for loss, norm in recent]
     for n, (loss, norm) in enumerate(recent, step - len(recent) + 1):
         if not math.isfinite(loss) or (settings.dtype != "float16" and not math.isfinite(norm)):
-            raise Failure(
-                f"step {n}: the loss is {loss}, the gradient norm {norm}. Likely cause: lr or "
-                "value_lr is too high, or the warm-up too short. --init_from=RUN starts from the "
-                "last checkpoint")
+            raise Failure(f"step {n}: the loss is {loss}, the gradient norm {norm}: lr or value_lr "
+                          "is too high, or the warm-up too short (--init_from=RUN starts from the "
+                          "last checkpoint)")
     state["step"] = step
     state["seconds"] += time.perf_counter() - start
     state["losses"] += [loss for loss, _ in recent]

@@ -18,6 +18,8 @@ from functools import partial
 import numpy as np
 import torch
 
+NOTHING = torch.zeros(0, 1, 1, dtype=torch.int), torch.zeros(0, 1, 1)  # slots, weights of no token
+
 
 @contextlib.contextmanager
 def watch_reads(tables, on_read):
@@ -44,8 +46,7 @@ def count_reads(tables, sum_over_ranks=lambda counts: counts):
 
     sum_over_ranks: sums an array or a number over the ranks, when the block ends.
     """
-    nothing = torch.zeros(0, 1, 1, dtype=torch.int), torch.zeros(0, 1, 1)
-    counts = {name: tally(*nothing, len(table.weight)) for name, table in tables.items()}
+    counts = {name: tally(*NOTHING, len(table.weight)) for name, table in tables.items()}
 
     def count(name, slots, weights):
         found = tally(slots, weights, len(tables[name].weight))
@@ -62,12 +63,11 @@ def count_reads(tables, sum_over_ranks=lambda counts: counts):
 @contextlib.contextmanager
 def record_reads(tables):
     """Record what every memory reads inside the block: {name: Reads}, filled when it ends."""
-    nothing = torch.zeros(0, 1, 1, dtype=torch.int), torch.zeros(0, 1, 1)
     found, reads = {name: [] for name in tables}, {}
     with watch_reads(tables, lambda name, *read: found[name].append(read)):
         yield reads
     for name, parts in found.items():
-        slots, weights = map(torch.cat, zip(*parts or [nothing]))
+        slots, weights = map(torch.cat, zip(*parts or [NOTHING]))
         reads[name] = Reads(slots, weights, len(tables[name].weight))
 
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from lib.corpus import Corpus
 from lib.files import file_sha256, load_file
-from lib.huggingface import FILES, PRETRAINED, SETTINGS, read_folder, weight_files
+from lib.huggingface import FILES, SETTINGS, read_folder, weight_files
 from lib.ranks import first_rank
 from lib.run import Run, read_state
-from lib.settings import UserError, near
+from lib.settings import UserError
 from lib.tokenizer import load_tokenizer, vocab_hash
 from model import HEADS, BertConfig, Classifier, build_model
 
@@ -52,10 +52,8 @@ def find_weights(path):
     for folder in (Path(path), Path("data/weights", path)):
         if weight_files(folder):
             return folder, folder / "vocab.txt"
-    names = {folder.name for folder in Path("data/weights").glob("*")}
-    names |= {*PRETRAINED, *map(str, Path("out").glob("[!.]*"))} - {str(path)}
-    raise UserError(f"{path} has no checkpoint, {' or '.join(FILES)}{near(str(path), names)}: "
-                    "pretrain.py trains one, prepare_data.py weights NAME fetches one of the hub")
+    raise UserError(f"{path} has no checkpoint, {' or '.join(FILES)}: pretrain.py trains one, "
+                    "prepare_data.py weights NAME fetches one of the hub")
 
 
 def median_seed(path):
@@ -142,9 +140,8 @@ def open_corpus(name, *paths, seen=False):
             elif text["documents"] == corpus.text["documents"]:
                 if not seen:
                     raise UserError(f"{path} was trained on the documents of data/{name}, split "
-                                    "otherwise: text held out here was training text there. "
-                                    "Prepare it as before (measure.py --seen measures all the "
-                                    "same)")
+                                    "otherwise: prepare it as before (measure.py --seen measures "
+                                    "its training text all the same)")
             elif text["name"] == name:
                 print(f"{path} was trained on another text named {name}")
     return corpus
@@ -176,10 +173,12 @@ def memory_settings(config):
 
 
 def check_sizes(path, initial, config):
-    """Raise UserError if a model has other sizes than the initial one. Both are BertConfigs.
+    """Raise UserError if a model has another objective or other sizes than the initial one.
 
-    If both have memories, all settings of these but their places and weights must agree, too.
+    Both are BertConfigs. If both have memories, all settings of these but their places and weights
+    must agree, too.
     """
+    check_objective(path, initial, config.causal)
     names = ["n_layer", "n_head", "d_model", "d_ff", "max_len", "type_vocab"]
     if config.memory_layers:
         free = ("memory_layers", "alpha", "beta")
@@ -187,9 +186,8 @@ def check_sizes(path, initial, config):
     different = [f"{name} = {getattr(initial, name)}, not {getattr(config, name)}"
                  for name in names if getattr(initial, name) != getattr(config, name)]
     if different:
-        raise UserError(f"{path} has {'; '.join(different)}: it brings its sizes along, leave out "
-                        "model, n_layer, n_head, d_model and d_ff (--model= --n_layer=0 ... undo "
-                        "a config file's); leave out a memory's, too, or give what it has")
+        raise UserError(f"{path} has {'; '.join(different)}: it brings its sizes and its memory's "
+                        "along, leave them out (--model= --n_layer=0 ... undo a config file's)")
 
 
 def load_weights(model, weights, source, strict=True, assign=False):
@@ -220,7 +218,6 @@ def init_from(model, path, reinit_ffn=False):
     source, _ = find_weights(path)
     saved = read_weights(source)
     config = model.bert.config
-    check_objective(source, saved["config"], config.causal)
     check_sizes(source, saved["config"], config)
     # only Google's next-sentence pretraining and classification train a pooler
     first_step, pooler_trained = 0, any("pooler" in name for name in saved["weights"])

@@ -24,7 +24,6 @@ from test_pkm import assert_near  # noqa: F401 - tests import it from here
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"  # larger texts; tests of them are skipped without it
-KILLS = int(os.environ.get("PKM_TEST_KILLS", "2"))
 
 
 def tiny_bert(seed=0, **settings):
@@ -113,13 +112,6 @@ def before_update(number, act):
 def interrupt(number):
     """Return what sends this process a signal, for before_update()."""
     return lambda optimizer: os.kill(os.getpid(), number)
-
-
-def seeded_kills():
-    """Draw the moments of kills: a random.Random of PKM_TEST_SEED, which a failed test shows."""
-    seed = os.environ.get("PKM_TEST_SEED", "0")
-    print(f"PKM_TEST_SEED={seed}")
-    return random.Random(int(seed))
 
 
 def trains_pooler(run):

@@ -155,4 +155,5 @@ def test_a_file_of_tensors_runs_no_code(tmp_path, monkeypatch):
 
 
 def test_a_cell_is_one_field_of_a_table():
-    assert tsv_text([["a\tb", "c\r\nd"], [1, 0.5]]) == "a b\tc  d\n1\t0.5\n"
+    rows = [{"x": "a\tb", "y": "c\r\nd"}, {"x": 1, "y": 0.5}]
+    assert tsv_text(rows) == "x\ty\na b\tc  d\n1\t0.5\n"

@@ -64,7 +64,7 @@ def assert_same_logits(ours, theirs):
 
 
 @pytest.mark.parametrize("layout", [
-    "safetensors", "shards", "bin", "bin shards", "half", "old names", "no prefix", "wrapped"])
+    "safetensors", "shards", "bin", "bin shards", "half", "old names", "no prefix"])
 @pytest.mark.parametrize("kind", [
     "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification", "regression",
     "BertForQuestionAnswering", "DistilBertForMaskedLM", "DistilBertForQuestionAnswering"])
@@ -86,9 +86,6 @@ def test_hugging_face_folders_give_the_same_logits(tmp_path, kind, layout):
         if layout == "no prefix":
             weights = {n.removeprefix("bert.").removeprefix("distilbert."): w
                        for n, w in weights.items()}
-        if layout == "wrapped":
-            weights = {f"model._orig_mod.module.{n}": w for n, w in weights.items()}
-            weights = {"epoch": 3, "state_dict": weights}
         if layout == "half":
             weights = {n: w.half() if w.is_floating_point() else w for n, w in weights.items()}
             theirs = theirs.half().float()
@@ -156,8 +153,7 @@ def test_a_vocabulary_with_capitals_is_of_a_cased_bert(tmp_path):
     ("tie_word_embeddings", False, "tie_word_embeddings = False"),
     ("num_hidden_layers", 4, r"has no encoder\.layer\.3"),
     ("num_attention_heads", 5, "config.json: n_head = 5: .* the width 32"),
-    ("hidden_size", "32", "config.json: "), ("hidden_size", 32.0, "config.json: "),
-    ("num_hidden_layers", None, "config.json: "), ("num_attention_heads", 0, "config.json: "),
+    ("hidden_size", "32", "config.json: "), ("num_hidden_layers", None, "config.json: "),
     ("quantization_config", {}, "quantization_config"), ("pruned_heads", {"0": [1]}, "pruned")])
 def test_a_folder_of_another_model_is_refused(tmp_path, key, value, words):
     theirs = hugging_face("BertForMaskedLM")
@@ -221,18 +217,14 @@ def test_weights_of_another_vocabulary_or_with_nan_are_refused(tmp_path):
         read_weights(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": []}'])
-def test_an_index_without_shards_is_refused(tmp_path, content):
-    (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(UserError, match="index.json: expected the names of its shards"):
+def test_files_without_weights_are_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(UserError, match="has no checkpoint"):
         read_weights(tmp_path)
-
-
-@pytest.mark.parametrize("content", [[1], {"epoch": 3}])
-def test_a_file_without_tensors_is_refused(tmp_path, content):
     save(hugging_face("BertForMaskedLM"), tmp_path)
-    torch.save(content, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="its weights are not tensors by name"):
+    torch.save({"epoch": 3}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(UserError, match="epoch is no tensor"):
         read_weights(tmp_path)
 
 

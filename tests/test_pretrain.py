@@ -1,7 +1,5 @@
 """
 Pretrain: each step by the formulas, where a run starts, what it leaves, and what stops it.
-
-$ PKM_TEST_KILLS=20 PKM_TEST_SEED=1 python -m pytest -k killed      # 20 SIGKILLs, not 2
 """
 import itertools
 import json
@@ -10,7 +8,6 @@ import os
 import shutil
 import signal
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +23,6 @@ from lib.training import evaluate_language_model, seed_dropout
 from lib.weights import init_from, load_model, model_hash, trained_on
 from model import BertConfig, Classifier, LanguageModel, value_tables
 from tests.helpers import (
-    KILLS,
     TINY,
     assert_same,
     before_update,
@@ -34,12 +30,10 @@ from tests.helpers import (
     interrupt,
     log,
     save_model,
-    seeded_kills,
     steps_saved,
     tiny_bert,
     train,
 )
-from tests.on_ranks import start, wait_for
 
 
 def losses(*args):
@@ -259,35 +253,6 @@ def test_compiled_training_equals_eager(place, monkeypatch):
     assert abs(eager - frozen).max() > 1e-2
 
 
-def test_float16_leaves_out_a_step_that_overflows(place, monkeypatch):
-    """Move nothing in step 1, at a scale of 2^30, and unscale step 2 by its own scale, 2^15."""
-    overflowing = partial(torch.amp.GradScaler, init_scale=2.0**30, backoff_factor=2.0**-15)
-    args = ["--max_steps=2", "--warmup_steps=0", "--checkpoint_interval=1", "--dropout=0",
-            "--log_interval=1", "--dtype=float16"]
-    monkeypatch.setattr(torch.amp, "GradScaler", overflowing)
-    assert train("--out=out/half", *args) == 0
-    monkeypatch.setattr(torch.amp, "GradScaler", partial(overflowing, growth_interval=1))
-    assert train("--out=out/grows", *args) == 0  # doubles the scale after step 2
-    assert_same(weights_of("out/grows"), weights_of("out/half"))
-    assert 0 < [r["grad_norm"] for r in log("out/half") if "grad_norm" in r][1] < 100
-    start, end = (weights_of(f"out/half/step_00000{n}") for n in (1, 2))
-    torch.manual_seed(0)
-    config = pretrain.Settings(**TINY)
-    fresh = LanguageModel(pretrain.bert_config(config, 25)).state_dict()
-    for name, w in start.items():
-        if "running" not in name and "tracked" not in name:
-            assert torch.equal(w, fresh[name]), name
-    values = "bert.layers.1.memory.values.weight"
-    assert not torch.equal(end[values], start[values])
-    states = [torch.load(f"out/{run}/step_000002/state.pt", weights_only=True)
-              for run in ("half", "grows")]
-    assert [state["scaler"]["scale"] for state in states] == [2.0**15, 2.0**16]
-    moments = [torch.load(f"out/{run}/step_000002/optimizer.pt", weights_only=True)["sparse"]
-               for run in ("half", "grows")]
-    assert_same(moments[0]["state"], moments[1]["state"])
-    assert 0 < moments[0]["state"][0]["exp_avg"].abs().max() < 1  # not 32,768 times as large
-
-
 def assert_same_run(out, reference):
     """Compare logs but for speed, and weights and moments at the end."""
     def timeless(run):
@@ -301,36 +266,6 @@ def assert_same_run(out, reference):
         assert_same(*(torch.load(end / name, weights_only=True) for end in ends), name)
     values = torch.load(ends[0] / "optimizer.pt", weights_only=True)["sparse"]
     assert all(v["exp_avg_sq"].abs().sum() > 0 for v in values["state"].values())
-
-
-def saving(run):
-    """Tell whether the newest checkpoint still lacks its last file, under any name."""
-    newest = max(run.glob("*step_*"), key=lambda path: path.name[-6:])
-    return (newest / "model.pt").exists() and not (newest / "state.pt").exists()
-
-
-def test_a_killed_run_ends_as_if_it_had_not_been(place):
-    """Kill it during a step, and every other time while a checkpoint is written."""
-    args = ["--eval_interval=4", f"--max_steps={20 + 6 * KILLS}"]
-    rng, run, seen = seeded_kills(), Path("out/killed"), 0
-    for number in range(KILLS):
-        [process] = start(0, train, *args, "--out=out/killed", "--checkpoint_interval=1")
-        first = wait_for(lambda seen=seen: max(0, steps_saved(run) - seen), process) + seen
-        begin = time.perf_counter()
-        wait_for(lambda first=first: steps_saved(run) > first, process)
-        time.sleep(rng.random() * (time.perf_counter() - begin))  # somewhere in a step
-        if number % 2:
-            wait_for(lambda: saving(run), process)
-            time.sleep(rng.random() * 0.003)
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-        seen = steps_saved(run)
-    assert 0 < seen < 20 + 6 * KILLS
-    assert train(*args, "--out=out/killed", "--checkpoint_interval=1") == 0
-    assert train(*args, "--out=out/whole", "--checkpoint_interval=1000") == 0
-    assert_same_run(run, "out/whole")
-    assert not list(run.rglob(".tmp_*"))
 
 
 @pytest.mark.parametrize("number, at, objective", [

@@ -7,6 +7,7 @@ import collections
 import functools
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -24,11 +25,12 @@ import pretrain
 from lib.ranks import any_signalled, barrier, get_rank
 from lib.run import Run
 from lib.weights import read_weights
-from tests.helpers import ROOT, log, seeded_kills, steps_saved, write_tasks
+from tests.helpers import ROOT, log, steps_saved, write_tasks
 from tests.on_ranks import finish, start
 
 KILLS = int(os.environ.get("PKM_TEST_KILLS", "1"))
 RANKS = int(os.environ.get("PKM_TEST_RANKS", "3"))
+SEED = int(os.environ.get("PKM_TEST_SEED", "0"))  # of the moments of kills
 PRETRAIN = ["tiny.py", "--accumulation=12", "--batch_size=1", "--max_steps=8", "--n_layer=2",
             "--d_model=16", "--d_ff=32", "--memory_layers=1,2", "--log_interval=2",
             "--usage_interval=8", "--eval_interval=8", "--eval_sequences=3",
@@ -241,7 +243,7 @@ def test_kills_change_nothing(place):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                 f"--nproc_per_node={RANKS}", f"--max-restarts={KILLS}", ROOT / "pretrain.py",
                 *every]
-    rng, run, seen = seeded_kills(), Path("out/killed"), 0
+    rng, run, seen = random.Random(SEED), Path("out/killed"), 0
     with Path("output").open("w") as file, subprocess.Popen(  # a pipe would fill up
             torchrun, stdout=file, stderr=subprocess.STDOUT) as process:
         for number in range(KILLS):
