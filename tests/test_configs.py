@@ -12,6 +12,7 @@ from finetune import Settings as Tuning
 from lib.settings import load_settings
 from model import SIZES
 from pretrain import Settings as Pretraining
+from pretrain import bert_config, check_fit
 from tests.helpers import ROOT
 
 ALONE = ["base", "causal_12", "demo", "demo_finetune", "finetune_glue", "finetune_squad",
@@ -117,6 +118,15 @@ def test_every_recipe_is_held(monkeypatch):
     monkeypatch.chdir(ROOT)
     names = [path.stem for path in Path("configs").glob("*.py")]
     assert all(map(load, names)) and {*names} == {*ALONE, *SYSTEMS}
+
+
+@pytest.mark.parametrize("command", [
+    line.split()[3:] for path in sorted((ROOT / "configs").glob("*.py"))
+    for line in path.read_text().splitlines() if line.startswith("$ python pretrain.py")])
+def test_the_commands_that_recipes_name(monkeypatch, command):
+    monkeypatch.chdir(ROOT)
+    settings = load_settings(Pretraining, command)
+    check_fit(settings, bert_config(settings))
 
 
 @pytest.mark.parametrize("script", ["prepare_data", "pretrain", "finetune", "measure", "bench"])
