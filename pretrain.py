@@ -329,7 +329,7 @@ def check_fit(settings, config, memory=None):
     check_choice("init_values", settings.init_values, ("random", "zero"))
     trained = set(memory["memory_layers"]) if memory else set()
     if settings.init_values == "zero" and trained and trained.issuperset(config.memory_layers):
-        raise UserError("init_values = zero is for a new memory: that of init_from keeps its values")
+        raise UserError("init_values = zero is for a new memory: init_from's keeps its values")
     if settings.reinit_ffn and not settings.init_from:
         raise UserError("reinit_ffn = True needs init_from: without it every FFN is new")
     if settings.warmup_steps > settings.max_steps:
