@@ -532,22 +532,24 @@ OFFLINE = "without a network give --vocab FILE or --from PATH"
 def fetch(url, sha256="", folder=DOWNLOADS):
     """Download a file to `folder`, unless it is there; return its path.
 
-    After an error it tries once more. Failure if the file cannot be had; UserError if it has
-    another SHA-256.
+    After an error it tries once more. Failure if the file cannot be had or has another SHA-256.
     """
     path = folder / Path(url).name
-    if not path.exists():
-        with lock(path, "downloads it"), atomic(path) as temporary:
+    if path.exists():
+        if sha256 not in ("", file_sha256(path)):
+            raise UserError(f"{path}: its SHA-256 is not {sha256[:12]}...: move it away")
+        return path
+    with lock(path, "downloads it"), atomic(path) as temporary:
+        try:
             try:
-                try:
-                    download(url, temporary)
-                except OSError:
-                    download(url, temporary)
-            except OSError as error:
-                raise Failure(f"{url}: {error}: {OFFLINE}") from None
-    if sha256 not in ("", file_sha256(path)):
-        raise UserError(f"{path}: its SHA-256 is not {sha256[:12]}...: it was replaced, or damaged "
-                        "on its way: move it away")
+                download(url, temporary)
+            except OSError:
+                download(url, temporary)
+        except OSError as error:
+            raise Failure(f"{url}: {error}: {OFFLINE}") from None
+        if sha256 not in ("", file_sha256(temporary)):
+            raise Failure(f"{url}: its SHA-256 is not {sha256[:12]}...: it was replaced, or "
+                          "damaged on its way")
     return path
 
 
