@@ -644,7 +644,8 @@ def gpt2_tokenizer():
     try:
         ids, lines = (read(*FILES[name]) for name in ("encoder.json", "vocab.bpe"))
     except OSError as error:
-        raise Failure(f"GPT-2's vocabulary: {error}: {OFFLINE}") from None
+        raise Failure(f"GPT-2's vocabulary: {error}: without a network copy another machine's, and "
+                      "name the folder in TIKTOKEN_CACHE_DIR") from None
     ids, lines = json.loads(ids), lines.decode().splitlines()
     merges = [tuple(line.split()) for line in lines[1:]]
     tokenizer = tokenizers.Tokenizer(models.BPE(ids, merges))

@@ -47,9 +47,12 @@ def run_ranks(main):
 
 def run_as_rank(main):
     """Join the process group of torchrun and call main(). Returns its status."""
+    local_rank = int(os.environ["LOCAL_RANK"])
     cards = torch.cuda.device_count()  # if CUDA_VISIBLE_DEVICES is empty, ranks run on CPUs
+    if cards and local_rank >= cards:
+        raise UserError(f"more ranks than cards: --nproc_per_node={cards}")
     if cards:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(local_rank)
     store, rank, world_size = next(dist.rendezvous("env://"))
     # torchrun keeps the store after a restart, with the addresses of dead processes
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
