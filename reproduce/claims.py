@@ -172,7 +172,7 @@ def number(rows, system, column):
 
 
 def find(named, name):
-    """Return what a dict has under the paper's name, else under a name that stands for it."""
+    """Return what a dict has under a name of the paper, or one that stands for it."""
     while name not in named:
         name = paper.STANDS_FOR[name]
     return named[name]

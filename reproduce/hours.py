@@ -1,6 +1,4 @@
-"""
-Estimate hours and disk of the pilot and the paper: `python -m reproduce.hours`.
-"""
+"""Estimate hours and disk of the pilot and the paper: `python -m reproduce.hours`."""
 import os
 import re
 import sys
@@ -20,14 +18,15 @@ def estimate(text):
         memory = re.search("_(pkm|resm|memory)", config + given)
         hours, weights = (305, 2.06e9) if memory else (140, 0.44e9)  # weights: bytes
         if task := re.search(r"--task=(\w+)", given):
-            tuning += STEPS[task[1]] / 15 / 3600  # 15 steps/s: a guess
+            tuning += STEPS[task[1]] / 54_000  # 15 steps/s: a guess
             disk += weights
         else:  # a step of the pilot has a sixteenth of the paper's tokens; it keeps one checkpoint
             steps = re.findall(r"--max_steps=(\d+)", f"--max_steps=500000 {given}")[-1]
             whole, copies = (8e6, 3) if "--seq_len=128" in given else (5e5, 6)
             pretraining += HOURS.get(config, hours) * int(steps) / whole
             disk += copies * weights
-    timed = LOG.exists() and re.search(r'base_resm\.py".*?"tokens/s": (\d+)', LOG.read_text())
+    timed = LOG.exists() and re.search(r'"system": "configs/base_resm.py".*?"tokens/s": (\d+)',
+                                       LOG.read_text())
     slower = 239_000 / int(timed[1]) if timed else 1
     return (f"about {slower * pretraining:,.1f} hours of pretraining on one card, "
             f"{slower * tuning:,.1f} of fine-tuning (a guess), {disk / 1e9:.0f} GB; speed: "
@@ -35,6 +34,6 @@ def estimate(text):
 
 
 if __name__ == "__main__":
-    if not sys.argv[1:]:
+    if not sys.argv[1:]:  # else from stdin
         sys.exit(os.system("for x in pilot paper; do sh reproduce.sh $x --list | tail -n 1; done"))
-    print(*sys.argv[1:], estimate(sys.stdin.read()))
+    print(estimate(sys.stdin.read()))

@@ -210,8 +210,7 @@ def main(folder):
     write_text(folder / "page.md", PAGE.format(
         scale=scale, variables=variables, commands=len(seconds), hours=sum(seconds) / 3600,
         differs=paper.PAPER["differs"][scale], totals=claims.totals(verdicts),
-        verdicts=markdown(COLUMNS, verdicts),
-        rule=claims.RULE, parts="".join(parts)))
+        verdicts=markdown(COLUMNS, verdicts), rule=claims.RULE, parts="".join(parts)))
     print(f"wrote {folder}/page.md")
 
 

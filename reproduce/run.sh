@@ -2,7 +2,6 @@
 trap 'exit 130' INT TERM
 
 refuse() { echo "$*" && exit 2; }
-
 check_variables() {  # STEPS "SEEDS" "TASKS" START: set them, and what follows from them
     STEPS=$1 SEEDS=$2 TASKS=$3 START=${4%/} max_steps=$1 seeds=$2 few=$2
     variables="START=$4 STEPS=$1 SEEDS='$2' TASKS='$3' PRETRAIN='${PRETRAIN:-}' "
@@ -15,7 +14,6 @@ check_variables() {  # STEPS "SEEDS" "TASKS" START: set them, and what follows f
     schedule=${1:+"--warmup_steps=$(($1 / 20)) --eval_interval=$(($1 / 20))
         --usage_interval=$(($1 / 5))"}
 }
-
 only() { for x in $1; do case " $TASKS " in *" $x "*) echo "$x" ;; esac; done; }
 
 begin() {  # SCALE WORD...: read the command line, and find the GPUs
