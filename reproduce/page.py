@@ -32,6 +32,8 @@ FORMS = {  # by the beginning of a column; the others have one decimal
 def read(folder, name):
     """Read a result of measure.py, or what bench.py printed as JSON."""
     path = folder / f"{name}.json"
+    if not path.exists():  # of one seed a figure has all that its table needs
+        path = folder / f"{name.removesuffix('_seeds')}.json"
     if path.exists():
         return read_json(path, null_to_nan)
     lines = (folder / "logs" / name).read_text(encoding="utf-8").splitlines()
@@ -169,8 +171,8 @@ COLUMNS = ["where", "section", "the paper says", "holds", "to be lower", "to be 
 PAGE = """\
 # The paper, reproduced: {scale}
 
-Made by `sh reproduce.sh {scale}`: {commands} commands, {hours:.1f} hours in all, some of them \
-side by side.
+Made by `{variables}sh reproduce.sh {scale}`: {commands} commands, {hours:.1f} hours in all, some \
+of them side by side.
 
 Numbers in brackets are the paper's; ?: no number, as where our copy is not legible; -: does not \
 apply. {differs} What the paper leaves open, and we chose: \
@@ -186,24 +188,29 @@ apply. {differs} What the paper leaves open, and we chose: \
 def main(folder):
     """Write page.md. A part whose results are missing tells how to make them."""
     scale = folder.name.removeprefix("reproduce_")
+    variables, steps = (folder / "variables").read_text().splitlines()
     verdicts, parts = [], []
     for name, (title, read_part) in PARTS.items():
         table = {}
+        if name not in steps:
+            continue
         try:
             note = read_part(folder, name, table)
         except FileNotFoundError:
             text = f"Not there yet: `sh reproduce.sh {scale} {name}`.\n"
         else:
-            text = note + beside(medians(table), paper.TABLES.get(name, {}))
-            verdicts += [claims.decide(claim, table, scale)
-                         for claim in claims.CLAIMS if claim.table == name]
+            ours, theirs = medians(table), paper.TABLES.get(name, {})
+            if scale == "pilot":  # it has not all systems
+                theirs = {system: row for system, row in theirs.items() if system in ours}
+            text = note + beside(ours, theirs)
+            verdicts += filter(None, (claims.decide(claim, table, scale)
+                                      for claim in claims.CLAIMS if claim.table == name))
         parts.append(f"\n## {title}\n\n{text}\n")
     seconds = [int(line) for line in (folder / "seconds").read_text().split()]
     write_text(folder / "page.md", PAGE.format(
-        scale=scale, commands=len(seconds), hours=sum(seconds) / 3600,
+        scale=scale, variables=variables, commands=len(seconds), hours=sum(seconds) / 3600,
         differs=paper.PAPER["differs"][scale], totals=claims.totals(verdicts),
-        verdicts=markdown(COLUMNS, verdicts),
-        rule=claims.RULE, parts="".join(parts)))
+        verdicts=markdown(COLUMNS, verdicts), rule=claims.RULE, parts="".join(parts)))
     print(f"wrote {folder}/page.md")
 
 

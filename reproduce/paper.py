@@ -27,4 +27,4 @@ def system_of(path):
     """Return the system of a run or a configuration, and the seed of its pretraining: "0"."""
     name, seed = re.fullmatch(rf"(.+?)(?:_s(\d))?(?:_(?:{'|'.join(TASKS)}))?",
                               Path(path).stem).groups()
-    return SYSTEMS[name], seed or "0"
+    return SYSTEMS.get(name, name), seed or "0"  # public weights have their own name

@@ -1,16 +1,30 @@
 # How the commands of reproduce.sh run: one after the other, or side by side from a list for each GPU.
 trap 'exit 130' INT TERM
 
+refuse() { echo "$*" && exit 2; }
+check_variables() {  # STEPS "SEEDS" "TASKS" START: set them, and what follows from them
+    STEPS=$1 SEEDS=$2 TASKS=$3 START=${4%/} max_steps=$1 seeds=$2 few=$2
+    variables="START=$4 STEPS=$1 SEEDS='$2' TASKS='$3' PRETRAIN='${PRETRAIN:-}' "
+    names="squad|mnli|qqp|qnli|sst2|cola|mrpc|rte"
+    echo "$1/$2/$3" | grep -qxE "(|[2-9][0-9]|[1-9][0-9]{2,})/[0-9]( [0-9])*/(($names) ?)+" ||
+        refuse "STEPS=$1 SEEDS=$2 TASKS=$3: expected 20 or more, digits, tasks of $names"
+    [ -d "$START" ] || echo "$START" | grep -qxE '[^./ ][^/ ]*(/[^/ ]+)?' ||
+        refuse "START=$START: no such folder"
+    [ "$START" = scratch ] || start=${START##*/}
+    schedule=${1:+"--warmup_steps=$(($1 / 20)) --eval_interval=$(($1 / 20))
+        --usage_interval=$(($1 / 5))"}
+}
+only() { for x in $1; do case " $TASKS " in *" $x "*) echo "$x" ;; esac; done; }
+
 begin() {  # SCALE WORD...: read the command line, and find the GPUs
     export out=out/reproduce_$1 list=""
-    wanted="" begun=nothing last=0
+    wanted="" begun=nothing last=0 commands=""
     shift
     for word; do
-        case $word in
-        --list) list=yes ;;
-        data | pretrain | finetune | table[124567] | figure[234] | causal | slots | page)
-            wanted="$wanted $word" ;;
-        *) echo "$word: no such step (sh reproduce.sh names them)"; exit 2 ;;
+        case "$word:  $steps " in
+        --list:*) list=yes ;;
+        *": "*" $word "*) wanted="$wanted $word" ;;
+        *) refuse "$word: no such step of ${out#*_}:" $steps ;;
         esac
     done
     gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi -L 2> /dev/null | sed -n 's/^GPU \([0-9]*\).*/\1/p')}
@@ -18,13 +32,16 @@ begin() {  # SCALE WORD...: read the command line, and find the GPUs
     [ "$gpus" ] || gpus=$(for x in $(seq "${JOBS:-2}"); do echo -1; done)  # no card
     workers=$(($(echo $gpus | wc -w)))
     ranks=$workers
-    while [ $((32 % ranks)) != 0 ]; do ranks=$((ranks - 1)); done  # they share 32 micro-batches
+    while [ $((${micro:-32} % ranks)) != 0 ]; do ranks=$((ranks - 1)); done  # they share micro-batches
     if [ ! "$list" ]; then
         if [ -e "$out/pid" ] && kill -0 "$(cat "$out/pid")" 2> /dev/null; then
-            echo "$out: another reproduce.sh works there" && exit 2
+            refuse "$out: another reproduce.sh works there"
         fi
+        before=$(head -n 1 "$out/variables" 2> /dev/null || echo "$variables")
+        [ "$before" = "$variables" ] || refuse "$out was begun with $before, not $variables"
         mkdir -p "$out/logs" "$out/jobs"
         echo $$ > "$out/pid"
+        printf '%s\n' "$variables" "table3 $steps" > "$out/variables"
         rm -f "$out"/jobs/* "$out/failed" "$out/logs/page.md"
     fi
 }
@@ -35,6 +52,7 @@ run() {  # RESULT COMMAND...: run a command, unless it is done; its output goes 
     case $result in data/*) done=$result ;; *) done=$log ;; esac  # all scales share data/
     if [ "$list" ]; then
         printf '%s\n    makes %s\n' "$*" "$result"
+        commands="$commands$*;"
     elif [ ! -e "$done" ]; then
         echo "$*"
         began=$(date +%s)
@@ -65,7 +83,7 @@ finish() {  # run the lists side by side, and wait; a list goes on after a failu
 }
 
 step() {  # NAME NEEDED TITLE: begin a step, if it is wanted; the one before has ended then
-    case " ${wanted:-$1} end " in *" $1 "*) ;; *) return 1 ;; esac
+    case " ${wanted:-$steps} end " in *" $1 "*) ;; *) return 1 ;; esac
     finish
     if [ ! "$list" ]; then
         touch "$out/logs/step_$begun"
