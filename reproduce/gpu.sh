@@ -13,7 +13,7 @@ trained="configs/base.py configs/base_resm.py"
 for n in 8 4 2 1; do [ "$(nvidia-smi -L 2> /dev/null | wc -l)" -lt $n ] || { ranks=$n && break; }; done
 if [ "$device" = cpu ]; then
     cut="--max_steps=20 --warmup_steps=2 --eval_sequences=64" sizes="--sizes demo --lengths 16 --rounds 1"
-    lengths="64 --n_keys 64" reads="64 64" trained="configs/demo.py configs/demo_resm.py" ranks=2
+    lengths="64 --keys 64" reads="64 64" trained="configs/demo.py configs/demo_resm.py" ranks=2
     export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 fi
 
@@ -24,19 +24,21 @@ try() {  # NAME COMMAND...: run it, and put its tables and results on the page
     status=$?
     [ $status = 0 ] || failed="$failed $name"
     printf '\n`%s`: status %d, %d s\n\n' "$*" $status $(($(date +%s) - began)) >> out/gpu/body.md
-    grep -E '^\||: perplexity|[0-9] (passed|failed)|[Ee]rror|^ranks' "out/gpu/$name.log" |
+    grep -E '^\||: perplexity|[0-9] (passed|failed)|[Ee]rror|^(ranks|pilot|paper):' "out/gpu/$name.log" |
         tail -n 20 >> out/gpu/body.md
 }
 
 try card env CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES-0}" python -m pytest -q tests/test_device.py
 try demo python pretrain.py configs/demo.py --out=out/gpu/demo $cut
 try beside_cpu python -m reproduce.card steps out/gpu/demo "$device"
-try one python -m reproduce.card same out/gpu/demo "$device" out/gpu/one.pt
-try all torchrun --standalone --nproc_per_node=$ranks -m reproduce.card same out/gpu/demo "$device" out/gpu/one.pt
+same="reproduce.card same out/gpu/demo $device out/gpu/one.pt"
+try one python -m $same
+try all torchrun --standalone --nproc_per_node=$ranks -m $same
 try layer python bench.py layer --lengths $lengths
 try bandwidth python -m reproduce.card bandwidth "$device" $reads
 try train python bench.py train $trained
 try inference python bench.py $sizes
+try hours python -m reproduce.hours
 [ "$device" = cpu ] || try tests python -m pytest -q
 
 {
