@@ -3,7 +3,7 @@
 #
 #   sh reproduce.sh quick            # some minutes: every step, cut short
 #   sh reproduce.sh demo             # two hours on two cores, no network: every system, small
-#   sh reproduce.sh pilot            # a memory for Google's BERT: about a day on one card
+#   sh reproduce.sh pilot            # a memory for Google's BERT: 10 hours of an H100
 #   sh reproduce.sh paper            # the paper's sizes, on all GPUs of this machine: weeks
 #   sh reproduce.sh paper table2     # one step, or several; those that it needs must be done
 #   sh reproduce.sh paper --list     # print what would run, hours and disk, and run nothing
@@ -133,7 +133,7 @@ if step pretrain data "all systems, (a) first"; then
     [ "$start" ] || for x in $a; do pretrain $x "$seeds"; done
     for x in $first; do pretrain $x "$few"; done
     finish
-    for x in $b $e $f $longer; do pretrain $x "$seeds" $a; done
+    for n in $seeds; do for x in $b $f $e $longer; do pretrain $x $n $a; done; done
     for x in $c $d $long; do pretrain $x "$few"; done
     case $google in demo*) pretrain $google "$few" ;; esac
     for x in $ffn; do pretrain $x "${few%% *}" $a; done

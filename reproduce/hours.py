@@ -13,7 +13,8 @@ STEPS = {"mnli": 122_720, "qqp": 113_710, "qnli": 32_740, "sst2": 21_050, "squad
 
 def estimate(text):
     """Add up the commands that reproduce.sh --list prints. Returns the estimate in words."""
-    pretraining, tuning, disk = 0, 0, 40e9 if "wikibooks" in text else 2e9
+    pretraining, tuning = 0, 0
+    disk = 40e9 if "wikibooks" in text else 16e9  # of texts, and of what comes and goes
     for config, given in re.findall(r"(?:train|tune)\.py configs/(\w+)\.py ([^;\n]*)", text):
         memory = re.search("_(pkm|resm|memory)", config + given)
         hours, weights = (305, 2.06e9) if memory else (140, 0.44e9)  # weights: bytes
@@ -28,7 +29,7 @@ def estimate(text):
     timed = LOG.exists() and re.search(r'"system": "configs/base_resm.py".*?"tokens/s": (\d+)',
                                        LOG.read_text())
     slower = 239_000 / int(timed[1]) if timed else 1
-    return (f"about {slower * pretraining:,.1f} hours of pretraining on one card, "
+    return (f"about {slower * pretraining:,.1f} hours of pretraining on one card (for base's size), "
             f"{slower * tuning:,.1f} of fine-tuning (a guess), {disk / 1e9:.0f} GB; speed: "
             f"{LOG if timed else 'assumed, one H100'}")
 

@@ -38,7 +38,7 @@ begin() {  # SCALE WORD...: read the command line, and find the GPUs
             refuse "$out: another reproduce.sh works there"
         fi
         before=$(head -n 1 "$out/variables" 2> /dev/null || echo "$variables")
-        [ "$before" = "$variables" ] || refuse "$out was begun with $before, not $variables"
+        [ "$before" = "$variables" ] || refuse "$out was begun with $before, not $variables: delete it to begin anew"
         mkdir -p "$out/logs" "$out/jobs"
         echo $$ > "$out/pid"
         printf '%s\n' "$variables" "table3 $steps" > "$out/variables"
