@@ -29,7 +29,7 @@ def estimate(text):
     timed = LOG.exists() and re.search(r'"system": "configs/base_resm.py".*?"tokens/s": (\d+)',
                                        LOG.read_text())
     slower = 239_000 / int(timed[1]) if timed else 1
-    return (f"about {slower * pretraining:,.1f} hours of pretraining on one card (for base's size), "
+    return (f"about {slower * pretraining:,.1f} hours of pretraining on one card (base's size), "
             f"{slower * tuning:,.1f} of fine-tuning (a guess), {disk / 1e9:.0f} GB; speed: "
             f"{LOG if timed else 'assumed, one H100'}")
 
