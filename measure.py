@@ -160,6 +160,8 @@ def how_trained(checkpoint):
 def check_language_model(path, causal):
     """Raise UserError unless `path` has a language model: causal if `causal`, else masked."""
     saved = weights.read_weights(path)
+    if saved.get("head"):
+        raise UserError(f"{path}: a fine-tuned checkpoint has no language-model head")
     weights.check_objective(path, saved["config"], causal)
     if "transform.weight" not in saved["weights"]:
         raise UserError(f"{path}: no masked-LM head: train one first: python pretrain.py "
@@ -439,12 +441,17 @@ def pays(args):
     """
     systems = {}  # {seed: perplexities {steps: ...} without a memory, and with one}
     for run in read_json(args.table)["runs"]:
-        [result] = run["results"].values()
-        with_memory = bool(result["layers"])
-        systems.setdefault(run["seed"], ({}, {}))[with_memory][run["own_steps"]] = (
-            result["perplexity"])
+        result, *others = run["results"].values()
+        lengths = systems.setdefault(run["seed"], ({}, {}))[bool(result["layers"])]
+        if others or run["own_steps"] in lengths:
+            raise UserError(f"{run['run']}: give one text, and one run for each seed and length")
+        lengths[run["own_steps"]] = result["perplexity"]
     found = {}  # {N: ln r(N) of each seed}
-    for control, memory in systems.values():
+    for seed, (control, memory) in systems.items():
+        falling = [perplexity for _, perplexity in sorted(control.items())]
+        if len(falling) < 2 or falling != sorted(falling, reverse=True):
+            raise UserError(f"seed {seed}: expected two lengths without memory or more, and the "
+                            f"longer the lower, not {falling}")
         for n, perplexity in memory.items():
             found.setdefault(n, []).append(np.log(steps_to_reach(perplexity, control) / n))
     rows = []

@@ -244,7 +244,8 @@ SENTENCES = 1000  # mean length of a BookCorpus document, in lines
 BATCH = 4096  # lines that are encoded at once
 TITLE = re.compile(r" = (?!= ).* = $")  # " = Title = ", but not " = = Section = = "
 KINDS = {  # how files begin that are no text
-    rb"\x1f\x8b": "gzip", rb"PK\x03\x04": "zip", b"%PDF": "PDF", rb"\xff\xfe|\xfe\xff": "UTF-16",
+    rb"\x1f\x8b": "gzip", rb"PK\x03\x04": "zip", rb"\(\xb5/\xfd": "zstd", b"%PDF": "PDF",
+    rb"\xff\xfe|\xfe\xff": "UTF-16",
     rb"(?s).*\0": "UTF-16 or binary"}
 TRAIN, VAL, TEST, DUPLICATE = 0, 1, 2, -1  # the first three are places in SPLITS
 

@@ -9,7 +9,7 @@
 #   sh reproduce.sh paper --list     # print what would run, hours and disk, and run nothing
 #   Steps: data, pretrain, finetune, table1, 2, 4 to 7, figure2 to 4, causal, slots, page, export.
 #   STEPS=2000 SEEDS="0 1" TASKS="sst2 cola" sh reproduce.sh pilot    # less; paper takes them, too
-#   START=FOLDER PRETRAIN="--batch_size=32 --accumulation=8" ...    # another BERT, a small card
+#   START=FOLDER PRETRAIN="--memory_layers=2,4" sh reproduce.sh pilot    # another BERT, of 6 layers
 # All results lie in out/reproduce_SCALE/, the output of commands in its logs/. After a failure or an
 # interruption the same line goes on. Delete the folder to begin anew. Jobs run side by side: one on
 # each GPU of CUDA_VISIBLE_DEVICES or of the machine; JOBS=2 on one without.
@@ -32,7 +32,7 @@ pilot)
     # our reading of results/log.md: 3e-4 undoes what a trained head knows, 1e-5 suits far smaller
     # batches. New values are random as in the paper, because its sentences are tried.
     train_cut="--dataset=wikitext103 --seq_len=128 --batch_size=64 --accumulation=4 --lr=5e-5
-               --keep_checkpoints=1 $schedule ${PRETRAIN:-}"
+               --keep_checkpoints=1 $schedule"
     ;;
 paper)
     check_variables "${STEPS:-}" "${SEEDS:-0}" "${TASKS:-squad mnli qqp qnli sst2 cola}" \
@@ -43,8 +43,8 @@ paper)
     small=distilbert-base-uncased small_resm=distil_resm_init middle=bert-base-uncased  # Table 7
     table4=$TASKS table5=$(only "squad mnli sst2 cola") table6=$(only "mnli sst2 cola")
     table7=$(only "squad mnli sst2") figure4=$(only sst2) tunings="0 1 2 3 4"
-    [ ! "$start" ] || a=$start c="" d="" google=$(echo "$google" | sed "s/^$start //")
-    train_cut="$schedule ${PRETRAIN:-}"
+    [ ! "$start" ] || a=$start c="" d="" google=$(echo "$google" | tr ' ' '\n' | grep -vx "$start")
+    train_cut=$schedule
     ;;
 demo | quick)
     tests=docs causal="demo_causal demo_causal_8 demo_causal_pkm demo_causal_memory"
@@ -88,8 +88,8 @@ pretrain() {  # NAME "SEEDS" [INITIAL]: train configs/NAME.py; large ones take a
     for n in $2; do
         folder=$(runs "$1" $n) initial=${3:+$(runs "$3" $n)} how="job $folder python" more=""
         seed=${3:+$((10 * n + 1))}  # another order of the text, other masks
-        [ "${3:-none}" != "$start" ] || more=--model=  # the start brings its sizes along
-        [ "${1%_long}" != $b ] || more="$more ${PRETRAIN:+--memory_layers=}"
+        [ "${3:-none}" != "$start" ] || more="--model= ${PRETRAIN:-}"  # the start brings its sizes
+        [ "${1%_long}" != $b ] || more="$more ${PRETRAIN:+--memory_layers= --init_values=random}"
         case "$scale $ranks" in paper* | "pilot "[24])
             how="run $folder torchrun --standalone --nproc_per_node=$ranks --max-restarts=3" ;;
         esac
@@ -143,11 +143,11 @@ step table2 pretrain "perplexity of test texts, and usage of the memory on the l
     measure table2 table $(runs "$a $b $longer $e $f" "$seeds") $(runs "$c $d $long") --data $tests
 if step figure2 pretrain "when slots were last in use"; then
     measure figure2 staleness $(runs "$c $d $e $f" "${few%% *}")
-    [ "$few" = "${few%% *}" ] || measure figure2_seeds staleness $(runs "${c:-$e} $f")
+    measure figure2_seeds staleness $(runs "${c:-$e} $f")
 fi
 if step figure3 pretrain "the curves of PKM, ResM and ResM' from one trained model"; then
     measure figure3 curves $(runs "$b $e $f $ffn" "${few%% *}")
-    [ "$seeds" = "${few%% *}" ] || measure figure3_seeds curves $(runs "$e $f" "$seeds")
+    measure figure3_seeds curves $(runs "$e $f" "$seeds")
 fi
 if step finetune pretrain "for Tables 4 to 7 and Figure 4, a job for each seed"; then
     tune "$a $b $c $d $e $f $google" "$table4"
@@ -166,7 +166,7 @@ if step table7 finetune "a small model with a memory, beside a larger one"; then
 fi
 if step figure4 finetune "do two classes read different slots?"; then
     measure figure4 by_class $(few=${few%% *} && tuned "$c $f" "$figure4")
-    [ "$few" = "${few%% *}" ] || measure figure4_seeds by_class $(tuned "$c $f" "$figure4")
+    measure figure4_seeds by_class $(tuned "$c $f" "$figure4")
 fi
 if step causal data "Lample et al.: n layers and a memory against 2n layers"; then
     for x in $causal; do pretrain $x "$few"; done

@@ -183,6 +183,8 @@ def read_config(file):
         given = {ours: settings[theirs] for ours, theirs in SETTINGS[kind].items()
                  if theirs in settings}
         config = BertConfig(**SIZES["distil" if kind == "distilbert" else "base"] | given)
+        if min(config.n_layer, config.n_head, config.d_ff, config.max_len) < 1:
+            raise ValueError("layers, heads, widths and positions are at least 1")
         with torch.device("meta"):  # does it make a model?
             build_model(config)
     except Exception as error:  # noqa: BLE001 - a setting may be anything

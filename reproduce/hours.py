@@ -8,7 +8,7 @@ LOG = Path("out/gpu/train.log")  # of reproduce/gpu.sh; without it the speed is 
 HOURS = {"distil_resm_init": 475, "causal_12": 279, "causal_24": 512, "causal_12_pkm": 379,
          "causal_12_memory": 379}  # of 500,000 steps (results/speed.md); the others are below
 STEPS = {"mnli": 122_720, "qqp": 113_710, "qnli": 32_740, "sst2": 21_050, "squad": 8_313,
-         "cola": 2_680, "mrpc": 1_150, "rte": 780}  # of ten epochs
+         "cola": 2_680, "mrpc": 1_150, "rte": 780}  # of ten epochs, squad's of three
 
 
 def estimate(text):
@@ -16,7 +16,7 @@ def estimate(text):
     pretraining, tuning = 0, 0
     disk = 40e9 if "wikibooks" in text else 16e9  # of texts, and of what comes and goes
     for config, given in re.findall(r"(?:train|tune)\.py configs/(\w+)\.py ([^;\n]*)", text):
-        memory = re.search("_(pkm|resm|memory)", config + given)
+        memory = re.search("_(pkm|resm|memory)", re.search(r"--out=\S*/(\S+)", given)[1])
         hours, weights = (305, 2.06e9) if memory else (140, 0.44e9)  # weights: bytes
         if task := re.search(r"--task=(\w+)", given):
             tuning += STEPS[task[1]] / 54_000  # 15 steps/s: a guess

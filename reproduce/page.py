@@ -32,8 +32,6 @@ FORMS = {  # by the beginning of a column; the others have one decimal
 def read(folder, name):
     """Read a result of measure.py, or what bench.py printed as JSON."""
     path = folder / f"{name}.json"
-    if not path.exists():  # of one seed a figure has all that its table needs
-        path = folder / f"{name.removesuffix('_seeds')}.json"
     if path.exists():
         return read_json(path, null_to_nan)
     lines = (folder / "logs" / name).read_text(encoding="utf-8").splitlines()

@@ -6,11 +6,16 @@ check_variables() {  # STEPS "SEEDS" "TASKS" START: set them, and what follows f
     STEPS=$1 SEEDS=$2 TASKS=$3 START=${4%/} max_steps=$1 seeds=$2 few=$2
     variables="START=$4 STEPS=$1 SEEDS='$2' TASKS='$3' PRETRAIN='${PRETRAIN:-}' "
     names="squad|mnli|qqp|qnli|sst2|cola|mrpc|rte"
-    echo "$1/$2/$3" | grep -qxE "(|[2-9][0-9]|[1-9][0-9]{2,})/[0-9]( [0-9])*/(($names) ?)+" ||
+    echo "${1:-20}/$2/$3" |
+        grep -qxE "([2-9][0-9]|[1-9][0-9]{2,})/[0-9]( [0-9])*/($names)( ($names))*" ||
         refuse "STEPS=$1 SEEDS=$2 TASKS=$3: expected 20 or more, digits, tasks of $names"
-    [ -d "$START" ] || echo "$START" | grep -qxE '[^./ ][^/ ]*(/[^/ ]+)?' ||
+    [ -d "$START" ] || echo "$START" | grep -qxE '[^./][^/]*(/[^/]+)?' ||
         refuse "START=$START: no such folder"
-    [ "$START" = scratch ] || start=${START##*/}
+    case "${START##*/}" in
+    *" "* | $b | $e | $f) refuse "START=$START: a space, or a name of this recipe, in its name" ;;
+    scratch) ;;
+    *) start=${START##*/} ;;
+    esac
     schedule=${1:+"--warmup_steps=$(($1 / 20)) --eval_interval=$(($1 / 20))
         --usage_interval=$(($1 / 5))"}
 }
