@@ -285,7 +285,7 @@ def finished(folder, task, scores, sha256="a", updated=False, seeds=1, metric=No
 
 def test_how_much_longer_the_control_must_train(tmp_path, capsys):
     """Its perplexity falls as steps^-0.5; the memory has that of 2 and 4 times as many steps."""
-    runs = [{"seed": seed, "own_steps": n, "results": {"text": {
+    runs = [{"run": "out/x", "seed": seed, "own_steps": n, "results": {"text": {
                 "perplexity": 100 * (longer * n / 100) ** -0.5, "layers": layers}}}
             for seed, factor in ((0, 2), (1, 4))
             for n, longer, layers in ((100, 1, {}), (300, 1, {}), (900, 1, {}),
@@ -299,6 +299,10 @@ def test_how_much_longer_the_control_must_train(tmp_path, capsys):
     assert [[row["N"], row["r(N)"], row["95% interval"]] for row in rows] == [
         ["200", "2.83", expected], ["800", "2.83", expected]]
     assert (tmp_path / "pays.png").exists()
+    for wrong in ([*runs, runs[0]], runs[:1] + runs[3:5]):  # twice the same; one length
+        Path(tmp_path / "wrong.json").write_text(json.dumps({"runs": wrong}))
+        with pytest.raises(UserError, match="one run for each seed and length|two lengths"):
+            measure.main(["pays", str(tmp_path / "wrong.json")])
 
 
 def test_the_table_of_scores(tmp_path, monkeypatch, capsys):
