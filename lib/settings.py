@@ -19,6 +19,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[1]  # where the scripts are
+sys.set_int_max_str_digits(0)  # so that a message can show any number
 
 
 class UserError(ValueError):
