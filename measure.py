@@ -458,8 +458,9 @@ def pays(args):
     for n, ratios in sorted(found.items()):
         mean, reach = tasks.student_interval(ratios)
         low, middle, high = np.exp([mean - reach, mean, mean + reach])
-        rows.append({"N": f"{n:,}", "r(N)": f"{middle:.2f}",
-                     "95% interval": f"{low:.2f} to {high:.2f}", "seeds": len(ratios)})
+        interval = f"{low:.2f} to {high:.2f}" if len(ratios) > 1 else "-"
+        rows.append({"N": f"{n:,}", "r(N)": f"{middle:.2f}", "95% interval": interval,
+                     "seeds": len(ratios)})
     note = ("r(N) is read between neighbouring lengths of the control, or along its last two, on "
             "logarithmic axes. Means of its logarithm over seeds (Student).")
     write_table(args.out, rows, note, {"ln r(N)": found}, lambda _: draw_pays(systems))
