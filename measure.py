@@ -461,8 +461,8 @@ def pays(args):
         interval = f"{low:.2f} to {high:.2f}" if len(ratios) > 1 else "-"
         rows.append({"N": f"{n:,}", "r(N)": f"{middle:.2f}", "95% interval": interval,
                      "seeds": len(ratios)})
-    note = ("r(N) is read between neighbouring lengths of the control, or along its last two, on "
-            "logarithmic axes. Means of its logarithm over seeds (Student).")
+    note = ("r(N) is read between neighbouring lengths of the control, or along its first or last "
+            "two, on logarithmic axes. Means of its logarithm over seeds (Student).")
     write_table(args.out, rows, note, {"ln r(N)": found}, lambda _: draw_pays(systems))
 
 
