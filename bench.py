@@ -209,10 +209,12 @@ def time_config(args, path):
     with torch.device("meta"):
         parameters = training.count_parameters(build_model(config))
     # largest batch_size by card: a step keeps its sequences, a tenth of the card stays free
-    largest = {card: size for size in (2**n for n in range(own_batch.bit_length()))
-               for card in (16, 24, 48, 80) if memory_needed(config, replace(
-                   settings, device="cuda", dtype="bfloat16", batch_size=size,
-                   accumulation=own_batch // size), parameters) < 0.9e9 * card}
+    largest = {}
+    for size in (2**n for n in range(own_batch.bit_length())):
+        trial = replace(settings, device="cuda", dtype="bfloat16", batch_size=size,
+                        accumulation=own_batch // size)
+        needed = memory_needed(config, trial, parameters)
+        largest |= {card: size for card in (16, 24, 48, 80) if needed < 0.9e9 * card}
     print(f"{path} takes about {memory_needed(config, settings, parameters) / 1e9:.3g} GB. Largest "
           f"batch_size in bf16 by a card's GB: {largest}")
     model = build(args, config)

@@ -187,4 +187,4 @@ if step export pretrain "(f) for transformers, with a model card"; then
     [ "$list" ] || printf '%s\n' "tables: $out/page.md" "(f), for hf upload YOU/NAME FOLDER: $model"
 fi
 step end nothing
-[ ! "$list" ] || [ ! "$variables" ] || echo "$scale: $(echo "$commands" | python -m reproduce.hours -)"
+[ ! "$list" ] || [ ! "$variables" ] || echo "$commands" | python -m reproduce.hours "$scale"

@@ -47,17 +47,17 @@ class Run:
         return settings
 
     def check_settings(self, settings, data):
-        """Raise UserError if what must stay the same has changed since the run began."""
+        """Raise UserError if what must stay the same has changed. Say if max_steps has."""
         before = self.settings()
         now = json.loads(to_json(asdict(settings)))
         for key in sorted(now):
             old, new = before.get(key, getattr(type(settings), key)), now[key]
-            if old != new and key == "max_steps" and key in settings.MAY_CHANGE:
-                print(f"max_steps was {old}, is now {new}: the learning rate follows it")
-            elif old != new and key not in settings.MAY_CHANGE:
+            if old != new and key not in settings.MAY_CHANGE:
                 raise UserError(f"{self.folder} was trained with {key} = {old!r}, not {new!r}: "
                                 f"add --{key}={shlex.quote(str(old))} to go on, or give the "
                                 "changed run its own --out=out/NAME")
+            if old != new and key == "max_steps":
+                print(f"max_steps was {old}, is now {new}: the learning rate follows it")
         for name in before["data"] | data:
             if before["data"].get(name) != data.get(name):
                 raise UserError(f"{self.folder} was trained on other data: {name} has changed: put "

@@ -196,7 +196,7 @@ def run_main(main):
                     "batch_size (and more accumulation), fewer tokens or a smaller model")
         elif not refusal:
             raise
-    print(line.replace("\n", " "), file=sys.stderr)
+    print(line.replace("\n", " ")[:2000], file=sys.stderr)
     sys.exit(status)
 
 

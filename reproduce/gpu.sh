@@ -24,8 +24,8 @@ try() {  # NAME COMMAND...: run it, and put its tables and results on the page
     status=$?
     [ $status = 0 ] || failed="$failed $name"
     printf '\n`%s`: status %d, %d s\n\n' "$*" $status $(($(date +%s) - began)) >> out/gpu/body.md
-    grep -E '^\||: perplexity|[0-9] (passed|failed)|[Ee]rror|^(ranks|pilot|paper):' "out/gpu/$name.log" |
-        tail -n 20 >> out/gpu/body.md
+    shown='^\||^step .*: perplexity|[0-9] (passed|failed)|[Ee]rror|^(ranks|pilot|paper):'
+    grep -E "$shown" "out/gpu/$name.log" | tail -n 20 >> out/gpu/body.md
 }
 
 try card env CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES-0}" python -m pytest -q tests/test_device.py
@@ -38,7 +38,7 @@ try layer python bench.py layer --lengths $lengths
 try bandwidth python -m reproduce.card bandwidth "$device" $reads
 try train python bench.py train $trained
 try inference python bench.py $sizes
-try hours python -m reproduce.hours
+for scale in pilot paper; do try hours_$scale sh reproduce.sh $scale --list; done
 [ "$device" = cpu ] || try tests python -m pytest -q
 
 {

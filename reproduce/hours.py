@@ -1,5 +1,4 @@
-"""Estimate hours and disk of the pilot and the paper: `python -m reproduce.hours`."""
-import os
+"""Estimate hours and disk of the commands that `reproduce.sh SCALE --list` hands over."""
 import re
 import sys
 from pathlib import Path
@@ -35,6 +34,4 @@ def estimate(text):
 
 
 if __name__ == "__main__":
-    if not sys.argv[1:]:  # else from stdin
-        sys.exit(os.system("for x in pilot paper; do sh reproduce.sh $x --list | tail -n 1; done"))
-    print(estimate(sys.stdin.read()))
+    print(f"{sys.argv[1]}: {estimate(sys.stdin.read())}")

@@ -190,7 +190,7 @@ def main(folder):
     verdicts, parts = [], []
     for name, (title, read_part) in PARTS.items():
         table = {}
-        if name not in steps:
+        if name not in steps.split():
             continue
         try:
             note = read_part(folder, name, table)
