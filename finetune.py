@@ -67,7 +67,7 @@ class Settings:
     dropout: float = share(0.1)  # in embeddings, attention, FFN and pooled [CLS] (our reading)
     # watching
     log_interval: int = 100  # steps between log records
-    checkpoint_interval: int = 1000  # and after each epoch
+    checkpoint_interval: int = 1000  # steps between checkpoints
     tensorboard: bool = False  # curves: tensorboard --logdir out
     # machine
     device: str = "auto"  # auto, cuda, mps or cpu
@@ -206,8 +206,7 @@ def fine_tune(settings, run, task, data, train, dev, signals):
         stopped = ranks.any_signalled(signals)
         epoch_ends = done % batches.steps_per_epoch == 0 or done == settings.max_steps
         log = epoch_ends or training.is_due(done, settings.log_interval, settings)
-        save = epoch_ends or stopped or training.is_due(done, settings.checkpoint_interval,
-                                                        settings)
+        save = stopped or training.is_due(done, settings.checkpoint_interval, settings)
         if not (log or save):
             continue
 
