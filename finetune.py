@@ -108,7 +108,8 @@ def main(argv):
             if ranks.of_first_rank(run.results()):
                 print(f"{run.folder} is done: --out=out/NAME starts anew")
             else:
-                fine_tune(replace(settings, seed=seed), run, task, data, train, dev, signals)
+                fine_tune(replace(settings, seed=seed), initial, run, task, data, train, dev,
+                          signals)
             if ranks.any_signalled(signals):
                 print(f"stopped; go on with: python finetune.py {shlex.join(argv)}")
                 return training.status_after(signals)
@@ -169,12 +170,13 @@ def check_earlier_seeds(settings, out, task, initial):
     return data
 
 
-def set_up(settings, run, task, data, checkpoint):
+def set_up(settings, initial, run, task, data, checkpoint):
     """Make the model and what trains it, and open the run.
 
-    checkpoint: where the run goes on, or None. Returns the model, and what training.prepare() does.
+    initial: see fine_tune. checkpoint: where the run goes on, or None. Returns the model, and what
+    training.prepare() does.
     """
-    initial, vocab = weights.find_weights(settings.init_from)
+    initial, vocab = weights.find_weights(initial)
     config = replace(weights.read_weights(initial)["config"], dropout=settings.dropout)
     torch.manual_seed(settings.seed)  # of the head
     model = build_model(config, "span" if task.reads_spans else "classifier", task.labels)
@@ -192,12 +194,16 @@ def set_up(settings, run, task, data, checkpoint):
     return model, net, optimizers, {"best": -math.inf, "results": {}, **state}
 
 
-def fine_tune(settings, run, task, data, train, dev, signals):
-    """Fine-tune with one seed, or go on. Afterwards `run` has results, unless a signal came."""
+def fine_tune(settings, initial, run, task, data, train, dev, signals):
+    """Fine-tune with one seed, or go on. Afterwards `run` has results, unless a signal came.
+
+    initial: the folder of the weights, the same for all seeds though init_from may train on.
+    """
     checkpoint = ranks.of_first_rank(run.newest_checkpoint())
-    model, net, optimizers, state = set_up(settings, run, task, data, checkpoint)
+    model, net, optimizers, state = set_up(settings, initial, run, task, data,
+                                           checkpoint)
     batches = TrainingBatches(train, settings)
-    recent, start = [], time.perf_counter()  # what step() returned since the last stop
+    recent, start = [], time.perf_counter()  # what step() returned since the last record
     for step in range(state["step"], settings.max_steps):
         training.set_rate(optimizers, settings, step)
         recent.append(training.step(step, net, batches, optimizers, settings))

@@ -219,7 +219,9 @@ class ValueTable(nn.Module):
             if self.optimized:
                 self.pending.append((slots, weights, zeros.grad))
             zeros.grad = None
-            if not (self.warned or self.optimized and len(self.pending) < 512):  # no config has 512
+            # the paper's 1,024 sequences make at most 1,024 reads a step
+            neglected = not self.optimized or len(self.pending) > 1024
+            if neglected and not self.warned:
                 self.warned = True
                 warnings.warn("values do not learn: make a LazyAdam of their ValueTables and call "
                               "its step() and zero_grad(), or set learns = False to freeze a table")
@@ -296,7 +298,8 @@ class LazyAdam(torch.optim.Optimizer):
                     sums = mean_over_ranks(parameter, sums)
                 for number, (row, grad) in enumerate(sums):
                     state = self.state[parameter]
-                    if number == 0:  # a tensor, because torch.distributed.checkpoint loads no int
+                    if number == 0:  # once, and only if the table was read
+                        # a tensor, because torch.distributed.checkpoint loads no int
                         state["step"] = state.get("step", torch.tensor(0)) + 1
                     self.rule(parameter, row, grad, state, group)
         self.zero_grad()

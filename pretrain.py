@@ -93,7 +93,7 @@ def main(argv):
         path = checkpoint or settings.init_from
         initial = read_weights(path)["config"] if path else None
         memory = memory_settings(initial)
-        if checkpoint:  # as when the run began
+        if checkpoint:  # init_from's memory gave the settings when the run began
             memory = run.settings().get("init_memory", {})
         settings = inherit(settings, memory)
         config = bert_config(settings, initial=initial)
@@ -160,7 +160,7 @@ def train(settings, config, run, checkpoint):
         evaluate(0, model, heldout, settings, run)
 
     model.train()
-    recent, start = [], time.perf_counter()  # what step() returned since the last stop
+    recent, start = [], time.perf_counter()  # what step() returned since the last record
     for step in range(state["step"], settings.max_steps):
         training.set_rate(optimizers, settings, step)
         recent.append(training.step(step, net, batches, optimizers, settings))

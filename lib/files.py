@@ -157,8 +157,8 @@ def markdown(header, rows):
 def read_table(path, columns=None, skip_broken=False):
     """Read a TSV file: its rows, dicts by column. Quotes are ordinary characters.
 
-    columns: their names if the file has no header. A first line that has them all is one. A row
-    with more or fewer fields is a UserError; skip_broken leaves it out, as QQP's files need it.
+    columns: their names if the file may have no header. A first line that has them all is one. A
+    row with more or fewer fields is a UserError; skip_broken leaves it out, as QQP's files need it.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")

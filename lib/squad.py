@@ -53,6 +53,8 @@ def read_squad(path, answered=False):
                         Question(qa["id"], qa["question"], paragraph["context"], answers))
     except (LookupError, TypeError) as error:
         raise UserError(f"{path}: not a file of SQuAD 1.1 ({error!r})") from None
+    if not questions:
+        raise UserError(f"{path}: no question in it")
     return questions
 
 

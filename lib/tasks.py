@@ -84,7 +84,7 @@ def find_task(name):
         return TASKS[key]
     folder = Path("data/docs_task" if name == "docs_task" else name)
     path = folder / "train.tsv"
-    if not path.is_file():
+    if key in TASKS or not path.is_file():
         raise UserError(f"task = {name!r}: not there: expected docs_task, {', '.join(TASKS)} "
                         "(prepare_data.py makes them), or a folder with train.tsv and dev.tsv")
     rows = read_table(path)
@@ -133,7 +133,7 @@ def read_split(task, split):
         try:
             # a Fraction is never nan or infinite
             labels.append(task.labels.index(label) if task.labels else float(Fraction(label)))
-        except ValueError:
+        except (ValueError, ZeroDivisionError):
             expected = ", ".join(task.labels) or "a number"
             raise UserError(f"{path}:{number}: label {label!r}: expected {expected}") from None
     kind = np.int64 if task.labels else np.float32  # MPS has no float64

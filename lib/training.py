@@ -104,7 +104,7 @@ def step(number, net, batches, optimizers, settings):
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     mine = range(ranks.get_rank(), settings.accumulation, ranks.get_world_size())
     batch_norms = shared_norms(net)
-    before, parts = take_statistics(batch_norms), []  # from here they are 0, alike on all ranks
+    before, parts = take_statistics(batch_norms), []  # now 0: a micro-batch adds its own share
     loss = 0.0
     for micro in mine:
         seed_dropout(settings.seed, number, micro)

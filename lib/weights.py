@@ -28,8 +28,9 @@ def model_file(model, labels=()):
     head = next(head for head, kind in HEADS.items() if type(model) is kind)
     weights = model.state_dict()
     digest = hashlib.sha256()
-    for weight in weights.values() if first_rank() else ():  # the others do not write
-        digest.update(weight.cpu().numpy().reshape(-1))
+    if first_rank():  # the others do not write
+        for weight in weights.values():
+            digest.update(weight.cpu().numpy().reshape(-1))
     saved = {"config": asdict(model.bert.config), "weights": weights, "head": head,
              "sha256": digest.hexdigest()}
     if head == "classifier":

@@ -291,12 +291,25 @@ def test_a_signal_saves_and_fine_tuning_goes_on(tuned, capsys, at):
 
 
 def test_seeds_of_a_folder_have_one_recipe_and_one_start(tuned, capsys):
-    """Accept another path to the same weights, but no other weights, settings or data."""
+    """Accept another path to the same weights, but no other weights, settings or data.
+
+    The model may train on meanwhile.
+    """
     newest = Run("out/tiny").newest_checkpoint()
 
     def refused(*args, words):
         assert_one_line(capsys, "tune.py", "--max_steps=2", *args, main=finetune.main, words=words)
 
+    def train_on(_):
+        shutil.copytree(newest, newer)
+        saved = torch.load(newer / "model.pt", weights_only=True)
+        torch.save({**saved, "sha256": "other"}, newer / "model.pt")
+
+    newer = newest.with_name("step_000099")
+    with before_update(2, train_on):
+        assert tune("--max_steps=2", "--seeds=2", "--out=out/two") == 0
+    assert len({seed.settings()["init_sha256"] for seed in Run("out/two").seed_runs()}) == 1
+    shutil.rmtree(newer)
     assert tune("--max_steps=2") == 0
     refused("--seed=1", "--lr=2e-3", words=["seed0 was trained with lr = 0.005, not 0.002"])
     shutil.copytree(newest, "out/elsewhere/step_000004")

@@ -65,8 +65,8 @@ def test_official_files(tmp_path, monkeypatch, name):
             assert labels.tolist() == pytest.approx([label for _, label in expected])
 
 
-def test_a_folder_of_ones_own(tmp_path):
-    """It may have an official name. Its columns say whether it has classes or scores."""
+def test_a_folder_of_ones_own(tmp_path, monkeypatch):
+    """A path may have an official name. Columns say whether it has classes or scores."""
     train = tmp_path / "rte/train.tsv"
     train.parent.mkdir()
     train.write_text("id\tsentence\tlabel\n1\ta\ty\n2\t\tx\n3\tc\ty\n\n")
@@ -78,7 +78,10 @@ def test_a_folder_of_ones_own(tmp_path):
     task = tasks.find_task(str(tmp_path / "rte"))
     assert (task.labels, task.metrics) == ([], ["pearson", "spearmanr"])
     assert tasks.read_split(task, "train")[0] == [("a", "b")]
-    for score in ("high", "nan", "-inf"):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="'rte': not there"):
+        tasks.find_task("rte")
+    for score in ("high", "nan", "1/0"):
         train.write_text(f"sentence1\tsentence2\tscore\na\tb\t{score}\n")
         with pytest.raises(UserError, match=f"train.tsv:2: label '{score}'"):
             tasks.read_split(task, "train")
