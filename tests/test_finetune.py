@@ -147,7 +147,7 @@ def test_seeds_share_a_subset_and_draw_all_else(tuned, monkeypatch):
         torch.manual_seed(seed)
         for key in itertools.product([seed], range(6), range(2)):
             seed_dropout(*key)
-    assert seeds == drawn
+    assert seeds == drawn and len(set(drawn)) == 2 * (1 + 6 * 2)
     epochs = [texts[n:n + 11] for n in range(0, 44, 11)]
     assert len(texts) == 44 and all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
     assert len(set(map(str, epochs))) == 4
