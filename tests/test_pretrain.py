@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -24,7 +23,6 @@ from lib.weights import init_from, load_model, model_hash, trained_on
 from model import BertConfig, Classifier, LanguageModel, value_tables
 from tests.helpers import (
     TINY,
-    assert_same,
     before_update,
     files,
     interrupt,
@@ -34,17 +32,7 @@ from tests.helpers import (
     tiny_bert,
     train,
 )
-
-
-def losses(*args):
-    """Return the loss of every step of a fresh run."""
-    shutil.rmtree("out/losses", ignore_errors=True)
-    assert train("--out=out/losses", "--log_interval=1", "--eval_interval=1000", *args) == 0
-    return np.array([r["loss"] for r in log("out/losses") if "grad_norm" in r])
-
-
-def weights_of(run):
-    return load_model(run).state_dict()
+from tests.test_ranks import assert_equal_runs
 
 
 @pytest.fixture
@@ -129,7 +117,7 @@ def test_three_steps_equal_the_formulas(place, float64):
     assert [r["grad_norm"] for r in records] == pytest.approx(norms, rel=1e-9)
     assert min(norms) > 0.05  # clipped
     assert not Path("out/tiny/usage").exists()  # usage_interval = 0
-    ours = weights_of("out/tiny/step_000003")
+    ours = load_model("out/tiny/step_000003").state_dict()
     for name, p in parameters.items():
         if not name.endswith("query.bias"):  # its gradient is rounding alone, before a batch norm
             other = ours["bert.layers.1.memory.values.weight" if name == "values" else name]
@@ -227,47 +215,14 @@ def test_a_logged_loss_is_the_mean_since_the_last(place, monkeypatch):
     This clock moves by 1 whenever the loop reads it twice: at steps 1 to 5 (saved), 6 and 9.
     """
     args = "--max_steps=9", "--warmup_steps=4"
-    every = losses(*args)
+    assert train(*args, "--out=out/losses", "--log_interval=1", "--eval_interval=1000") == 0
+    every = np.array([r["loss"] for r in log("out/losses") if "grad_norm" in r])
     monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)
     train(*args)
     records = [r for r in log() if "grad_norm" in r]
     assert [r["loss"] for r in records] == pytest.approx(every.reshape(3, 3).mean(1))
     assert [r["elapsed"] for r in records] == [3, 6, 7]
     assert [r["tokens_per_s"] for r in records] == [64, 64, 192]  # a step has 2 x 2 x 16 tokens
-
-
-def test_compiled_training_equals_eager(place, monkeypatch):
-    """Train at a value_lr so high that values which compiled code forgot to train would show."""
-    torch.compiler.reset()
-    graphs, compile_model = [], torch.compile
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", lambda model: compile_model(model, backend=backend))
-    args = ["--n_layer=2", "--memory_layers=2", "--dropout=0", "--max_steps=12",
-            "--accumulation=1", "--value_lr=0.03"]
-    eager, compiled = losses(*args), losses(*args, "--compile=on")
-    frozen = losses(*args, "--value_lr=0")
-    assert graphs and len(eager) == 12
-    assert abs(eager - compiled).max() < 1e-3
-    assert abs(eager - frozen).max() > 1e-2
-
-
-def assert_same_run(out, reference):
-    """Compare logs but for speed, and weights and moments at the end."""
-    def timeless(run):
-        return [{k: v for k, v in r.items() if k not in ("tokens_per_s", "elapsed")}
-                for r in log(run)]
-
-    assert_same(timeless(out), timeless(reference), "log")
-    ends = [Run(run).newest_checkpoint() for run in (out, reference)]
-    assert ends[0].name == ends[1].name
-    for name in ("model.pt", "optimizer.pt"):
-        assert_same(*(torch.load(end / name, weights_only=True) for end in ends), name)
-    values = torch.load(ends[0] / "optimizer.pt", weights_only=True)["sparse"]
-    assert all(v["exp_avg_sq"].abs().sum() > 0 for v in values["state"].values())
 
 
 @pytest.mark.parametrize("number, at, objective", [
@@ -282,7 +237,7 @@ def test_a_signal_saves_and_the_run_goes_on(place, capsys, number, at, objective
     assert said in capsys.readouterr().out
     assert train("--out=out/a b", f"--objective={objective}") == 0
     assert train("--out=out/whole", f"--objective={objective}") == 0
-    assert_same_run("out/a b", "out/whole")
+    assert_equal_runs("out/a b", "out/whole", 0.0)
 
 
 def test_a_loss_that_is_no_number_is_not_saved(place):

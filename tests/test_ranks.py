@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -109,8 +110,8 @@ def assert_equal_runs(ours, reference, tolerance):
             sums[name, kind] += np.square(squares)
     for kind, (distance, norm) in sums.items():
         assert distance <= tolerance**2 * norm, f"{kind}: {(distance / norm)**0.5:.1e}"
-    assert ("optimizer", ("sparse", "exp_avg_sq")) in sums or str(ours).startswith(
-        ("out/base", "out/tuned"))
+    if "optimizer" in pairs and Run(ours).settings()["memory_layers"]:
+        assert sums["optimizer", ("sparse", "exp_avg_sq")][1] > 0
     for file in Path(reference).glob("usage/*.npz"):
         counts, expected = np.load(Path(ours, *file.parts[-2:])), np.load(file)
         for name in expected:
@@ -126,8 +127,9 @@ def test_any_number_of_ranks_makes_the_same_run(compared, monkeypatch, name, wor
 
 
 def compiled(argv):
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    torch.compile = Mock(wraps=functools.partial(torch.compile, backend="aot_eager"))
     pretrain.main([*argv, "--compile=on"])
+    torch.compile.assert_called_once()
 
 
 def test_compiled_ranks_make_the_same_run(compared, monkeypatch):
