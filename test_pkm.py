@@ -271,32 +271,6 @@ def test_tokens_that_do_not_count_move_no_row(why):
     assert torch.equal((values.weight != before).any(1), torch.arange(6) < 4)
 
 
-def test_a_mask_of_ones_and_zeros_is_a_mask():
-    memory, x = small_memory().eval(), torch.randn(3, 5, 6, dtype=torch.float64)
-    mask = torch.arange(5) < torch.tensor([[5], [2], [1]])
-    assert torch.equal(memory(x, mask.long()), memory(x, mask))
-    assert not memory(x, mask.long())[~mask].any()
-
-
-def test_frozen_or_unread_values_stay():
-    memory = small_memory()
-    optimizer, table = LazyAdam([memory.values], lr=1.0), memory.values
-    x, before = torch.randn(5, 6, dtype=torch.float64), table.weight.clone()
-    optimizer.step()
-    table.learns = False
-    memory(x).sum().backward()
-    optimizer.step()
-    assert torch.equal(table.weight, before) and not optimizer.state[table.weight]
-    assert memory.keys.grad.norm() > 0
-    table.learns = True
-    memory(x).sum().backward()
-    optimizer.step()
-    after = table.weight.clone()
-    assert not torch.equal(after, before)
-    optimizer.step()  # nothing was read since
-    assert torch.equal(table.weight, after) and optimizer.state[table.weight]["step"] == 1
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_values_learn_where_all_else_is_frozen(compiled):
     """Run backward where nothing before the values requires a gradient."""

@@ -51,7 +51,8 @@ def test_loss_is_that_of_every_next_token(place, system):
             scores = model(row[None, :n])[0, -1].exp()
             losses.append(-(scores[following[n - 1]] / scores.sum()).log().item())
     assert len(losses) == 2 * 16
-    loss = model(ids, labels=labels)  # in float32
+    loss = model(ids, labels=labels)
+    assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(np.mean(losses), rel=1e-6)
     labels[0, 3:] = -100  # padding does not count
     assert model(ids, labels=labels).item() == pytest.approx(

@@ -12,14 +12,6 @@ from tests.helpers import train
 CPU = torch.device("cpu")
 
 
-def test_the_choice_is_returned_and_printed(capsys):
-    assert set_up_device("cpu") == (CPU, torch.float32)
-    said = capsys.readouterr().out
-    assert said.startswith("device cpu, torch ") and "dtype float32" in said
-    assert set_up_device("cpu", "bfloat16")[1] == torch.bfloat16
-    assert set_up_device("cpu", "float16")[1] == torch.float16
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card")
 def test_a_card_is_chosen_before_all_else(capsys):
     device, dtype = set_up_device()

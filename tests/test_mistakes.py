@@ -98,6 +98,8 @@ MISTAKES = [  # (script, arguments, words of the line)
     ("prepare_data", "text ../out text.txt --vocab tiny.txt --force", "'../out'"),
     ("prepare_data", "docs --name GLUE --force", "'GLUE'"),
     ("prepare_data", "text new text.txt --vocab_size -5", "--vocab_size: -5"),
+    ("prepare_data", "text new text.txt --vocab_size=70000", "70,000"),
+    ("prepare_data", "text new text.txt --cased --vocab tiny.txt", "--cased"),
     ("prepare_data", "text new text.txt --vocab japanese", "BertJapaneseTokenizer"),
     ("bench", "layer --rounds 0", "--rounds: 0"),
 ]

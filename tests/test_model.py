@@ -1,5 +1,5 @@
 """
-Compare the network's layers and heads with formulas, closed forms and Hugging Face's logits.
+Compare the network's layers and heads with formulas; test_huggingface.py compares logits.
 """
 import math
 from dataclasses import replace
@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lib.huggingface import from_huggingface
-from lib.weights import load_weights
 from model import (
     SIZES,
     BertConfig,
@@ -22,17 +20,6 @@ from model import (
 from tests.helpers import tiny_bert
 
 
-def closed_form(size, vocab, memory_layers=(), ffn_in_them=True):
-    """Count by shapes the parameters of BERT with pooler, head and memories of 512^2 slots."""
-    layers, d, d_ff = (SIZES[size][name] for name in ("n_layer", "d_model", "d_ff"))
-    ffn = 2 * d * d_ff + d + d_ff
-    count = (vocab + 512 + 2) * d + 2 * d  # embeddings and their norm
-    count += layers * (4 * (d * d + d) + ffn + 4 * d)
-    count += 2 * (d * d + d) + 2 * d + vocab  # pooler and head
-    memory = 512**2 * d + 8 * 512 * 128 + (d + 1) * 1024 + 2 * 1024
-    return count + len(memory_layers) * (memory - (0 if ffn_in_them else ffn))
-
-
 @pytest.mark.parametrize("size, layers, millions", [("base", (4, 8), (110.1, 505.9, 515.4)),
                                                     ("large", (8, 16), (336.2, 859.5, 876.2))])
 def test_parameter_counts_are_those_of_table_1(size, layers, millions):
@@ -41,9 +28,7 @@ def test_parameter_counts_are_those_of_table_1(size, layers, millions):
         with torch.device("meta"):
             config = BertConfig(memory_layers=memory_layers, alpha=alpha, **SIZES[size])
             model = LanguageModel(config)
-        count = sum(p.numel() for p in model.parameters())
-        assert count == closed_form(size, 30522, memory_layers, bool(alpha))
-        assert round(count / 1e6, 1) == expected
+        assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == expected
         for n, layer in enumerate(model.bert.layers, 1):
             names = {name.split(".")[0] for name, _ in layer.named_parameters()}
             assert ("memory" in names) == (n in memory_layers)
@@ -188,7 +173,10 @@ def test_dropout_is_where_devlin_et_al_have_it(monkeypatch, alpha):
 
 
 def test_losses_of_the_heads():
-    """Compare them with their definitions. An answer cannot be at a padded token."""
+    """Compare them with their definitions. An answer cannot be at a padded token.
+
+    A tokenizer returns a mask of ones and zeros.
+    """
     config = tiny_bert(dropout=0.0).bert.config
     ids, mask = torch.randint(40, (3, 8)), torch.arange(8) < torch.tensor([[8], [5], [3]])
     reader, classes, score = SpanReader(config), Classifier(config, 4), Classifier(config, 1)
@@ -196,49 +184,9 @@ def test_losses_of_the_heads():
     logits = reader(ids, mask)
     expected = [logits[n, :length, side].logsumexp(0) - logits[n, spans[n, side], side]
                 for n, length in enumerate((8, 5, 3)) for side in (0, 1)]
-    torch.testing.assert_close(reader(ids, mask, labels=spans), sum(expected) / 6)
+    torch.testing.assert_close(reader(ids, mask.long(), labels=spans), sum(expected) / 6)
     logits = classes(ids, mask)
     expected = [logits[n].logsumexp(0) - logits[n, labels[n]] for n in range(3)]
     torch.testing.assert_close(classes(ids, mask, labels=labels), sum(expected) / 3)
     expected = ((score(ids, mask)[:, 0] - labels) ** 2).mean()
     torch.testing.assert_close(score(ids, mask, labels=labels.float()), expected)
-
-
-def test_a_mask_of_ones_and_zeros_is_a_mask():
-    model, ids = tiny_bert(memory_layers=(2,)).eval(), torch.randint(40, (3, 8))
-    mask = torch.arange(8) < torch.tensor([[8], [5], [3]])
-    assert torch.equal(model(ids, mask.long()), model(ids, mask))  # as a tokenizer returns it
-
-
-def test_head_at_positions_and_loss():
-    model = tiny_bert(memory_layers=(2,)).double().eval()
-    ids = torch.randint(40, (3, 12))
-    positions, labels = torch.randint(12, (3, 4)), torch.randint(40, (3, 4))
-    labels[0, 1] = labels[2] = -100
-    full = model(ids)
-    expected = torch.stack([full[b, positions[b]] for b in range(3)])
-    torch.testing.assert_close(model(ids, positions=positions), expected)
-    losses = [full[b, p].exp().sum().log() - full[b, p, label]
-              for b in range(3) for p, label in zip(positions[b], labels[b]) if label != -100]
-    loss = model(ids, positions=positions, labels=labels)  # in float32
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss.double(), sum(losses) / 7, rtol=1e-6, atol=1e-6)
-
-
-def test_a_causal_model_has_hugging_faces_logits():
-    """Compare with a decoder, whose weights have the names of BertForMaskedLM's."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    theirs = transformers.BertLMHeadModel(transformers.BertConfig(
-        vocab_size=40, hidden_size=8, num_hidden_layers=3, num_attention_heads=2,
-        intermediate_size=16, max_position_embeddings=16, is_decoder=True)).eval()
-    for name, p in theirs.named_parameters():
-        nn.init.normal_(p, float("norm" in name.lower() and "weight" in name), 0.4)
-    ours = tiny_bert(causal=True).eval()
-    weights, _ = from_huggingface(theirs.state_dict(), ours.bert.config)
-    load_weights(ours, weights, "", strict=False)
-    ids, mask = torch.randint(40, (3, 16)), torch.arange(16) < torch.tensor([[16], [9], [3]])
-    with torch.no_grad():
-        expected = theirs(ids, attention_mask=mask.long()).logits[mask]
-        assert expected.std() > 0.5
-        torch.testing.assert_close(ours(ids, mask)[mask], expected, rtol=0, atol=1e-4)

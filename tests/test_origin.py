@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import finetune
 import measure
 from lib.run import Run
 from lib.weights import model_hash, open_corpus
-from tests.helpers import assert_one_line, prepare, save_model, tiny_bert, train, tune
+from tests.helpers import assert_one_line, prepare, save_model, tiny_bert, train
 
 
 def measured(*args):
@@ -72,15 +71,6 @@ def test_text_that_is_not_known_is_said(place, capsys):
     shutil.copy("tiny.txt", "hub/vocab.txt")
     open_corpus("tiny", hub)
     assert "not known whether it was trained on text of" in capsys.readouterr().out
-
-
-def test_seeds_start_from_one_model(tuned, capsys):
-    """Refuse a model that was trained anew, at the same path and step."""
-    assert tune("--max_steps=2") == 0
-    shutil.rmtree("out/tiny")
-    assert train("--max_steps=4", "--eval_interval=100", "--seed=1") == 0
-    assert_one_line(capsys, "tune.py", "--max_steps=2", "--seed=1", main=finetune.main,
-                    words=["out/tiny_own/seed0 started from other weights", "--out=out/NAME"])
 
 
 def test_a_hash_tells_weights_apart(tmp_path):

@@ -22,7 +22,6 @@ from prepare_data import find_files
 from tests.helpers import (
     PIECES,
     WIKITEXT,
-    assert_one_line,
     files,
     prepare,
     prepare_sample,
@@ -164,11 +163,6 @@ def test_a_text_that_changes_between_readings_is_refused(workdir, monkeypatch, t
     assert not Path("data/new").exists()
 
 
-def test_a_vocabulary_that_is_too_large(workdir):
-    with pytest.raises(UserError, match="70,000"):
-        prepare("text", "new", "sample.txt", "--vocab_size=70000")
-
-
 @pytest.mark.parametrize("marks, said", [(3, False), (4, True)])
 def test_a_vocabulary_that_removes_a_hundredth_is_named(workdir, capsys, marks, said):
     """The text has 300 letters, and marks."""
@@ -177,11 +171,6 @@ def test_a_vocabulary_that_removes_a_hundredth_is_named(workdir, capsys, marks, 
     prepare("text", "new", "text.txt", "--vocab", "vocab.txt")
     line = f"removes {marks / (300 + marks):.1%} of the letters"
     assert (line in capsys.readouterr().out) == said
-
-
-def test_capitals_are_a_learned_vocabularys(workdir, capsys):
-    assert_one_line(capsys, "text", "new", "sample.txt", "--cased", "--vocab", "vocab.txt",
-                    words=["--cased", "vocab.txt"], main=lambda args: prepare(*args))
 
 
 def test_a_corpus_is_whole_or_absent(workdir, monkeypatch):

@@ -17,10 +17,7 @@ from lib.settings import UserError
 from lib.tasks import encode_examples
 from lib.tokenizer import (
     SPECIALS,
-    Specials,
-    full_tokenizer,
     load_tokenizer,
-    special_ids,
     text_tokenizer,
     tokens_by_id,
     train_tokenizer,
@@ -171,17 +168,6 @@ def test_a_line_of_a_vocabulary_is_a_token(workdir):
         Path("novel.txt").write_text(text)
         with pytest.raises(UserError, match="novel.txt"):
             load_tokenizer("novel.txt")
-
-
-def test_special_tokens_in_a_text_and_around_it(workdir):
-    pad, unk, cls, sep, mask = range(5)
-    assert load_tokenizer("vocab.txt").encode("the [SEP] [MASK]").ids == [5, sep, mask]
-    assert text_tokenizer("vocab.txt").encode("the [SEP]").ids == [5, unk, unk, unk]
-    tokenizer = full_tokenizer("vocab.txt")
-    pair, short = tokenizer.encode_batch([("the [MASK]", "cat"), ("sat", "the")])
-    assert pair.ids == [cls, 5, mask, sep, 6, sep] and pair.type_ids == [0, 0, 0, 0, 1, 1]
-    assert short.ids == [cls, 7, sep, 5, sep, pad] and short.attention_mask == [1] * 5 + [0]
-    assert special_ids(tokenizer) == Specials(pad, unk, cls, sep, mask)
 
 
 def test_a_vocabulary_is_a_function_of_the_text():
