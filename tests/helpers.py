@@ -2,7 +2,6 @@
 Make small models, texts and runs, and compare them, in several files of tests.
 """
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -17,7 +16,7 @@ import finetune
 import prepare_data
 import pretrain
 from lib.run import LAYOUT, Run
-from lib.settings import from_zero, run_main, share
+from lib.settings import run_main
 from lib.weights import model_file
 from model import BertConfig, LanguageModel
 from test_pkm import assert_near  # noqa: F401 - tests import it from here
@@ -48,17 +47,6 @@ def write_settings(run, **settings):
     """Write a run's config.json."""
     Path(run).mkdir(parents=True, exist_ok=True)
     Path(run, "config.json").write_text(json.dumps({"layout": LAYOUT, **settings}))
-
-
-@dataclasses.dataclass
-class Settings:
-    lr: float = 0.1  # the rate
-    steps: int = 3
-    name: str = "a"
-    flag: bool = False
-    layers: tuple = ()
-    seed: int = from_zero(0)
-    clip: float = share(0.5)
 
 
 TINY = {
@@ -151,10 +139,6 @@ def prepare(*args):
         prepare_data.main()
 
 
-def prepare_sample(*more):
-    prepare("text", "sample", "sample.txt", "--vocab", "vocab.txt", *more)
-
-
 def texts_of(corpus, which):
     """Return a split's documents, each as its tokens joined by spaces."""
     pieces = [PIECES[i] for i in corpus.split(which)]
@@ -168,10 +152,6 @@ def write_parquet(path, texts, column="text"):
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pyarrow.table({column: texts, "id": list(range(len(texts)))}), path)
-
-
-WIKITEXT = """ \n = First = \n \n a cat \n \n = = Part = = \n \n the mat \n Key : G \n = Goals = \n
- \n = De sat : a book = \n cat . \n \n = Second = \n \n cat \n"""
 
 
 def squad_file(path):

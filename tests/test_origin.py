@@ -5,7 +5,6 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 
 import measure
@@ -18,8 +17,7 @@ def measured(*args):
     return measure.main(["table", *args, "--device", "cpu"])
 
 
-@pytest.fixture
-def split_anew(place):
+def test_text_that_a_model_was_trained_on_is_not_measured(place, capsys):
     """Train on data/tiny and train that model on; then split the same documents otherwise."""
     assert train("--max_steps=2", "--eval_interval=100") == 0
     assert train("--max_steps=2", "--eval_interval=100", "--init_from=out/tiny",
@@ -28,18 +26,15 @@ def split_anew(place):
     Path("first.txt").write_text(first)
     Path("second.txt").write_text(second)
     prepare("text", "anew", "second.txt", "first.txt", "--vocab", "tiny.txt", "--val_every", "4")
-    return place
-
-
-@pytest.mark.parametrize("run", ["out/tiny", "out/more"])
-def test_text_that_a_model_was_trained_on_is_not_measured(split_anew, capsys, run):
-    words = [f"{run} was trained on the documents of data/anew, split otherwise", "--seen"]
-    assert_one_line(capsys, run, "--data", "anew", main=lambda args: measured(*args), words=words)
-    assert_one_line(capsys, "tiny.py", "--dataset=anew", f"--init_from={run}", "--out=out/new",
-                    words=words)
-    measured(run, "--data", "anew", "--seen")
-    measured(run, "--data", "tiny")
-    assert "trained on" not in capsys.readouterr().out  # nothing to say
+    for run in ("out/tiny", "out/more"):
+        words = [f"{run} was trained on the documents of data/anew, split otherwise", "--seen"]
+        assert_one_line(capsys, run, "--data", "anew", main=lambda args: measured(*args),
+                        words=words)
+        assert_one_line(capsys, "tiny.py", "--dataset=anew", f"--init_from={run}", "--out=out/new",
+                        words=words)
+        measured(run, "--data", "anew", "--seen")
+        measured(run, "--data", "tiny")
+        assert "trained on" not in capsys.readouterr().out  # nothing to say
 
 
 def test_a_run_keeps_what_it_and_its_initial_model_were_trained_on(place):

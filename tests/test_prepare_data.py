@@ -21,13 +21,15 @@ from lib.tokenizer import load_tokenizer
 from prepare_data import find_files
 from tests.helpers import (
     PIECES,
-    WIKITEXT,
     files,
     prepare,
-    prepare_sample,
     texts_of,
     write_parquet,
 )
+
+
+def prepare_sample(*more):
+    prepare("text", "sample", "sample.txt", "--vocab", "vocab.txt", *more)
 
 
 def random_lines(number):
@@ -259,6 +261,10 @@ def test_docs_task(library):
         "Module of two lines.", "Class.", "Function.", "abs(x)", "b()", "Last.", "1."))]
     assert dev == ["sentence\tlabel", "18.\tPython"]
     assert not any(line.startswith(("19.", "Again")) for line in train)
+
+
+WIKITEXT = """ \n = First = \n \n a cat \n \n = = Part = = \n \n the mat \n Key : G \n = Goals = \n
+ \n = De sat : a book = \n cat . \n \n = Second = \n \n cat \n"""
 
 
 def test_wikitext(workdir):

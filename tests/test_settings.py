@@ -11,8 +11,27 @@ import pytest
 
 import finetune
 import pretrain
-from lib.settings import Failure, UserError, load_settings, run_main, run_script
-from tests.helpers import ROOT, Settings
+from lib.settings import (
+    Failure,
+    UserError,
+    from_zero,
+    load_settings,
+    run_main,
+    run_script,
+    share,
+)
+from tests.helpers import ROOT
+
+
+@dataclasses.dataclass
+class Settings:
+    lr: float = 0.1  # the rate
+    steps: int = 3
+    name: str = "a"
+    flag: bool = False
+    layers: tuple = ()
+    seed: int = from_zero(0)
+    clip: float = share(0.5)
 
 
 @pytest.mark.parametrize("args, expected", [

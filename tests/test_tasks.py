@@ -1,7 +1,6 @@
 """
 Tasks: their official files, encodings as Hugging Face's, predictions and scores.
 """
-import argparse
 from collections import Counter
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from finetune import TrainingBatches
+from finetune import Settings, TrainingBatches
 from lib import tasks
 from lib.settings import UserError
 from lib.tokenizer import SPECIALS, full_tokenizer, wordpiece_tokenizer, write_vocab
@@ -150,11 +149,6 @@ def test_batches_are_those_of_hugging_faces_tokenizer(fox, tmp_path):
     assert tasks.pad([])["ids"].shape == (0, 1)
 
 
-def training_batches(lengths, **settings):
-    examples = [tasks.Example(np.zeros(length), 3, n) for n, length in enumerate(lengths)]
-    return TrainingBatches(examples, argparse.Namespace(**settings))
-
-
 def test_batches_are_of_one_length_and_complete():
     """Sorted only within 64 batches: a batch of 128 batches' examples has every second length."""
     lengths = np.random.default_rng(0).integers(3, 128, 5003)
@@ -163,8 +157,10 @@ def test_batches_are_of_one_length_and_complete():
     assert sorted(np.concatenate(batches).tolist()) == list(range(5003))
     assert Counter(map(len, batches)) == {16: 312, 11: 1}
     assert sum(len(b) * lengths[b].max() for b in batches) < 1.05 * lengths.sum()
-    found = training_batches(range(128 * 16), seed=0, batch_size=16, accumulation=1, max_steps=128)
-    assert np.mean([np.ptp(batch) for batch in found.steps]) == pytest.approx(2 * 15, abs=2)
+    settings = Settings(batch_size=16, accumulation=1, max_steps=128)
+    examples = [tasks.Example(np.zeros(length), 3, 0) for length in range(128 * 16)]
+    steps = TrainingBatches(examples, settings).steps
+    assert np.mean([np.ptp(batch) for batch in steps]) == pytest.approx(2 * 15, abs=2)
 
 
 @pytest.mark.parametrize("metric, labels, predictions, expected", [
