@@ -1,6 +1,7 @@
 """
 Make small models, texts and runs, and compare them, in several files of tests.
 """
+import collections
 import contextlib
 import json
 import os
@@ -8,6 +9,7 @@ import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -79,6 +81,54 @@ def assert_same(a, b, where=""):
         assert_same(dict(enumerate(a)), dict(enumerate(b)), where)
     else:
         assert torch.equal(a, b) if torch.is_tensor(a) else a == b, where
+
+
+def differences(a, b, where=""):
+    """Yield (name, distance, norm) for each pair of tensors or floats; the rest must be equal."""
+    if isinstance(a, dict | list | tuple):
+        assert len(a) == len(b), where
+        for key in a if isinstance(a, dict) else range(len(a)):
+            yield from differences(a[key], b[key], f"{where}/{key}")
+    elif torch.is_tensor(a) or isinstance(a, float):
+        a, b = (torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in (a, b))
+        assert a.shape == b.shape, where
+        yield where, (a - b).norm().item(), b.norm().item()
+    else:
+        assert a == b, where
+
+
+def assert_equal_runs(ours, reference, tolerance):
+    """Compare log, last weights, moments and usage.
+
+    All weights are compared by one norm, and so is each kind of moment. A gradient that is 0 except
+    for rounding, as of a bias before a batch norm, has no meaningful norm.
+    """
+    speed = "tokens_per_s", "examples_per_s", "elapsed"
+
+    def timeless(run):
+        return [{k: v for k, v in r.items() if k not in speed} for r in log(run)]
+
+    ends = [Run(run).newest_checkpoint() or Path(run, "best") for run in (ours, reference)]
+    assert ends[0].name == ends[1].name
+    pairs = {name: [torch.load(end / f"{name}.pt", weights_only=True) for end in ends]
+             for name in ("model", "optimizer") if (ends[0] / f"{name}.pt").exists()}
+    for model in pairs["model"]:
+        del model["sha256"]  # of weights that are rounded otherwise
+    pairs["log"] = timeless(ours), timeless(reference)
+    sums = collections.defaultdict(lambda: np.zeros(2))
+    for name, pair in pairs.items():
+        for where, *squares in differences(*pair):
+            _, first, *_, last = where.split("/")
+            kind = {"model": "running" in last, "optimizer": (first, last), "log": where}[name]
+            sums[name, kind] += np.square(squares)
+    for kind, (distance, norm) in sums.items():
+        assert distance <= tolerance**2 * norm, f"{kind}: {(distance / norm)**0.5:.1e}"
+    if "optimizer" in pairs and Run(ours).settings()["memory_layers"]:
+        assert sums["optimizer", ("sparse", "exp_avg_sq")][1] > 0
+    for file in Path(reference).glob("usage/*.npz"):
+        counts, expected = np.load(Path(ours, *file.parts[-2:])), np.load(file)
+        for name in expected:
+            assert (counts[name] == expected[name]).all() and counts[name].sum() > 0
 
 
 @contextlib.contextmanager

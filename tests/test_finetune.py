@@ -25,6 +25,7 @@ from lib.training import seed_dropout
 from lib.weights import find_weights, init_from, load_model, read_weights
 from model import build_model
 from tests.helpers import (
+    assert_equal_runs,
     assert_one_line,
     before_update,
     files,
@@ -37,7 +38,6 @@ from tests.helpers import (
     write_settings,
 )
 from tests.on_ranks import finish, start
-from tests.test_ranks import assert_equal_runs
 
 
 def scores(run):

@@ -23,6 +23,7 @@ from lib.weights import init_from, load_model, model_hash, trained_on
 from model import BertConfig, Classifier, LanguageModel, value_tables
 from tests.helpers import (
     TINY,
+    assert_equal_runs,
     before_update,
     files,
     interrupt,
@@ -32,7 +33,6 @@ from tests.helpers import (
     tiny_bert,
     train,
 )
-from tests.test_ranks import assert_equal_runs
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ Share one run among several processes, which make what one makes, and survive ki
 
 $ PKM_TEST_KILLS=20 PKM_TEST_RANKS=2 python -m pytest tests/test_ranks.py     # not 1 of 3 ranks
 """
-import collections
 import functools
 import json
 import os
@@ -24,9 +23,8 @@ import finetune
 import measure
 import pretrain
 from lib.ranks import any_signalled, barrier, get_rank
-from lib.run import Run
 from lib.weights import read_weights
-from tests.helpers import ROOT, log, steps_saved, write_tasks
+from tests.helpers import ROOT, assert_equal_runs, differences, log, steps_saved, write_tasks
 from tests.on_ranks import finish, start
 
 KILLS = int(os.environ.get("PKM_TEST_KILLS", "1"))
@@ -68,54 +66,6 @@ def compared(prepared, tmp_path_factory):
         for runs in (COMPARED[:3], COMPARED[3:]):  # the last ones start from the first
             finish(*(start_run(name, n) for name, world in runs for n in (0, world)))
     return folder
-
-
-def differences(a, b, where=""):
-    """Yield (name, distance, norm) for each pair of tensors or floats; the rest must be equal."""
-    if isinstance(a, dict | list | tuple):
-        assert len(a) == len(b), where
-        for key in a if isinstance(a, dict) else range(len(a)):
-            yield from differences(a[key], b[key], f"{where}/{key}")
-    elif torch.is_tensor(a) or isinstance(a, float):
-        a, b = (torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in (a, b))
-        assert a.shape == b.shape, where
-        yield where, (a - b).norm().item(), b.norm().item()
-    else:
-        assert a == b, where
-
-
-def assert_equal_runs(ours, reference, tolerance):
-    """Compare log, last weights, moments and usage.
-
-    All weights are compared by one norm, and so is each kind of moment. A gradient that is 0 except
-    for rounding, as of a bias before a batch norm, has no meaningful norm.
-    """
-    speed = "tokens_per_s", "examples_per_s", "elapsed"
-
-    def timeless(run):
-        return [{k: v for k, v in r.items() if k not in speed} for r in log(run)]
-
-    ends = [Run(run).newest_checkpoint() or Path(run, "best") for run in (ours, reference)]
-    assert ends[0].name == ends[1].name
-    pairs = {name: [torch.load(end / f"{name}.pt", weights_only=True) for end in ends]
-             for name in ("model", "optimizer") if (ends[0] / f"{name}.pt").exists()}
-    for model in pairs["model"]:
-        del model["sha256"]  # of weights that are rounded otherwise
-    pairs["log"] = timeless(ours), timeless(reference)
-    sums = collections.defaultdict(lambda: np.zeros(2))
-    for name, pair in pairs.items():
-        for where, *squares in differences(*pair):
-            _, first, *_, last = where.split("/")
-            kind = {"model": "running" in last, "optimizer": (first, last), "log": where}[name]
-            sums[name, kind] += np.square(squares)
-    for kind, (distance, norm) in sums.items():
-        assert distance <= tolerance**2 * norm, f"{kind}: {(distance / norm)**0.5:.1e}"
-    if "optimizer" in pairs and Run(ours).settings()["memory_layers"]:
-        assert sums["optimizer", ("sparse", "exp_avg_sq")][1] > 0
-    for file in Path(reference).glob("usage/*.npz"):
-        counts, expected = np.load(Path(ours, *file.parts[-2:])), np.load(file)
-        for name in expected:
-            assert (counts[name] == expected[name]).all() and counts[name].sum() > 0
 
 
 @pytest.mark.parametrize("name, world", COMPARED)
