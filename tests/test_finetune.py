@@ -127,6 +127,7 @@ def test_medians_are_no_means(tmp_path, capsys, accuracies, accuracy, epoch):
                                        "eval_epoch": seed})
     finetune.write_medians(TASKS["rte"], tmp_path)
     found = Run(tmp_path).results()
+    assert "NaN" not in Path(tmp_path, "eval_results.json").read_text()  # which JSON has not
     numbers = [found[name] for name in ("eval_accuracy", "eval_epoch")]
     numbers += [seed["eval_accuracy"] for seed in found["seeds"].values()]
     assert numbers == pytest.approx([accuracy, epoch, *accuracies], nan_ok=True)

@@ -241,7 +241,7 @@ def test_activation_checkpointing(use_reentrant):
 
 
 def test_only_backward_keeps_reads_and_zero_grad_drops_them():
-    """Keep none while the values are frozen. All else learns, and a step moves no row."""
+    """Freeze the values in between: they keep no read, and all else learns."""
     memory, x = small_memory(), seeded(0, 5, 6).requires_grad_()
     optimizer, before = LazyAdam([memory.values]), memory.values.weight.clone()
     memory(x)
