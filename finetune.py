@@ -200,8 +200,7 @@ def fine_tune(settings, initial, run, task, data, train, dev, signals):
     initial: the folder of the weights, the same for all seeds though init_from may train on.
     """
     checkpoint = ranks.of_first_rank(run.newest_checkpoint())
-    model, net, optimizers, state = set_up(settings, initial, run, task, data,
-                                           checkpoint)
+    model, net, optimizers, state = set_up(settings, initial, run, task, data, checkpoint)
     batches = TrainingBatches(train, settings)
     recent, start = [], time.perf_counter()  # what step() returned since the last record
     for step in range(state["step"], settings.max_steps):
